@@ -1,0 +1,81 @@
+"""How a tensor lies on one mesh axis: Shard(dim), Replicate or Partial, as in DTensor.
+
+Torch-free: the search and the plan file use these; `planner.runtime` turns them into
+`torch.distributed.tensor` placements at the edges.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from planner.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Split in equal contiguous pieces along tensor dim `dim` (never negative)."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """The whole tensor on every rank of the axis."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds a term; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement = Shard | Replicate | Partial
+
+_SHARD = re.compile(r"S\((\d+)\)")
+
+
+def parse_placement(text: str) -> Placement:
+    """Parse ``R``, ``P`` or ``S(dim)``; raise LayoutError on anything else."""
+    if text == "R":
+        return Replicate()
+    if text == "P":
+        return Partial()
+    if match := _SHARD.fullmatch(text):
+        return Shard(int(match[1]))
+    raise LayoutError(f"placement {text!r} is unknown; use R, P or S(dim), for example S(0)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpSharding:
+    """Placements of one op's tensor inputs and outputs on one mesh axis.
+
+    `inputs` follows the order in which tensors appear in the op's arguments (`Op.inputs`).
+    Prints as ``R,S(0)->S(2)``.
+    """
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.inputs)) + "->" + ",".join(map(str, self.outputs))
+
+    @classmethod
+    def parse(cls, text: str) -> OpSharding:
+        """Inverse of `str`; raise LayoutError on a malformed text."""
+        left, arrow, right = text.partition("->")
+        if not arrow:
+            raise LayoutError(f"op sharding {text!r} has no '->'; write it like R,S(0)->S(2)")
+        return cls(inputs=_parse_list(left), outputs=_parse_list(right))
+
+
+def _parse_list(text: str) -> tuple[Placement, ...]:
+    return tuple(parse_placement(part) for part in text.split(",")) if text else ()

@@ -1,0 +1,194 @@
+"""Plan: everything needed to train a model one way on a cluster, as a versioned JSON file.
+
+A plan holds decisions only. What follows from them (job table, local shapes, groups,
+collectives) is derived again when it runs, so it cannot drift. Ranks are laid out
+pp-major: rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank, so a tp group
+is made of neighbours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from planner.errors import PlanError
+from planner.placement import OpSharding, Placement, parse_placement
+
+PLAN_VERSION = 1
+
+Recompute = Literal["none", "full"]
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelRef(_Record):
+    """The model a plan is for: its name, file as given, and structural fingerprint.
+
+    `inputs` lists the batch's tensor leaves as (path, dtype, shape), a shape entry being a
+    number or [per_sample, fixed]; with `batch_tree` they are enough to capture the model
+    again without a batch.
+    """
+
+    name: str
+    file: str
+    fingerprint: str = Field(min_length=64, max_length=64)
+    inputs: tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]
+    batch_tree: Any
+
+
+class ClusterRef(_Record):
+    """The cluster a plan was searched for. `name` is a shipped profile or a directory."""
+
+    name: str
+    device: str
+    devices_per_node: int = Field(ge=1)
+
+
+class StagePlan(_Record):
+    """One stage: blocks first..last (inclusive) on `pp_rank`."""
+
+    pp_rank: int = Field(ge=0)
+    first_block: int = Field(ge=0)
+    last_block: int = Field(ge=0)
+    recompute: Recompute = "none"
+
+    @property
+    def blocks(self) -> range:
+        """Indices of the stage's blocks."""
+        return range(self.first_block, self.last_block + 1)
+
+
+class ClassLayout(_Record):
+    """Op placements of one block class on the tp axis.
+
+    `inputs`, `params` and `outputs` give the placement of the class program's own inputs,
+    params and outputs, in order; `ops` an `OpSharding` per op that is not all-replicated.
+    """
+
+    class_index: int = Field(ge=0)
+    inputs: tuple[str, ...]
+    params: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ops: tuple[tuple[str, str], ...]
+
+    @property
+    def op_shardings(self) -> dict[str, OpSharding]:
+        """Parsed `ops`."""
+        return {name: OpSharding.parse(text) for name, text in self.ops}
+
+    @property
+    def param_placements(self) -> tuple[Placement, ...]:
+        """Parsed `params`."""
+        return tuple(parse_placement(text) for text in self.params)
+
+    @model_validator(mode="after")
+    def _parses(self) -> ClassLayout:
+        for text in (*self.inputs, *self.params, *self.outputs):
+            parse_placement(text)
+        for _, text in self.ops:
+            OpSharding.parse(text)
+        return self
+
+
+class Plan(_Record):
+    """How to train: degrees, microbatches, schedule, stages and layouts.
+
+    `num_microbatches` counts per dp replica, so the global batch is
+    dp * microbatch_size * num_microbatches samples. `estimate` is what the search
+    predicted, in named parts (seconds and bytes), kept for `show` and `compare`; running
+    ignores it.
+    """
+
+    format: Literal["planner-plan"] = "planner-plan"
+    version: int = PLAN_VERSION
+    model: ModelRef
+    cluster: ClusterRef
+    dp: int = Field(ge=1)
+    cp: int = Field(ge=1, default=1)
+    tp: int = Field(ge=1)
+    pp: int = Field(ge=1)
+    vpp: int = Field(ge=1)
+    microbatch_size: int = Field(ge=1)
+    num_microbatches: int = Field(ge=1)
+    schedule: str
+    zero_stage: ZeroStage
+    stages: tuple[StagePlan, ...]
+    layouts: tuple[ClassLayout, ...]
+    estimate: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step over all ranks."""
+        return self.dp * self.microbatch_size * self.num_microbatches
+
+    @property
+    def stage_to_pp_rank(self) -> tuple[int, ...]:
+        """The pp rank that holds each stage."""
+        return tuple(stage.pp_rank for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _holds_together(self) -> Plan:
+        if len(self.stages) != self.pp * self.vpp:
+            raise ValueError(f"{len(self.stages)} stages given; pp*vpp={self.pp * self.vpp} needed")
+        expected = 0
+        for index, stage in enumerate(self.stages):
+            if stage.first_block != expected or stage.last_block < stage.first_block:
+                raise ValueError(
+                    f"stage {index} holds blocks {stage.first_block}..{stage.last_block}; "
+                    f"stages must cover every block once, in order, so it must start at {expected}"
+                )
+            if stage.pp_rank >= self.pp:
+                raise ValueError(f"stage {index} is on pp rank {stage.pp_rank} of {self.pp}")
+            expected = stage.last_block + 1
+        return self
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read and check a plan file.
+
+    Raises PlanError, in one line, when the file is missing, not JSON, not a plan, of a
+    newer version, or inconsistent.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise PlanError(f"no plan file {path}; make one with: planner search MODEL") from None
+    except IsADirectoryError:
+        raise PlanError(f"{path} is a directory; give the plan's JSON file") from None
+    except (ValueError, OSError) as error:
+        raise PlanError(f"{path} is not readable JSON ({error}); search again to make it") from None
+    if not isinstance(data, dict) or data.get("format") != "planner-plan":
+        raise PlanError(f"{path} is not a plan (no format 'planner-plan'); was it made by search?")
+    version = data.get("version")
+    if not isinstance(version, int) or version > PLAN_VERSION:
+        raise PlanError(
+            f"{path} has plan version {version!r}; this planner reads up to {PLAN_VERSION}; "
+            "update planner or search again"
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "plan"
+        raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan atomically, so a killed run leaves the old file or the new one."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
+    os.replace(scratch, target)
