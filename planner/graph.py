@@ -284,7 +284,9 @@ def to_json(value: Any) -> Any:
         return {"t": type(value).__name__, **{k: to_json(getattr(value, k)) for k in names}}
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
-    return value if not isinstance(value, dict) else {"d": {k: to_json(v) for k, v in value.items()}}
+    return (
+        value if not isinstance(value, dict) else {"d": {k: to_json(v) for k, v in value.items()}}
+    )
 
 
 def from_json(value: Any) -> Any:

@@ -1,0 +1,331 @@
+"""Cutting a captured list of ops into a preamble and a chain of blocks, and grouping equals.
+
+A *unit* is a child of a module list (``layers.3`` in ``model.layers.3.mlp.up``): one
+transformer layer, one residual block. Ops run in order, so the ops of a unit are a run;
+what lies between units joins the run before it, unless it has parameters of its own (an
+embedding, a final norm with the head), which then makes a block of its own. A model
+without lists is cut at its top-level children that hold parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.errors import CaptureError
+from planner.graph import Block, ModelGraph, Op, Program, TensorMeta, to_json
+
+_RANDOM = re.compile(
+    r"^aten\.(.*dropout|rand\w*|normal\w*|bernoulli\w*|multinomial|uniform\w*|exponential\w*|rrelu\w*)\."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawOp:
+    """An op as captured, with the qualified name of the module that called it."""
+
+    op: Op
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawGraph:
+    """A whole model as one list of ops; `inputs` are the batch's tensors in order."""
+
+    tensors: dict[str, TensorMeta]
+    inputs: tuple[str, ...]
+    ops: tuple[RawOp, ...]
+    loss: str
+
+
+def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
+    """Cut, classify and assemble. Raise CaptureError when nothing is left to train."""
+    ops = _live_ops(raw)
+    if not any(raw.tensors[n].kind == "param" for item in ops for n in item.op.inputs):
+        raise CaptureError(f"the loss of {name} uses no parameter; there is nothing to train")
+    segments = _segments(ops, raw)
+    preamble_ops, segments = _hoist(segments, raw)
+    blocks, classes, boundary = _classify(segments, preamble_ops, raw)
+    held = {n for n, t in raw.tensors.items() if t.kind in ("param", "buffer", "constant")}
+    kept = (*raw.inputs, *sorted(held, key=list(raw.tensors).index), *boundary)
+    return ModelGraph(
+        name=name,
+        tensors=tuple(raw.tensors[n] for n in kept),
+        batch_inputs=raw.inputs,
+        batch_tree=batch_tree,
+        preamble=_preamble(preamble_ops, raw, blocks),
+        blocks=blocks,
+        classes=classes,
+        loss=raw.loss,
+    )
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers (attention does when its dropout_p is set)."""
+    if op.target.startswith("aten.scaled_dot_product_attention"):
+        p = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
+        return bool(p)
+    return bool(_RANDOM.match(op.target))
+
+
+def mutates(op: Op) -> bool:
+    """Whether an op writes into one of its inputs (a buffer, in what capture leaves)."""
+    packet = op.target.split(".")[1]
+    return (packet.endswith("_") and not packet.endswith("__")) or packet == "batch_norm"
+
+
+def _live_ops(raw: RawGraph) -> list[RawOp]:
+    needed = {raw.loss}
+    live = []
+    for item in reversed(raw.ops):
+        if needed.intersection(item.op.outputs) or mutates(item.op):
+            live.append(item)
+            needed.update(item.op.inputs)
+    return live[::-1]
+
+
+# ---------------------------------------------------------------------------------------
+# Cutting
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A run of ops on the way to becoming a block; mutable while ops are gathered."""
+
+    unit: str
+    ops: list[RawOp]
+
+
+def _unit_of(path: str) -> str | None:
+    """``a.layers.3.mlp`` → ``a.layers.3``; directly nested lists count as one."""
+    parts = path.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            end = index + 1
+            while end < len(parts) and parts[end].isdigit():
+                end += 1
+            return ".".join(parts[:end])
+    return None
+
+
+def _segments(ops: list[RawOp], raw: RawGraph) -> list[_Segment]:
+    owners = {
+        fqn.rpartition(".")[0]
+        for t in raw.tensors.values()
+        if t.kind == "param"
+        for fqn in (t.fqn, *t.aliases)
+    }
+    units = [_unit_of(item.module) for item in ops]
+    if not any(units):
+        units = _children(ops, owners)
+    above = {
+        unit[:i] for unit in set(units) if unit for i, c in enumerate(unit + ".") if c == "."
+    } - set(units) | {""}
+
+    def starts_own(item: RawOp) -> bool:
+        if any(raw.tensors[n].kind == "param" for n in item.op.inputs):
+            return True
+        return item.module in owners and item.module not in above
+
+    segments: list[_Segment] = []
+    for item, unit in zip(ops, units, strict=True):
+        last = segments[-1] if segments else None
+        if unit is not None:
+            if last is None or last.unit != unit:
+                segments.append(_Segment(unit, [item]))
+            else:
+                last.ops.append(item)
+        elif last is None or (not last.unit.startswith("~") and starts_own(item)):
+            segments.append(_Segment(f"~{item.module}", [item]))
+        else:
+            last.ops.append(item)
+    return _merge_bare(segments, raw)
+
+
+def _children(ops: list[RawOp], owners: set[str]) -> list[str | None]:
+    """Units of a model without module lists: children, at the first level with several."""
+    prefix = ""
+    while True:
+        depth = len(prefix)
+        heads = {o[depth:].split(".")[0] for o in owners if o.startswith(prefix) and o[depth:]}
+        if len(heads) != 1:
+            break
+        (only,) = heads
+        if prefix + only in owners:
+            break
+        prefix += only + "."
+    result: list[str | None] = []
+    for item in ops:
+        rest = item.module[len(prefix) :] if item.module.startswith(prefix) else ""
+        unit = prefix + rest.split(".")[0] if rest else None
+        held = unit is not None and any(o == unit or o.startswith(unit + ".") for o in owners)
+        result.append(unit if held else None)
+    return result
+
+
+def _merge_bare(segments: list[_Segment], raw: RawGraph) -> list[_Segment]:
+    """Join segments without trainable parameters to their neighbour before (or after, first)."""
+
+    def bare(segment: _Segment) -> bool:
+        return not any(
+            raw.tensors[n].kind == "param" for item in segment.ops for n in item.op.inputs
+        )
+
+    merged: list[_Segment] = []
+    for segment in segments:
+        if merged and (bare(segment) or (len(merged) == 1 and bare(merged[0]))):
+            unit = merged[-1].unit if bare(segment) else segment.unit
+            merged[-1] = _Segment(unit, merged[-1].ops + segment.ops)
+        else:
+            merged.append(segment)
+    return merged
+
+
+def _hoist(segments: list[_Segment], raw: RawGraph) -> tuple[list[RawOp], list[_Segment]]:
+    """Move parameter-free values that several blocks use into the preamble.
+
+    They come from the batch and from buffers nobody writes; every stage computes those it
+    needs instead of receiving them.
+    """
+    written = {
+        n
+        for s in segments
+        for item in s.ops
+        if mutates(item.op)
+        for n in item.op.inputs
+        if raw.tensors[n].kind == "buffer"
+    }
+    impure = written | {n for n, t in raw.tensors.items() if t.kind == "param"}
+    home: dict[str, int] = {}
+    maker: dict[str, RawOp] = {}
+    wanted: set[str] = set()
+    for index, segment in enumerate(segments):
+        for item in segment.ops:
+            op = item.op
+            if is_random(op) or mutates(op) or impure.intersection(op.inputs):
+                impure.update(op.outputs)
+            for n in op.outputs:
+                home[n], maker[n] = index, item
+            wanted.update(n for n in op.inputs if n not in impure and home.get(n, index) != index)
+    hoisted: set[str] = set()
+    queue = list(wanted)
+    while queue:
+        n = queue.pop()
+        if n in maker and maker[n].op.name not in hoisted:
+            hoisted.add(maker[n].op.name)
+            queue.extend(maker[n].op.inputs)
+    preamble = [i for s in segments for i in s.ops if i.op.name in hoisted]
+    left = [_Segment(s.unit, [i for i in s.ops if i.op.name not in hoisted]) for s in segments]
+    return preamble, [s for s in left if s.ops]
+
+
+def _preamble(ops: list[RawOp], raw: RawGraph, blocks: tuple[Block, ...]) -> Program:
+    produced = [n for item in ops for n in item.op.outputs]
+    used = {n for block in blocks for n in block.inputs}
+    consumed = {n for item in ops for n in item.op.inputs} - set(produced)
+    inputs = tuple(n for n in raw.inputs if n in consumed)
+    params = tuple(n for n in raw.tensors if n in consumed and n not in raw.inputs)
+    return Program(
+        name="preamble",
+        inputs=inputs,
+        params=params,
+        outputs=tuple(n for n in produced if n in used),
+        tensors=tuple(raw.tensors[n] for n in (*inputs, *params, *produced)),
+        ops=tuple(item.op for item in ops),
+    )
+
+
+# ---------------------------------------------------------------------------------------
+# Classes
+
+
+def _classify(
+    segments: list[_Segment], preamble: list[RawOp], raw: RawGraph
+) -> tuple[tuple[Block, ...], tuple[Program, ...], tuple[str, ...]]:
+    home = {n: i for i, s in enumerate(segments) for item in s.ops for n in item.op.outputs}
+    crossing = {
+        n
+        for index, segment in enumerate(segments)
+        for item in segment.ops
+        for n in item.op.inputs
+        if home.get(n, index) != index
+    } | {raw.loss}
+    from_preamble = {n for item in preamble for n in item.op.outputs}
+    classes: dict[str, Program] = {}
+    blocks = []
+    boundary: dict[str, None] = {}
+    for index, segment in enumerate(segments):
+        program, names = _canonical(segment, crossing, raw)
+        key = json.dumps(to_json(replace(program, name="")), sort_keys=True)
+        classes.setdefault(key, program)
+        actual = {canonical: n for n, canonical in names.items()}
+        block = Block(
+            index=index,
+            name=segment.unit.removeprefix("~") or "root",
+            class_index=list(classes).index(key),
+            inputs=tuple(actual[n] for n in program.inputs),
+            params=tuple(actual[n] for n in program.params),
+            outputs=tuple(actual[n] for n in program.outputs),
+        )
+        blocks.append(block)
+        boundary.update(dict.fromkeys(n for n in block.inputs if n in from_preamble))
+        boundary.update(dict.fromkeys(block.outputs))
+    return tuple(blocks), tuple(classes.values()), tuple(boundary)
+
+
+def _canonical(
+    segment: _Segment, crossing: set[str], raw: RawGraph
+) -> tuple[Program, dict[str, str]]:
+    """Rename a segment's tensors by role and order, so that equal blocks become equal data."""
+    names: dict[str, str] = {}
+    inputs: list[str] = []
+    params: list[str] = []
+    counts: dict[str, int] = {}
+    unit = segment.unit
+    ops = []
+    for item in segment.ops:
+        for n in item.op.inputs:
+            if n in names:
+                continue
+            if raw.tensors[n].kind in ("param", "buffer", "constant"):
+                names[n] = f"p{len(params)}"
+                params.append(n)
+            else:
+                names[n] = f"in{len(inputs)}"
+                inputs.append(n)
+        packet = item.op.target.split(".")[1]
+        serial = counts[packet] = counts.get(packet, 0) + 1
+        base = packet if serial == 1 else f"{packet}_{serial}"
+        for position, n in enumerate(item.op.outputs):
+            names[n] = f"{base}.{position}" if len(item.op.outputs) > 1 else base
+        renamed = item.op.rename(names.__getitem__)
+        ops.append(replace(renamed, name=base, module=_relative(item.module, unit)))
+    outputs = [n for item in segment.ops for n in item.op.outputs if n in crossing]
+    tensors = tuple(
+        replace(
+            raw.tensors[n],
+            name=canonical,
+            fqn=_relative(raw.tensors[n].fqn, unit) if n in params else "",
+            aliases=(),
+        )
+        for n, canonical in names.items()
+    )
+    program = Program(
+        name=re.sub(r"\.\d+(?=\.|$)", ".*", unit.removeprefix("~")) or "root",
+        inputs=tuple(names[n] for n in inputs),
+        params=tuple(names[n] for n in params),
+        outputs=tuple(names[n] for n in outputs),
+        tensors=tensors,
+        ops=tuple(ops),
+    )
+    return program, names
+
+
+def _relative(path: str, unit: str) -> str:
+    if path == unit:
+        return ""
+    inside = os.path.commonprefix([path, unit + "."]) == unit + "."
+    return path[len(unit) + 1 :] if inside else path
