@@ -1,0 +1,247 @@
+"""The `planner` command: parse, load files, call one function of a room, save, print.
+
+Every import of a room is made inside its command, so that `planner --help` answers at once
+and `planner show` never loads torch. Results go to stdout; progress, notes and errors to
+stderr. Exit codes: 0 done, 1 a check failed (`verify`, `profile --check`), 2 bad input, said
+in one line; 130 interrupted. A traceback means a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from profiles import Profile
+
+app = typer.Typer(
+    name="planner",
+    help="Find, prove and run the fastest way to train a PyTorch model on a cluster.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Progress = Callable[[float, str], None]
+"""Called by long work with the fraction done (0..1) and what is being done."""
+
+ModelFile = Annotated[Path, typer.Argument(help="A .py file with model() and batch(size).")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan made by `planner search`.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(help="Shipped profile name or profile directory. Default: this machine's own."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
+]
+
+
+def main() -> None:
+    """Entry point of the `planner` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; a user's mistake becomes one stderr line."""
+    try:
+        code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
+    except PlannerError as error:
+        return _refuse(str(error))
+    except Exception as error:
+        # Usage errors come from the click that typer uses, its own copy in newer versions;
+        # what marks them in all versions is format_message.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "planner"
+        return _refuse(f"{error.format_message().rstrip('.')}; see {command} --help")
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(message: str) -> int:
+    print("planner: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+@contextmanager
+def _progress(title: str) -> Iterator[Progress]:
+    """Show a bar on stderr while the body runs; yields the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[doing]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0, doing="")
+
+        def move(fraction: float, doing: str) -> None:
+            bar.update(task, completed=fraction, doing=doing)
+
+        yield move
+
+
+def _note(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr)
+
+
+def _print(*renderables: Any) -> None:
+    from rich.console import Console
+
+    Console().print(*renderables, sep="\n")
+
+
+def _profile(name: str | None, device: str | None) -> Profile:
+    """Load the named profile, or choose one and say which unless it is this machine's own."""
+    import profiles
+
+    if name is not None:
+        return profiles.load_profile(name)
+    profile, note = profiles.default_profile(device)
+    _note(note)
+    return profile
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    from planner.units import GIB
+
+    return None if gib is None else round(gib * GIB)
+
+
+def _seconds(text: str) -> float:
+    """Parse a duration: seconds, or a number followed by s, m or h."""
+    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in factors else (text, "s")
+    try:
+        value = float(number) * factors[unit]
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
+    return value
+
+
+@app.command()
+def search(
+    model: ModelFile,
+    gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")],
+    profile: ProfileOption = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples per step. Default: 8 per device.")
+    ] = None,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+    dp: Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None,
+    vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None,
+    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None,
+    microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None,
+    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None,
+    recompute: Annotated[str | None, typer.Option(help="Fix recompute: none or full.")] = None,
+) -> None:
+    """Find the fastest plan that fits in memory and write it to a file."""
+    from search import SearchRequest, describe_result, find_plan
+
+    request = SearchRequest(
+        num_devices=gpus,
+        global_batch=8 * gpus if global_batch is None else global_batch,
+        memory_limit_bytes=_bytes_of_gib(memory_limit),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        zero_stage=zero,
+        recompute=recompute,
+    )
+    cluster = _profile(profile, None)
+    with _progress("capturing") as progress:
+        graph = _graph(model)
+        result = find_plan(graph, cluster, request, progress=progress)
+    if result.plan is None:
+        raise PlannerError(result.reasons[0])
+    from planner.plan import save_plan
+
+    save_plan(result.plan, out)
+    _print(*describe_result(result))
+    print(f"wrote {out}")
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def launch(
+    plan: PlanFile,
+    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
+    ] = None,
+    device: DeviceOption = None,
+) -> int:
+    """Run a training script on this machine, one process per rank of the plan.
+
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    """
+    from planner.runtime.launch import launch as launch_ranks
+
+    return launch_ranks(plan, script, arguments or [], device)
+
+
+@app.command()
+def verify(
+    plan: PlanFile,
+    model: ModelFile,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    device: DeviceOption = None,
+) -> int:
+    """Prove that a plan computes what one process computes, in fp64; exit 1 if it does not."""
+    from planner.runtime.verify import verify as verify_plan
+
+    with _progress("verifying") as progress:
+        report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
+    _print(report.describe())
+    return 0 if report.passed else 1
+
+
+@app.command()
+def show(
+    plan: PlanFile,
+    model: Annotated[
+        Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
+    ] = None,
+) -> None:
+    """Print what a plan decides and what it is expected to cost."""
+    from planner.describe import describe_plan
+
+    from planner.plan import load_plan
+
+    loaded = load_plan(plan)
+    graph = None if model is None else _graph(model)
+    _print(*describe_plan(loaded, graph))
+
+
+def _graph(model: Path) -> Any:
+    from planner.capture_cache import load_graph
+
+    return load_graph(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+# Everything runs from .venv, which is made when it is missing or pyproject.toml has changed.
+#   make demo        profile this machine, search, launch, compare (2 CPU ranks)
+#   make test        all tests that are not marked slow
+#   make test-slow   the rest
+#   make check       format, lint, types, import contracts
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check clean
+.DELETE_ON_ERROR:
+
+demo: .venv/ready
+	$(BIN)/python examples/demo.py
+
+test: .venv/ready-test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: .venv/ready-test
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/ready-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf .venv demo-out
+
+# A stamp is written only after its install succeeded. Without one the venv is not trusted
+# and is made anew; with an old one it is brought up to date in place.
+.venv/ready: pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "planner needs Python 3.11 or newer, but there is no $(PYTHON); install it or name one: make PYTHON=python3.12 demo" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "planner needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make PYTHON=python3.12 demo" >&2; exit 2; }
+	@if [ -e $@ ]; then rm $@; else rm -rf .venv; fi
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+.venv/ready-test: .venv/ready
+	@rm -f $@
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@

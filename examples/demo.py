@@ -1,0 +1,63 @@
+"""The whole of planner on this machine's CPU: profile, search, launch, compare.
+
+Uses only the public commands, each as a person would type it. Run by `make demo`; what it
+makes lies in demo-out/.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+EXAMPLES = Path(__file__).resolve().parent
+OUT = EXAMPLES.parent / "demo-out"
+PLANNER = str(Path(sys.executable).with_name("planner"))
+WARM_UP_STEPS = 3
+
+
+def run(*command):
+    """Show a planner command, run it in demo-out/, and stop the demo if it fails."""
+    print("\n$ planner", *command, flush=True)
+    code = subprocess.run([PLANNER, *command], cwd=OUT).returncode
+    if code:
+        sys.exit(code)
+
+
+def main():
+    began = time.monotonic()
+    OUT.mkdir(exist_ok=True)
+    for old in OUT.glob("train-rank*.json"):
+        old.unlink()
+    model, script = "../examples/gpt.py", "../examples/train.py"
+    run("profile", model, "--gpus", "2", "--device", "cpu", "--budget", "60s", "--out", "profile")
+    run("search", model, "--gpus", "2", "--profile", "profile", "--global-batch", "8")
+    run("show", "plan.json")
+    run("launch", "--device", "cpu", "plan.json", script)
+    print_comparison()
+    print(f"\ndemo took {time.monotonic() - began:.0f} s; its files are in {OUT.name}/")
+
+
+def print_comparison():
+    """Set what the plan predicted beside what the ranks measured."""
+    estimate = json.loads((OUT / "plan.json").read_text())["estimate"]
+    ranks = [json.loads(file.read_text()) for file in sorted(OUT.glob("train-rank*.json"))]
+    step_s = statistics.median(s for rank in ranks for s in rank["step_s"][WARM_UP_STEPS:])
+    peak_gib = max(rank["peak_bytes"] for rank in ranks) / 2**30
+    table = Table("", "predicted", "measured", "predicted / measured")
+    for name, predicted, measured, unit in (
+        ("step time", estimate["step_s"] * 1e3, step_s * 1e3, "ms"),
+        ("peak memory", estimate["peak_bytes"] / 2**30, peak_gib, "GiB"),
+    ):
+        ratio = f"{predicted / measured:.2f}"
+        table.add_row(name, f"{predicted:.3g} {unit}", f"{measured:.3g} {unit}", ratio)
+    print()
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
