@@ -1,0 +1,60 @@
+"""The command line itself: help, usage errors, what it loads."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+COMMANDS = ("profile", "search", "show", "verify", "launch")
+
+
+def test_help_names_every_command(planner):
+    done = planner("--help")
+    assert done.code == 0
+    for command in COMMANDS:
+        assert f"\n  {command} " in done.stdout
+
+
+def test_no_arguments_is_help(planner):
+    assert planner().stdout == planner("--help").stdout
+
+
+def test_help_is_quick():
+    """Best of three: a loaded machine may be slow once, a heavy import is slow each time."""
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-c", "import cli, sys; sys.argv = ['planner', '--help']; cli.main()"],
+            check=True,
+            capture_output=True,
+        )
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.6
+
+
+def test_help_loads_nothing_heavy():
+    code = (
+        "import cli, sys; cli.run(['--help']);"
+        "heavy = {'torch', 'numpy', 'pandas', 'scipy', 'ortools', 'plotly'} & set(sys.modules);"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["search"], "Missing argument"),
+        (["serach"], "No such command 'serach'"),
+        (["search", "model.py", "--gpus", "two"], "'--gpus'"),
+        (["search", "model.py", "--gpsu", "2"], "No such option"),
+        (["verify", "plan.json", "model.py", "--steps", "0"], "'--steps'"),
+    ],
+)
+def test_usage_error_is_one_line(planner, arguments, says):
+    complaint = planner(*arguments).complaint
+    assert says in complaint
+    assert "--help" in complaint

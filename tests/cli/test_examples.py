@@ -1,0 +1,32 @@
+"""The examples as a newcomer reads them."""
+
+import ast
+import difflib
+
+from tests.cli.conftest import EXAMPLES
+
+
+def test_training_under_a_plan_changes_three_lines():
+    """D21: zero lines in the model, at most three in the training script, either way round."""
+    single = (EXAMPLES / "train_single.py").read_text().splitlines()
+    parallel = (EXAMPLES / "train.py").read_text().splitlines()
+    changes = [line for line in difflib.ndiff(single, parallel) if line[0] in "+-"]
+    assert sum(line[0] == "+" for line in changes) == 3
+    assert sum(line[0] == "-" for line in changes) <= 3
+
+
+def test_model_is_ordinary_pytorch():
+    """M22, D22: the model imports torch and nothing else, ours least of all."""
+    tree = ast.parse((EXAMPLES / "gpt.py").read_text())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported == {"torch"}
