@@ -10,7 +10,6 @@ without lists is cut at its top-level children that hold parameters.
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -327,5 +326,4 @@ def _canonical(
 def _relative(path: str, unit: str) -> str:
     if path == unit:
         return ""
-    inside = os.path.commonprefix([path, unit + "."]) == unit + "."
-    return path[len(unit) + 1 :] if inside else path
+    return path.removeprefix(unit + ".")

@@ -10,6 +10,7 @@ into a preamble and a chain of blocks (`planner.blocks`).
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import linecache
 import logging
@@ -33,7 +34,7 @@ from planner.batch import (
 )
 from planner.blocks import RawGraph, RawOp, build_graph
 from planner.errors import CaptureError, ModelError
-from planner.graph import Affine, ModelGraph, Op, Ref, Symbol, TensorMeta
+from planner.graph import Affine, ModelGraph, Op, Ref, Symbol, TensorMeta, iter_refs
 from planner.model_file import ModelSource, load_model_file
 
 __all__ = [
@@ -257,7 +258,8 @@ def _first_line(error: BaseException) -> str:
 
 class _Reader:
     """Turns an ExportedProgram into our ops: names kept, submodules of grad and autocast
-    regions inlined, asserts and no-op aliases dropped, in-place activation ops made pure."""
+    regions inlined, asserts and no-op aliases dropped, in-place activation ops made pure.
+    """
 
     def __init__(
         self, program: torch.export.ExportedProgram, module: torch.nn.Module, paths: tuple[str, ...]
@@ -268,6 +270,8 @@ class _Reader:
         self.ops: list[RawOp] = []
         self.lines: list[str] = []
         self.names: set[str] = set()
+        self.maker: dict[str, Op] = {}
+        self.stale: set[str] = set()
 
     def read(self) -> _Exported:
         env = self._placeholders()
@@ -443,9 +447,12 @@ class _Reader:
             if len(parts) == 1:
                 return parts[0]
             args = (parts, *args[1:])
-        replaced: torch.fx.Node | None = None
+        written: Ref | None = None
         if target._schema.is_mutable and packet.endswith("_"):
-            target, replaced = self._functional(node, target, args)
+            target, args, written = self._functional(node, target, args)
+            if target is None:  # a copy that only replaces: its source is the new value
+                self._rebind(written, args[1], env, node)
+                return args[1]
         values = node.meta["val"]
         many = isinstance(values, tuple | list)
         grad = self._needs_grad(packet, args, kwargs)
@@ -461,26 +468,31 @@ class _Reader:
             outputs.append(name)
         self._emit(node, str(target), outputs[0], args, kwargs, tuple(outputs))
         result = tuple(Ref(o) for o in outputs) if many else Ref(outputs[0])
-        if replaced is not None:
-            env[replaced] = result
+        if written is not None and isinstance(result, Ref):
+            self._rebind(written, result, env, node)
         return result
 
-    def _functional(
-        self, node: torch.fx.Node, target: torch._ops.OpOverload, args: Any
-    ) -> tuple[torch._ops.OpOverload, torch.fx.Node | None]:
-        """Turn an in-place op on an activation into its pure form; keep writes to buffers."""
-        first = node.args[0]
-        if not isinstance(first, torch.fx.Node) or not isinstance(args[0], Ref):
-            return target, None
-        if self.tensors[args[0].name].kind == "buffer":
-            return target, None
-        maker = next((r.op for r in reversed(self.ops) if args[0].name in r.op.outputs), None)
-        if maker is None or _is_view(maker.target):
+    def _functional(self, node: torch.fx.Node, target: Any, args: Any) -> tuple[Any, Any, Any]:
+        """Turn an in-place op on an activation into its pure form; keep writes to buffers.
+
+        Returns (pure target, args, tensor written). The target is None for a copy_ of an
+        equal shape and dtype, whose value is simply its source.
+        """
+        if not isinstance(args[0], Ref) or self.tensors[args[0].name].kind == "buffer":
+            return target, args, None
+        written = args[0]
+        if self.tensors[written.name].kind != "activation":
             raise CaptureError(
-                f"the model writes in place into a view or an input{_node_line(node)}; "
-                "write the out-of-place form (x = x + y, torch.where, torch.cat)"
+                f"the model writes in place into {written.name}{_node_line(node)}; "
+                "write the out-of-place form (x = x + y)"
             )
         name = target._schema.name.split("::")[1].removesuffix("_")
+        if name == "copy":
+            old = self.tensors[written.name]
+            new = self.tensors[args[1].name]
+            if (old.shape, old.dtype) == (new.shape, new.dtype):
+                return None, args, written
+            return torch.ops.aten.copy.default, args, written
         packet = getattr(torch.ops.aten, name, None)
         overload = target._overloadname
         if packet is None or overload not in packet.overloads():
@@ -488,13 +500,51 @@ class _Reader:
                 f"the in-place op {target}{_node_line(node)} has no pure form; "
                 "write the out-of-place form"
             )
-        return getattr(packet, overload), first
+        return getattr(packet, overload), args, written
+
+    def _rebind(
+        self, written: Ref, value: Ref, env: dict[torch.fx.Node, Any], node: torch.fx.Node
+    ) -> None:
+        """Make later uses of a tensor written in place, and of its base, see `value`."""
+        while True:
+            self.stale.update(self._views_of(written.name) - {value.name})
+            for key, held in env.items():
+                if held == written:
+                    env[key] = value
+            maker = self.maker.get(written.name)
+            if maker is None or not _is_view(maker.target):
+                return
+            packet = maker.target.split(".")[1]
+            if packet not in ("slice", "select"):
+                raise CaptureError(
+                    f"the model writes in place through {packet}{_node_line(node)}; only writes "
+                    "through slices and indices can be followed; write the out-of-place form"
+                )
+            base = maker.args[0]
+            meta = self.tensors[base.name]
+            fresh = self._fresh(f"{base.name}_written")
+            self.tensors[fresh] = TensorMeta(
+                name=fresh,
+                shape=meta.shape,
+                dtype=meta.dtype,
+                kind="activation",
+                requires_grad=meta.requires_grad or self.tensors[value.name].requires_grad,
+            )
+            scatter = f"aten.{packet}_scatter.default"
+            self._emit(node, scatter, fresh, (base, value, *maker.args[1:]), (), (fresh,))
+            written, value = base, Ref(fresh)
+
+    def _views_of(self, name: str) -> set[str]:
+        """Names of the views taken so far of a tensor, views of views included."""
+        found = {name}
+        for raw in self.ops:
+            if _is_view(raw.op.target) and found.intersection(raw.op.inputs):
+                found.update(raw.op.outputs)
+        return found - {name}
 
     def _needs_grad(self, packet: str, args: Any, kwargs: Any) -> bool:
         if packet in ("detach", "argmax", "argmin", "zeros_like", "ones_like", "full_like"):
             return False
-        from planner.graph import iter_refs
-
         refs = iter_refs((args, tuple(v for _, v in kwargs)))
         return any(self.tensors[ref.name].requires_grad for ref in refs)
 
@@ -512,7 +562,14 @@ class _Reader:
         op = Op(
             name=name.replace(".", "_"), target=target, args=args, kwargs=kwargs, outputs=outputs
         )
+        used_stale = self.stale.intersection(op.inputs)
+        if used_stale:
+            raise CaptureError(
+                f"the model reads a view{_node_line(node)} after its tensor was written in place; "
+                "take the view again after the write, or write the out-of-place form"
+            )
         self.ops.append(RawOp(op=op, module=path.split("@")[0]))
+        self.maker.update(dict.fromkeys(outputs, op))
         self.lines.append(_node_line(node))
 
     def _arg(self, arg: Any, env: dict[torch.fx.Node, Any]) -> Any:
@@ -537,6 +594,7 @@ def _is_dtype(arg: Any) -> bool:
     return isinstance(arg, Symbol) and arg.kind == "dtype"
 
 
+@functools.cache
 def _is_view(target: str) -> bool:
     packet, _, overload = target.removeprefix("aten.").partition(".")
     schema = getattr(getattr(torch.ops.aten, packet), overload)._schema

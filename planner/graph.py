@@ -51,7 +51,8 @@ class Ref:
 @dataclass(frozen=True, slots=True)
 class Symbol:
     """A torch constant in an op's arguments: kind ``dtype``, ``layout``, ``memory_format``
-    or ``device`` (always "the device the program runs on", so its value is empty)."""
+    or ``device`` (always "the device the program runs on", so its value is empty).
+    """
 
     kind: Literal["dtype", "layout", "memory_format", "device"]
     value: str = ""

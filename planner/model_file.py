@@ -1,4 +1,4 @@
-"""Loading a user's ``model.py``: it defines model(), batch(size) and perhaps loss(output, batch)."""
+"""Loading a user's ``model.py``: model(), batch(size) and perhaps loss(output, batch)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unit conversions. Inside the code: seconds, bytes, flop. Data sheets are decimal, memory binary."""
+"""Units. Inside the code: seconds, bytes, flop. Data sheets are decimal, memory binary."""
 
 from __future__ import annotations
 
