@@ -1,0 +1,39 @@
+"""Every cut of a tiny chain, one after the other: the referee of `chain_dp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+
+from search.chain_dp import ChainProblem, Cut, cut_value, stage_bytes
+
+MOST_CUTS = 2_000_000
+
+
+def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield every (cuts, choices); C(n-1, S-1) * c**S of them."""
+    n, stages = problem.num_blocks, problem.num_stages
+    for inner in combinations(range(1, n), stages - 1):
+        for choices in product(range(len(problem.choices)), repeat=stages):
+            yield (0, *inner, n), choices
+
+
+def solve_by_brute_force(problem: ChainProblem) -> Cut | None:
+    """Return the best cut by trying all, or None when none fits."""
+    best: Cut | None = None
+    for cuts, choices in all_cuts(problem):
+        value = cut_value(problem, cuts, choices)
+        if value < (best.value if best else float("inf")):
+            best = Cut(cuts=cuts, choices=choices, value=value)
+    return best
+
+
+def smallest_peak_by_brute_force(problem: ChainProblem) -> float:
+    """Return the fewest bytes that the largest rank of any cut needs."""
+    return min(
+        (
+            max(stage_bytes(problem, s, cuts[s], cuts[s + 1], c) for s, c in enumerate(choices))
+            for cuts, choices in all_cuts(problem)
+        ),
+        default=float("inf"),
+    )

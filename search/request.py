@@ -1,0 +1,143 @@
+"""What a search is asked, and what it answers: plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from planner.errors import LayoutError
+from planner.plan import Plan
+
+RECOMPUTE_CHOICES = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest:
+    """The question: this many devices, this global batch (samples), under this memory.
+
+    `memory_limit_bytes` is per device (None: what the profile says is usable). Every choice
+    left None is searched; one that is given is honoured exactly, never clamped.
+    `max_gap` and `time_limit_s` stop the search early, and the certificate says so.
+    `model_file` is written into the plan as the place the model came from. `solver` picks
+    the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
+    ``cpsat`` or ``brute_force`` (referees, for small models).
+    `forbid` holds (choice, value) pairs that no answer may use; `pins` holds
+    (class_index, tensor name, placement text) triples that every layout must respect.
+    """
+
+    num_devices: int
+    global_batch: int
+    memory_limit_bytes: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    cp: int | None = None
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    zero: int | None = None
+    recompute: str | None = None
+    model_file: str = ""
+    max_gap: float = 0.0
+    time_limit_s: float | None = None
+    solver: str = "dp"
+    forbid: tuple[tuple[str, str], ...] = ()
+    pins: tuple[tuple[int, str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise LayoutError when a number cannot mean anything."""
+        if self.num_devices < 1:
+            raise LayoutError(
+                f"--gpus {self.num_devices} was given; training needs at least one device, "
+                "so use --gpus 1 or more"
+            )
+        if self.global_batch < 1:
+            raise LayoutError(
+                f"--global-batch {self.global_batch} was given; a step needs at least one sample, "
+                "so use --global-batch 1 or more"
+            )
+        for name in ("dp", "tp", "pp", "vpp", "cp", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = "--" + name.replace("_", "-")
+                raise LayoutError(
+                    f"{flag} {value} was given; it counts something, so it must be 1 or more, "
+                    "or left out to be searched"
+                )
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise LayoutError(f"--zero {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
+        if self.recompute not in (None, *RECOMPUTE_CHOICES):
+            raise LayoutError(
+                f"--recompute {self.recompute} was given; use {' or '.join(RECOMPUTE_CHOICES)}"
+            )
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
+            raise LayoutError(
+                f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
+            )
+        if self.max_gap < 0:
+            raise LayoutError(f"--gap {self.max_gap} was given; a gap is 0 or more, such as 0.02")
+
+    def is_forbidden(self, choice: str, value: object) -> bool:
+        """Whether `forbid` rules this value of a choice out."""
+        return (choice, str(value)) in self.forbid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """How sure the answer is, under the cost model (not against the real machine).
+
+    `lower_bound_s` is a step time that no configuration of the space can beat;
+    `gap` is (best_s - lower_bound_s) / best_s. `pruned` counts configurations by the rule
+    that removed them, so considered = evaluated + the sum of pruned + unexplored.
+    """
+
+    best_s: float
+    lower_bound_s: float
+    considered: int
+    evaluated: int
+    unexplored: int
+    pruned: tuple[tuple[str, int], ...]
+    proved_by: tuple[tuple[str, str], ...]
+    stopped_early: str = ""
+
+    @property
+    def gap(self) -> float:
+        """Relative distance from the lower bound; 0 means proved best."""
+        if self.best_s <= 0:
+            return 0.0
+        return max(0.0, (self.best_s - self.lower_bound_s) / self.best_s)
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON form, with the gap spelled out."""
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "pruned"},
+            "proved_by": dict(self.proved_by),
+            "pruned": dict(self.pruned),
+            "gap": self.gap,
+            "under": "the cost model",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A configuration that lost: its name, its price, and why in one line."""
+
+    label: str
+    step_s: float
+    peak_bytes: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The best plan with its certificate, or no plan and the reasons.
+
+    `reasons` says in whole sentences why nothing fits, and what would make it fit; it is
+    empty when there is a plan.
+    """
+
+    plan: Plan | None
+    runners_up: tuple[RunnerUp, ...] = ()
+    reasons: tuple[str, ...] = ()
+    certificate: Certificate | None = None
+    smallest_memory_bytes: int | None = None
+    search_s: float = field(default=0.0, compare=False)
