@@ -133,6 +133,72 @@ def _seconds(text: str) -> float:
 
 
 @app.command()
+def profile(
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Model files: measure just what a search of them can ask for. Without one: a "
+            "standard grid. Or `show DIR`: print what a profile holds.",
+            metavar="[MODEL]...",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices that a search will be asked for.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
+    ] = None,
+    device: DeviceOption = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write. Default: this machine's own profile.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Only check this profile directory.")] = None,
+) -> int:
+    """Measure this machine once; the same command resumes where it was stopped."""
+    import profiles as room
+
+    if check is not None:
+        problems = room.check_profile(check)
+        print("\n".join(problems) or f"{check} is a complete profile")
+        return 1 if problems else 0
+    if models and str(models[0]) == "show":
+        if len(models) != 2:
+            raise PlannerError("planner profile show takes one directory or shipped name")
+        _print(*room.describe_profile(room.load_profile(str(models[1]))))
+        return 0
+    device = device or _found_device()
+    folder = out or room.own_profile_dir(device)
+    with _progress("profiling") as progress:
+        measured = room.measure_profile(
+            folder,
+            nproc=nproc or gpus or _num_devices(device),
+            device=device,
+            models=[_graph(model) for model in models or ()],
+            gpus=gpus,
+            budget_s=None if budget is None else _seconds(budget),
+            progress=progress,
+        )
+    _print(*room.describe_profile(measured))
+    print(f"wrote {folder}")
+    return 0
+
+
+def _found_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _num_devices(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 2
+
+
+@app.command()
 def search(
     model: ModelFile,
     gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")],
@@ -168,8 +234,9 @@ def search(
         cp=cp,
         microbatch_size=microbatch_size,
         schedule=schedule,
-        zero_stage=zero,
+        zero=zero,
         recompute=recompute,
+        model_file=str(model),
     )
     cluster = _profile(profile, None)
     with _progress("capturing") as progress:
@@ -229,7 +296,6 @@ def show(
 ) -> None:
     """Print what a plan decides and what it is expected to cost."""
     from planner.describe import describe_plan
-
     from planner.plan import load_plan
 
     loaded = load_plan(plan)

@@ -1,0 +1,152 @@
+"""A plan for people: what `planner show` prints. Torch-free; with the graph, blocks have names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.plan import ClassLayout, Plan, StagePlan
+from planner.schedule import build_schedule, draw_schedule
+from planner.units import format_bytes, format_seconds
+
+MAX_DRAWN_COLUMNS = 40
+"""A wider timetable does not fit a terminal."""
+
+
+def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[RenderableType]:
+    """Return the plan's summary, stages, layouts, timetable and estimate, ready to print.
+
+    Raises PlanError when `graph` is another model than the plan's.
+    """
+    if graph is not None and graph.fingerprint != plan.model.fingerprint:
+        raise PlanError(
+            f"the plan is for {plan.model.name} ({plan.model.fingerprint[:12]}), the model given "
+            f"is {graph.name} ({graph.fingerprint[:12]}); search again for this model"
+        )
+    parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
+    if plan.layouts and plan.tp > 1:
+        parts.append(_layouts(plan, graph))
+    if plan.pp > 1:
+        parts.append(_timetable(plan))
+    if plan.estimate:
+        parts += describe_estimate(plan.estimate)
+    return parts
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    axes = (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp), ("vpp", plan.vpp))
+    for name, value in (
+        ("model", f"{plan.model.name} ({plan.model.fingerprint[:12]}) from {plan.model.file}"),
+        ("cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"),
+        ("ranks", f"{plan.world_size} = " + " · ".join(f"{axis} {n}" for axis, n in axes)),
+        (
+            "batch",
+            f"{plan.global_batch} samples = dp {plan.dp} x {plan.num_microbatches} microbatches "
+            f"of {plan.microbatch_size}",
+        ),
+        ("schedule", plan.schedule),
+        ("ZeRO stage", str(plan.zero_stage)),
+    ):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
+    table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
+    if graph is not None:
+        table.add_column("parameters", justify="right")
+    for index, stage in enumerate(plan.stages):
+        row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
+        if graph is not None:
+            row.append(f"{_num_params(stage, graph):,}")
+        table.add_row(*row)
+    return table
+
+
+def _block_names(stage: StagePlan, graph: ModelGraph | None) -> str:
+    first, last = stage.first_block, stage.last_block
+    numbers = f"{first}" if first == last else f"{first}..{last}"
+    if graph is None:
+        return numbers
+    names = graph.blocks[first].name, graph.blocks[last].name
+    return f"{numbers} ({names[0]})" if first == last else f"{numbers} ({names[0]} .. {names[1]})"
+
+
+def _num_params(stage: StagePlan, graph: ModelGraph) -> int:
+    names = {name for block in stage.blocks for name in graph.blocks[block].params}
+    tensors = (graph.tensor[name] for name in names)
+    return sum(tensor.numel_at(1) for tensor in tensors if tensor.kind == "param")
+
+
+def _layouts(plan: Plan, graph: ModelGraph | None) -> Table:
+    title = f"Layouts over tp {plan.tp}"
+    table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
+    for layout in plan.layouts:
+        table.add_row(*_layout_row(layout, graph))
+    return table
+
+
+def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str, str]:
+    if graph is None:
+        placements = Counter(layout.params)
+        held = ", ".join(f"{count} x {text}" for text, count in placements.items())
+        return str(layout.class_index), str(len(layout.ops)), held
+    program = graph.classes[layout.class_index]
+    uses = sum(block.class_index == layout.class_index for block in graph.blocks)
+    named = zip(program.params, layout.params, strict=True)
+    held = ", ".join(f"{name} {text}" for name, text in named if text != "R")
+    return (
+        f"{layout.class_index}: {program.name} x {uses}",
+        f"{len(layout.ops)} of {len(program.ops)}",
+        held or "all replicated",
+    )
+
+
+def _timetable(plan: Plan) -> Text:
+    schedule = build_schedule(
+        plan.schedule, pp=plan.pp, vpp=plan.vpp, num_microbatches=plan.num_microbatches
+    )
+    return Text(draw_schedule(schedule, max_columns=MAX_DRAWN_COLUMNS), no_wrap=True)
+
+
+def describe_estimate(estimate: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the expected step time and memory, each in its named parts.
+
+    `estimate` is the JSON form that the search stored in the plan; parts it does not know
+    are shown by their key, zero ones are left out.
+    """
+    share = Table("part", "time", "share", title="Step time", title_justify="left")
+    step_s = estimate["step_s"]
+    for name, seconds in estimate["time"].items():
+        if seconds:
+            share.add_row(_label(name), format_seconds(seconds), f"{seconds / step_s:.0%}")
+    share.add_row("step", format_seconds(step_s), "100%", style="bold")
+
+    ranks = estimate["memory"]
+    memory = Table("part", title="Memory of one device", title_justify="left")
+    for index in range(len(ranks)):
+        memory.add_column(f"pp rank {index}", justify="right")
+    for name in ranks[0]:
+        if any(rank[name] for rank in ranks):
+            memory.add_row(_label(name), *(format_bytes(rank[name]) for rank in ranks))
+    totals = (format_bytes(sum(rank.values())) for rank in ranks)
+    memory.add_row("total", *totals, style="bold")
+
+    error = estimate.get("relative_error")
+    basis = f"Based on: {estimate.get('source', 'unknown')}"
+    if error is not None:
+        basis += f"; expected to be within {error:.0%}"
+    return [share, memory, Text(basis)]
+
+
+def _label(key: str) -> str:
+    """Return a part's key as words: ``tp_comm_s`` becomes ``tp comm``."""
+    return key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
