@@ -1,1 +1,67 @@
+"""Pipeline schedules as data.
 
+A schedule is a table of jobs, one row for each pipeline rank. The same table is checked
+(`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.simulate`) and run
+(`planner.runtime`), so none of them knows a schedule by name. Torch-free.
+"""
+
+from planner.schedule import fthenb, naive, one_f_one_b  # noqa: F401  (registers them)
+from planner.schedule.communication import (
+    Transfer,
+    chain_edges,
+    communication_order,
+    validate_communication,
+)
+from planner.schedule.draw import draw_schedule, draw_table
+from planner.schedule.in_flight import in_flight, in_flight_at_rank_peak, in_flight_per_stage
+from planner.schedule.jobs import (
+    Job,
+    JobKind,
+    Schedule,
+    backward_input,
+    backward_weight,
+    forward,
+    full_backward,
+)
+from planner.schedule.placements import fold_placement, loop_placement
+from planner.schedule.registry import (
+    SCHEDULES,
+    ScheduleSpec,
+    build_schedule,
+    find_schedule,
+    register_schedule,
+    stage_to_pp_rank,
+)
+from planner.schedule.timetable import StageTimes, Timetable, time_schedule
+from planner.schedule.validate import validate_schedule
+
+__all__ = [
+    "SCHEDULES",
+    "Job",
+    "JobKind",
+    "Schedule",
+    "ScheduleSpec",
+    "StageTimes",
+    "Timetable",
+    "Transfer",
+    "backward_input",
+    "backward_weight",
+    "build_schedule",
+    "chain_edges",
+    "communication_order",
+    "draw_schedule",
+    "draw_table",
+    "find_schedule",
+    "fold_placement",
+    "forward",
+    "full_backward",
+    "in_flight",
+    "in_flight_at_rank_peak",
+    "in_flight_per_stage",
+    "loop_placement",
+    "register_schedule",
+    "stage_to_pp_rank",
+    "time_schedule",
+    "validate_communication",
+    "validate_schedule",
+]

@@ -1,0 +1,105 @@
+"""Pictures of schedules in text: `draw_schedule` over time, `draw_table` by position.
+
+`draw_schedule` of 1F1B with pp=3 and 4 microbatches (a backward takes two columns):
+
+    1f1b: pp=3, 3 stages, 4 microbatches, 18 columns, bubble 33.3%
+    rank 0 | F0 F1 F2 .  .  .  .  B0--- F3 B1--- .  B2--- .  B3---
+    rank 1 | .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3--- .  .
+    rank 2 | .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .
+
+With virtual stages a job shows its stage too, as `str(job)` does: ``4F0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from planner.schedule.jobs import Job, Schedule
+from planner.schedule.timetable import StageTimes, Timetable, time_schedule
+
+_CONTEXT_RANKS, _CONTEXT_POSITIONS = 4, 6
+
+
+def draw_schedule(
+    schedule: Schedule, *, times: StageTimes | None = None, max_columns: int | None = None
+) -> str:
+    """Return a picture of the table over time, one line for each pp rank.
+
+    One column is the shortest job's time, by default that of F, I or W. More than
+    `max_columns` columns are cut off, with a count of how many. Raises ScheduleError when
+    the table never ends.
+    """
+    timetable = time_schedule(schedule, times)
+    tick = min((end - start for _, _, start, end in timetable if end > start), default=1.0)
+    num_columns = round(timetable.step_s / tick)
+    shown = num_columns if max_columns is None else min(num_columns, max_columns)
+    label = _labeller(schedule)
+    width = max((len(label(job)) for row in schedule.jobs for job in row), default=1) + 1
+    lines = [
+        f"{schedule.name}: pp={schedule.pp}, {schedule.num_stages} stages, "
+        f"{schedule.num_microbatches} microbatches, {num_columns} columns, "
+        f"bubble {timetable.bubble_fraction:.1%}"
+    ]
+    rank_width = len(str(schedule.pp - 1))
+    for rank in range(schedule.pp):
+        text = _draw_rank(timetable, rank, tick, width, label)[: shown * width].rstrip()
+        more = f" … {num_columns - shown} more columns" if shown < num_columns else ""
+        lines.append(f"rank {rank:>{rank_width}} | {text}{more}")
+    return "\n".join(lines)
+
+
+def _labeller(schedule: Schedule) -> Callable[[Job], str]:
+    """Return the function from a job to its text: the stage is left out where the rank says it."""
+    if schedule.num_stages == schedule.pp:
+        return lambda job: f"{job.kind}{job.microbatch_index}"
+    return str
+
+
+def _draw_rank(
+    timetable: Timetable, rank: int, tick: float, width: int, label: Callable[[Job], str]
+) -> str:
+    cells: list[str] = []
+    row = zip(
+        timetable.schedule.jobs[rank], timetable.start_s[rank], timetable.end_s[rank], strict=True
+    )
+    for job, start, end in row:
+        first = round(start / tick)
+        num_columns = max(round(end / tick) - first, 1)
+        cells += ["."] * (first - len(cells))
+        text = label(job).ljust(num_columns * width - 1, "-" if num_columns > 1 else " ")
+        cells += [text] + [""] * (num_columns - 1)
+    cells += ["."] * (round(timetable.step_s / tick) - len(cells))
+    return "".join(cell.ljust(width - 1) + " " for cell in cells if cell)
+
+
+def draw_table(rows: Sequence[Sequence[Job]], *, marked: Collection[tuple[int, int]] = ()) -> str:
+    """Return the jobs in order, one line for each pp rank, with cells in brackets if marked.
+
+    `marked` holds (pp_rank, position) pairs; a position one past the end marks the place
+    where a job is missing. A large table is cut to the surroundings of the marks.
+    """
+    ranks = _around({rank for rank, _ in marked}, len(rows), _CONTEXT_RANKS)
+    longest = max((len(row) for row in rows), default=0) + 1
+    positions = _around({position for _, position in marked}, longest, _CONTEXT_POSITIONS)
+    width = max((len(str(job)) for rank in ranks for job in rows[rank]), default=1) + 2
+    lines = []
+    for rank in ranks:
+        row, cells = rows[rank], []
+        for position in positions:
+            text = str(rows[rank][position]) if position < len(row) else ""
+            cells.append((f"[{text}]" if (rank, position) in marked else f" {text} ").ljust(width))
+        before = "… " if positions.start > 0 else ""
+        after = " …" if positions.stop < len(row) else ""
+        lines.append(f"rank {rank:>3} | {before}{''.join(cells).rstrip()}{after}")
+    if ranks.start > 0:
+        lines.insert(0, f"… {ranks.start} ranks")
+    if ranks.stop < len(rows):
+        lines.append(f"… {len(rows) - ranks.stop} ranks")
+    return "\n".join(lines)
+
+
+def _around(marks: Collection[int], size: int, context: int) -> range:
+    """Return the part of range(size) within `context` of the first and last mark."""
+    if not marks:
+        return range(min(size, 4 * context))
+    return range(max(0, min(marks) - context), min(size, max(marks) + context + 1))
