@@ -1,0 +1,164 @@
+"""Find a profile: by directory, by the name of a shipped one, or the best for this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+from pathlib import Path
+
+from planner.errors import ProfileError
+from profiles.profile import Profile
+from profiles.records import ProfileFile
+from profiles.store import (
+    PROFILE_FILE,
+    read_collectives,
+    read_ops,
+    read_profile_file,
+)
+
+SHIPPED = Path(__file__).parent / "data"
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Return the names of the profiles that come with planner."""
+    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{PROFILE_FILE}")))
+
+
+def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
+    """Load a profile directory, or a shipped profile by name or unambiguous prefix.
+
+    ``NAME@LINK`` chooses another inter-node link of a shipped profile, as in
+    ``h100-sxm5@ib-200``. Raises ProfileError, in one line, when there is no such profile, a
+    file is missing or damaged, or the schema is of another version.
+    """
+    path = Path(name_or_dir).expanduser()
+    if path.is_dir():
+        return _load_directory(path)
+    text = os.fspath(name_or_dir)
+    if path.exists():
+        raise ProfileError(f"{path} is a file; give the profile's directory or a shipped name")
+    if os.sep in text:
+        raise ProfileError(
+            f"no profile directory {text}; measure one with: planner profile --out {text}"
+        )
+    name, _, link = text.partition("@")
+    file = read_profile_file(SHIPPED / _resolve(name, text))
+    return Profile(_with_link(file, link) if link else file)
+
+
+def _load_directory(path: Path) -> Profile:
+    file = read_profile_file(path)
+    if file.source == "shipped" and not (path / "ops.csv").exists():
+        return Profile(file)
+    return Profile(file, read_ops(path), read_collectives(path))
+
+
+def _resolve(name: str, given: str) -> str:
+    names = shipped_names()
+    wanted = name.lower()
+    found = [full for full in names if full == wanted] or [
+        full for full in names if full.startswith(wanted + "-")
+    ]
+    if len(found) == 1:
+        return found[0]
+    near = found or difflib.get_close_matches(wanted, names, n=2, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ProfileError(
+        f"no profile {given!r}; {hint}give a profile directory or one of: {', '.join(names)}"
+    )
+
+
+def _with_link(file: ProfileFile, suffix: str) -> ProfileFile:
+    links = file.cluster.other_inter_node
+    if suffix not in links:
+        raise ProfileError(
+            f"profile {file.name} has no inter-node link {suffix!r}; use one of: "
+            f"{', '.join(sorted(links)) or '(none)'}"
+        )
+    link = links[suffix]
+    slower = link.beta_s_per_byte.value / file.cluster.inter_node.beta_s_per_byte.value
+    later = link.alpha_s.value / file.cluster.inter_node.alpha_s.value
+    fits = tuple(
+        fit
+        if fit.num_nodes == 1
+        else fit.model_copy(
+            update={
+                "pieces": tuple(
+                    piece.model_copy(
+                        update={
+                            "alpha_s": piece.alpha_s * later,
+                            "beta_s_per_byte": piece.beta_s_per_byte * slower,
+                        }
+                    )
+                    for piece in fit.pieces
+                ),
+                "relative_error": fit.relative_error + 0.1,
+                "detail": f"{fit.detail}; scaled to {link.name}",
+            }
+        )
+        for fit in file.collective_fits
+    )
+    cluster = file.cluster.model_copy(update={"inter_node": link})
+    return file.model_copy(
+        update={"name": f"{file.name}@{suffix}", "cluster": cluster, "collective_fits": fits}
+    )
+
+
+def own_profile_dir(device: str | None = None) -> Path:
+    """Return where this machine's own profile lives when no other place is named."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    host = re.sub(r"[^A-Za-z0-9_.-]", "_", platform.node() or "machine")
+    return Path(cache) / "planner" / "profiles" / f"{host}-{device or _device_here()}"
+
+
+def default_profile(device: str | None = None) -> tuple[Profile, str]:
+    """Return the profile to use when none is named, and a line that says which and why.
+
+    This machine's own, else the shipped one of the GPU found, else a shipped one. The line
+    is empty for the machine's own.
+    """
+    own = own_profile_dir(device)
+    if (own / PROFILE_FILE).exists():
+        return load_profile(own), ""
+    gpu = _gpu_name() if device != "cpu" else None
+    if gpu is not None:
+        if name := shipped_for_gpu(gpu):
+            return load_profile(name), (
+                f"this machine has no profile of its own; using the shipped {name} for {gpu} "
+                "(measure with: planner profile)"
+            )
+        because = f"no shipped profile is of {gpu}"
+    else:
+        because = "this machine has no profile of its own"
+    return load_profile(FALLBACK), (
+        f"{because}; assuming the shipped {FALLBACK}: times are not of this machine "
+        "(choose with --profile, or measure with: planner profile)"
+    )
+
+
+FALLBACK = "h100-sxm5-80gb"
+
+_GPUS = (
+    (r"A100.*PCI", "a100-pcie-80gb"),
+    (r"A100", "a100-sxm4-80gb"),
+    (r"H200", "h200-sxm-141gb"),
+    (r"H100", "h100-sxm5-80gb"),
+    (r"\bB200", "b200-sxm"),
+)
+
+
+def shipped_for_gpu(gpu: str) -> str | None:
+    """Return the shipped profile of a GPU by the name its driver reports, if there is one."""
+    return next((name for pattern, name in _GPUS if re.search(pattern, gpu)), None)
+
+
+def _gpu_name() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def _device_here() -> str:
+    return "cpu" if _gpu_name() is None else "cuda"

@@ -1,0 +1,91 @@
+"""Profile: one machine's numbers, ready to answer the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from planner.cluster import ClusterSpec
+from profiles.collective_model import CollectiveModel
+from profiles.op_model import OpModel
+from profiles.records import (
+    CollectiveRecord,
+    Group,
+    Lookup,
+    OpQuery,
+    OpRecord,
+    ProfileFile,
+)
+
+
+class Profile:
+    """What a machine can do, measured or described. Loaded by `profiles.load_profile`."""
+
+    def __init__(
+        self,
+        file: ProfileFile,
+        ops: Sequence[OpRecord] = (),
+        collectives: Sequence[CollectiveRecord] = (),
+    ) -> None:
+        self.file = file
+        self.ops = tuple(ops)
+        self.collectives = tuple(collectives)
+
+    @property
+    def name(self) -> str:
+        """Name of a shipped profile, or of the machine a measured one is of."""
+        return self.file.name
+
+    @property
+    def source(self) -> str:
+        """``measured`` on the machine itself, or ``shipped`` from published figures."""
+        return self.file.source
+
+    @cached_property
+    def cluster(self) -> ClusterSpec:
+        """The machines and links."""
+        return self.file.cluster.spec(self.name)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of one device that a training process can use, context included."""
+        return self.file.cluster.memory_bytes.value
+
+    @property
+    def context_bytes(self) -> float:
+        """What the framework, the device context and the communicators take per process."""
+        return self.file.context_bytes.value
+
+    @property
+    def allocator_overhead_fraction(self) -> float:
+        """Rounding and fragmentation: extra memory over the bytes of live tensors."""
+        return self.file.allocator_overhead_fraction.value
+
+    @property
+    def launch_overhead_s(self) -> float:
+        """Least host time per operator: no op can be issued faster than this."""
+        return self.file.launch_overhead_s.value
+
+    @cached_property
+    def _op_model(self) -> OpModel:
+        return OpModel(self.cluster, self.ops, self.file.op_fits)
+
+    @cached_property
+    def _collective_model(self) -> CollectiveModel:
+        return CollectiveModel(self.cluster, self.collectives, self.file.collective_fits)
+
+    def op_seconds(self, query: OpQuery) -> Lookup:
+        """Return the time of one operator on one device."""
+        return self._op_model.seconds(query)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return the time of a collective; `num_bytes` is the full tensor's size.
+
+        Raises ValueError for an unknown kind. A group of one rank costs nothing.
+        """
+        return self._collective_model.seconds(kind, num_bytes, group)
+
+    def overlap_slowdown(self, part: str) -> float:
+        """Return by how much ``compute`` or ``communication`` slows when both run together."""
+        figure = self.file.overlap_slowdown.get(part)
+        return 1.0 if figure is None else figure.value

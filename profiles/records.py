@@ -1,0 +1,258 @@
+"""What a profile is made of: questions, answers, and the records its files hold.
+
+A profile directory has three files. `profile.json` is one `ProfileFile`: what the machine
+is, memory, and fits. `ops.csv` and `collectives.csv` hold one `OpRecord` or
+`CollectiveRecord` a line. Every number carries its origin: see `Origin`. docs/profiles.md
+documents the files field by field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from planner.cluster import ClusterSpec, Link
+
+SCHEMA_VERSION = 1
+
+Direction = Literal["forward", "backward"]
+CollectiveKind = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"
+]
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+)
+
+Origin = Literal["measured", "data sheet", "published", "fitted", "assumed"]
+"""Where a number is from: this machine, a vendor's data sheet, a published measurement, a
+fit to published measurements, or a stated assumption. The accompanying `detail` says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpQuery:
+    """One operator on one device: what is asked of `Profile.op_seconds`.
+
+    `shapes` are the local shapes of the tensor inputs, in order; `dtype` is that of the
+    first floating-point input (else of the first output). `flop` and `num_bytes` (read plus
+    written) are the work of the asked direction. A backward query is for the gradients of
+    all differentiable inputs together.
+    """
+
+    target: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    direction: Direction
+    flop: float
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The shape of a communicating group: `ranks_per_node` on each of `num_nodes` nodes."""
+
+    ranks_per_node: int
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an empty group."""
+        if self.ranks_per_node < 1 or self.num_nodes < 1:
+            raise ValueError(f"group {self} is empty; both numbers must be at least 1")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ranks_per_node * self.num_nodes
+
+    def __str__(self) -> str:
+        return f"{self.ranks_per_node}x{self.num_nodes}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """An answer: a time, what it stands on, and the expected relative error (one sigma)."""
+
+    seconds: float
+    source: str
+    relative_error: float
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Figure(_Record):
+    """A number with its origin. The unit is in the field's name."""
+
+    value: float = Field(ge=0, allow_inf_nan=False)
+    origin: Origin
+    detail: str = Field(min_length=1)
+
+
+class Provenance(_Record):
+    """Under which conditions a sample was taken; columns of every measured record.
+
+    `spread` is the interquartile range of the samples over their median.
+    """
+
+    device: str
+    driver: str
+    torch: str
+    threads: int = Field(ge=1)
+    measured_at: str
+    repeats: int = Field(ge=1)
+    spread: float = Field(ge=0, allow_inf_nan=False)
+
+
+class OpRecord(Provenance):
+    """One measured operator: the median time with all ranks of the node at work.
+
+    `arguments` tells apart probes that differ only in what is not a tensor, such as a flag.
+    """
+
+    target: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    direction: Direction
+    arguments: str
+    flop: float = Field(ge=0)
+    num_bytes: float = Field(ge=0)
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
+class CollectiveRecord(Provenance):
+    """One measured collective. `num_bytes` is the full tensor's size: before a
+    reduce-scatter, after an all-gather. `concurrent_groups` ran at the same time.
+    """
+
+    kind: CollectiveKind
+    num_bytes: int = Field(gt=0)
+    ranks_per_node: int = Field(ge=1)
+    num_nodes: int = Field(ge=1)
+    concurrent_groups: int = Field(ge=1)
+    seconds: float = Field(gt=0, allow_inf_nan=False)
+
+
+class OpFit(_Record):
+    """`seconds = overhead_s + flop * s_per_flop + num_bytes * s_per_byte`.
+
+    `family` is an op family of `profiles.families` or one target. Coefficients are
+    non-negative, fitted for least relative error; `relative_error` is the median absolute
+    relative residual.
+    """
+
+    family: str
+    dtype: str
+    direction: Direction
+    overhead_s: float = Field(ge=0)
+    s_per_flop: float = Field(ge=0)
+    s_per_byte: float = Field(ge=0)
+    relative_error: float = Field(ge=0)
+    num_samples: int = Field(ge=0)
+    origin: Origin
+    detail: str
+
+
+class Piece(_Record):
+    """From `min_bytes` upward, a message costs `alpha_s + num_bytes * beta_s_per_byte`."""
+
+    min_bytes: float = Field(ge=0)
+    alpha_s: float = Field(ge=0)
+    beta_s_per_byte: float = Field(ge=0)
+
+
+class CollectiveFit(_Record):
+    """A piecewise alpha-beta line for one collective on one group shape."""
+
+    kind: CollectiveKind
+    ranks_per_node: int = Field(ge=1)
+    num_nodes: int = Field(ge=1)
+    pieces: tuple[Piece, ...] = Field(min_length=1)
+    relative_error: float = Field(ge=0)
+    num_samples: int = Field(ge=0)
+    origin: Origin
+    detail: str
+
+    @property
+    def group(self) -> Group:
+        """The group shape."""
+        return Group(ranks_per_node=self.ranks_per_node, num_nodes=self.num_nodes)
+
+
+class LinkRecord(_Record):
+    """One link level; see `planner.cluster.Link`. Rates are per device and direction."""
+
+    name: str
+    alpha_s: Figure
+    beta_s_per_byte: Figure
+
+    def spec(self) -> Link:
+        """Return the link without origins."""
+        return Link(
+            name=self.name,
+            alpha_s=self.alpha_s.value,
+            beta_s_per_byte=self.beta_s_per_byte.value,
+        )
+
+
+class ClusterRecord(_Record):
+    """The machines. `other_inter_node` holds links to choose instead, by suffix."""
+
+    device: str
+    device_type: str
+    devices_per_node: int = Field(ge=1)
+    max_devices: int | None = Field(default=None, ge=1)
+    memory_bytes: Figure
+    memory_bytes_per_s: Figure
+    peak_flop_per_s: dict[str, Figure] = Field(min_length=1)
+    intra_node: LinkRecord
+    inter_node: LinkRecord
+    other_inter_node: dict[str, LinkRecord] = Field(default_factory=dict)
+
+    def spec(self, name: str) -> ClusterSpec:
+        """Return the description the search works with, without origins."""
+        return ClusterSpec(
+            name=name,
+            device=self.device,
+            device_type=self.device_type,
+            devices_per_node=self.devices_per_node,
+            max_devices=self.max_devices,
+            memory_bytes=int(self.memory_bytes.value),
+            memory_bytes_per_s=self.memory_bytes_per_s.value,
+            peak_flop_per_s=tuple((k, f.value) for k, f in self.peak_flop_per_s.items()),
+            intra_node=self.intra_node.spec(),
+            inter_node=self.inter_node.spec(),
+        )
+
+
+class SkippedProbe(_Record):
+    """A probe that gave no number, and why (out of memory, crash, time limit)."""
+
+    probe: str
+    reason: str
+
+
+class ProfileFile(_Record):
+    """The contents of profile.json."""
+
+    format: Literal["planner-profile"] = "planner-profile"
+    version: int = SCHEMA_VERSION
+    name: str
+    source: Literal["measured", "shipped"]
+    complete: bool
+    conditions: dict[str, str | int | float] = Field(default_factory=dict)
+    cluster: ClusterRecord
+    context_bytes: Figure
+    allocator_overhead_fraction: Figure
+    launch_overhead_s: Figure
+    overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
+    op_fits: tuple[OpFit, ...] = ()
+    collective_fits: tuple[CollectiveFit, ...] = ()
+    skipped: tuple[SkippedProbe, ...] = ()
+    notes: tuple[str, ...] = ()

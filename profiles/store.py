@@ -1,0 +1,169 @@
+"""Profile directories on disk: read with every record checked, written atomically."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from planner.errors import ProfileError
+from profiles.records import (
+    SCHEMA_VERSION,
+    CollectiveRecord,
+    OpRecord,
+    ProfileFile,
+)
+
+PROFILE_FILE = "profile.json"
+OPS_FILE = "ops.csv"
+COLLECTIVES_FILE = "collectives.csv"
+
+_R = TypeVar("_R", OpRecord, CollectiveRecord)
+
+
+def read_profile_file(directory: Path) -> ProfileFile:
+    """Read profile.json; raise ProfileError, in one line, if it is missing or damaged."""
+    path = directory / PROFILE_FILE
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ProfileError(
+            f"{directory} has no {PROFILE_FILE}, so it is not a profile; "
+            "make one with: planner profile --out DIR"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ProfileError(
+            f"{path} is not readable JSON ({error}); delete {directory} and profile again"
+        ) from None
+    if not isinstance(data, dict) or data.get("format") != "planner-profile":
+        raise ProfileError(f"{path} is not a profile (no format 'planner-profile')")
+    version = data.get("version")
+    if version != SCHEMA_VERSION:
+        raise ProfileError(
+            f"{path} has schema version {version!r}; this planner reads version "
+            f"{SCHEMA_VERSION}; profile again into a new directory"
+        )
+    try:
+        return ProfileFile.model_validate(data)
+    except ValidationError as error:
+        raise ProfileError(f"{path} is damaged at {_first(error)}; profile again") from None
+
+
+def read_ops(directory: Path) -> tuple[OpRecord, ...]:
+    """Read ops.csv; raise ProfileError naming the line that is damaged."""
+    return _read_csv(directory / OPS_FILE, OpRecord)
+
+
+def read_collectives(directory: Path) -> tuple[CollectiveRecord, ...]:
+    """Read collectives.csv; raise ProfileError naming the line that is damaged."""
+    return _read_csv(directory / COLLECTIVES_FILE, CollectiveRecord)
+
+
+def write_profile_file(directory: Path, profile: ProfileFile) -> None:
+    """Write profile.json atomically."""
+    text = json.dumps(profile.model_dump(mode="json"), indent=1) + "\n"
+    _write_atomically(directory / PROFILE_FILE, text)
+
+
+def write_ops(directory: Path, records: Iterable[OpRecord]) -> None:
+    """Write ops.csv atomically."""
+    _write_csv(directory / OPS_FILE, OpRecord, records)
+
+
+def write_collectives(directory: Path, records: Iterable[CollectiveRecord]) -> None:
+    """Write collectives.csv atomically."""
+    _write_csv(directory / COLLECTIVES_FILE, CollectiveRecord, records)
+
+
+def _columns(record_type: type[BaseModel]) -> list[str]:
+    # What was measured first, its provenance last: pydantic lists inherited fields first.
+    own = [n for n in record_type.model_fields if n in record_type.__annotations__]
+    return own + [n for n in record_type.model_fields if n not in own]
+
+
+def _read_csv(path: Path, record_type: type[_R]) -> tuple[_R, ...]:
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))
+    except FileNotFoundError:
+        raise ProfileError(
+            f"profile {path.parent} has no {path.name}; profile again, or restore the file"
+        ) from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ProfileError(
+            f"{path} is not readable CSV ({error}); profile again into a new directory"
+        ) from None
+    columns = _columns(record_type)
+    if not rows or rows[0] != columns:
+        raise ProfileError(
+            f"{path} does not start with the columns {','.join(columns)}; "
+            "profile again into a new directory"
+        )
+    return tuple(
+        _parse_row(path, line, record_type, columns, row)
+        for line, row in enumerate(rows[1:], start=2)
+    )
+
+
+def _parse_row(
+    path: Path, line: int, record_type: type[_R], columns: Sequence[str], row: Sequence[str]
+) -> _R:
+    if len(row) != len(columns):
+        raise ProfileError(
+            f"{path} line {line} has {len(row)} fields instead of {len(columns)}; "
+            "delete that line, or profile again"
+        )
+    values: dict[str, Any] = dict(zip(columns, row, strict=True))
+    try:
+        if "shapes" in values:
+            values["shapes"] = json.loads(values["shapes"])
+        return record_type.model_validate(values)
+    except ValidationError as error:
+        reason = _first(error)
+    except ValueError:
+        reason = f"shapes: {row[columns.index('shapes')]!r} is not a list"
+    raise ProfileError(
+        f"{path} line {line} is damaged at {reason}; delete that line, or profile again"
+    )
+
+
+def _write_csv(path: Path, record_type: type[BaseModel], records: Iterable[BaseModel]) -> None:
+    from io import StringIO
+
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    columns = _columns(record_type)
+    writer.writerow(columns)
+    for record in records:
+        writer.writerow([_cell(getattr(record, name)) for name in columns])
+    _write_atomically(path, text.getvalue())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return json.dumps(value, separators=(",", ":"))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write through a scratch file beside the target: a killed run leaves old or new."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(text)
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise ProfileError(
+            f"can't write {path}: {error.strerror or error}; free some space or give another --out"
+        ) from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the top'}: {first['msg']}"
