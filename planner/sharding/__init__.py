@@ -1,1 +1,40 @@
+"""Sharding: which placements of an op's inputs and outputs compute the right thing.
 
+Each op family has one file of rules; `strategies` asks them, `local_ops` says what then
+runs on a rank, `propagate_layout` chooses for a whole block without a solver. All of it
+works on the IR alone, free of torch, so a search can run where torch is not installed.
+"""
+
+from __future__ import annotations
+
+from planner.sharding import (  # noqa: F401 - importing a family registers its rules
+    attention,
+    creation,
+    embedding,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    reductions,
+    views,
+)
+from planner.sharding.call import divides, local_shape
+from planner.sharding.registry import (
+    grad_is_partial,
+    has_rule,
+    local_ops,
+    ops_without_rule,
+    rule,
+    strategies,
+)
+
+__all__ = [
+    "divides",
+    "grad_is_partial",
+    "has_rule",
+    "local_ops",
+    "local_shape",
+    "ops_without_rule",
+    "rule",
+    "strategies",
+]

@@ -1,0 +1,40 @@
+"""Scaled dot product attention: by batch, by head, or by query position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.graph import Ref
+from planner.placement import OpSharding
+from planner.sharding.call import Call
+from planner.sharding.letters import broadcast, by_letters
+from planner.sharding.registry import rule
+
+
+@rule("aten.scaled_dot_product_attention")
+def attention(call: Call) -> Iterator[OpSharding]:
+    """attention(q[b, h, q, d], k[b, h, k, d], v[b, h, k, e], mask broadcast to [b, h, q, k]).
+
+    With grouped queries k and v have fewer heads; equal contiguous shares of both keep
+    each query head with its own key head. Queries can be divided only without is_causal,
+    which counts positions from the first local one.
+    """
+    rank = len(call.inputs[0])
+    batch = list(range(rank - 2))
+    grouped = bool(call.arg(7, "enable_gqa", False))
+    query, key, value = call.inputs[:3]
+    names = [batch, batch, batch]
+    if not grouped:  # batch and head dims broadcast as in a product
+        names = [broadcast(s[:-2], call.outputs[0][:-2]) for s in (query, key, value)]  # type: ignore[misc]
+    positions = None if call.arg(5, "is_causal", False) else "q"
+    letters = [
+        [*names[0], positions, None],
+        [*names[1], None, None],
+        [*names[2], None, None],
+    ]
+    if isinstance(call.arg(3, "attn_mask"), Ref):
+        scores = (*call.outputs[0][:-1], key[-2])
+        aligned = broadcast(call.inputs[3], scores)
+        all_letters = [*batch, positions, None]
+        letters.append([None if i is None else all_letters[i] for i in aligned])  # type: ignore[index]
+    yield from by_letters(letters, [[*batch, positions, None]])

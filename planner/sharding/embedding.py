@@ -1,0 +1,30 @@
+"""Embedding: by token, by hidden dim, or with the vocabulary divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.placement import OpSharding, Shard
+from planner.sharding.call import Call
+from planner.sharding.letters import by_letters
+from planner.sharding.registry import LocalForm, Placed, local_form, rule
+
+
+@rule("aten.embedding")
+def embedding(call: Call) -> Iterator[OpSharding]:
+    """embedding(weight[vocabulary, hidden], indices[…]) -> […, hidden]."""
+    if call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False):
+        return  # gradients that depend on the whole batch, or are sparse
+    indices = list(range(len(call.inputs[1])))
+    yield from by_letters([["v", "h"], indices], [[*indices, "h"]], summed="v")
+
+
+@local_form("aten.embedding")
+def embedding_on_shard(placed: Placed) -> LocalForm:
+    """With the vocabulary divided, a rank looks up its own rows and yields zero elsewhere."""
+    if placed.sharding.inputs[0] != Shard(0):
+        return LocalForm((placed.op,))
+    padding = placed.call.arg(2, "padding_idx", -1)
+    return placed.with_args(
+        *placed.op.args[:2], padding, placed.axis, target="planner.vocab_embedding"
+    )

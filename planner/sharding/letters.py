@@ -1,0 +1,76 @@
+"""Shardings of an op whose dims can be named by letters, as in an einsum.
+
+``b s i, o i -> b s o`` says all there is to say about a linear layer on one mesh axis:
+sharding a letter shards every tensor that has it. A tensor without the letter is whole on
+every rank. An output without it is a sum over ranks if the op sums over that letter;
+otherwise the letter can't be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+
+from planner.placement import OpSharding, Placement, Shard
+from planner.sharding.call import Call, P, R, Shape
+
+Letters = Sequence[Hashable | None]
+"""A letter for each dim of a tensor; None for a dim that can't be sharded."""
+
+
+def by_letters(
+    inputs: Sequence[Letters],
+    outputs: Sequence[Letters],
+    *,
+    summed: Collection[Hashable] = (),
+    addends: Collection[int] = (),
+) -> Iterator[OpSharding]:
+    """Yield the sharding of each letter in turn.
+
+    `summed` are the letters the op sums over. `addends` are positions of inputs added
+    after that sum (a bias): they become Partial with the output, so that the sum over
+    ranks adds them once.
+    """
+    letters: dict[Hashable, None] = {}
+    for tensor in (*inputs, *outputs):
+        letters.update(dict.fromkeys(letter for letter in tensor if letter is not None))
+    for letter in letters:
+        if any(list(tensor).count(letter) > 1 for tensor in (*inputs, *outputs)):
+            continue  # a diagonal
+        is_summed = letter in summed
+        if not is_summed and any(letter not in tensor for tensor in outputs):
+            continue
+        yield OpSharding(
+            inputs=tuple(
+                P if is_summed and i in addends and letter not in tensor else _place(letter, tensor)
+                for i, tensor in enumerate(inputs)
+            ),
+            outputs=tuple(
+                P if letter not in tensor else _place(letter, tensor) for tensor in outputs
+            ),
+        )
+
+
+def _place(letter: Hashable, tensor: Letters) -> Placement:
+    return Shard(list(tensor).index(letter)) if letter in tensor else R
+
+
+def broadcast(shape: Shape, out_shape: Shape) -> Letters:
+    """Letter a tensor's dims by the output dim each is aligned with under broadcasting.
+
+    A dim of size one that is stretched gets None: it is whole on every rank.
+    """
+    offset = len(out_shape) - len(shape)
+    return [i + offset if size == out_shape[i + offset] else None for i, size in enumerate(shape)]
+
+
+def pointwise(call: Call, *, out: int = 0) -> Iterator[OpSharding]:
+    """Yield the shardings of an op that works element by element with broadcasting."""
+    out_shape = call.outputs[out]
+    inputs = [broadcast(shape, out_shape) for shape in call.inputs]
+    yield from by_letters(inputs, [range(len(shape)) for shape in call.outputs])
+
+
+def same_dims(call: Call, *, fixed: Collection[int] = ()) -> Iterator[OpSharding]:
+    """Yield shardings of an op that keeps each dim of its one input but mixes `fixed` ones."""
+    letters = [None if d in fixed else d for d in range(len(call.inputs[0]))]
+    yield from by_letters([letters], [letters] * len(call.outputs))

@@ -1,0 +1,111 @@
+"""Losses: cross entropy with the classes or the samples divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.graph import Ref
+from planner.placement import OpSharding, Partial, Shard
+from planner.sharding.call import Call, R
+from planner.sharding.letters import by_letters
+from planner.sharding.registry import LocalForm, Placed, local_form, rule
+
+NONE, MEAN, SUM = 0, 1, 2
+"""ATen's numbers for a loss's `reduction`."""
+
+
+@rule("aten.cross_entropy_loss")
+def cross_entropy(call: Call) -> Iterator[OpSharding]:
+    """cross_entropy(logits[n, c, …], target[n, …] or probabilities, weight[c]).
+
+    Classes can be divided when targets are indices and classes have no weights: ranks
+    exchange three numbers a sample instead of the logits. Samples can be divided too; a
+    mean then needs the number of targets counted on all ranks.
+    """
+    if call.is_floating(call.op.inputs[1]) or isinstance(call.arg(2, "weight"), Ref):
+        return
+    reduction = call.arg(3, "reduction", MEAN)
+    rank = len(call.inputs[0])
+    samples = [d for d in range(rank) if d != min(1, rank - 1)]
+    logits = list(range(rank))
+    out = samples if reduction == NONE else []
+    whole = (R,) if reduction != NONE else tuple(R for _ in call.outputs)
+    yield OpSharding(inputs=(Shard(min(1, rank - 1)), R), outputs=whole)
+    inputs = [[d if d in samples else None for d in logits], samples]
+    yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
+
+
+@local_form("aten.cross_entropy_loss")
+def cross_entropy_on_shard(placed: Placed) -> LocalForm:
+    """The same loss, told how the logits are divided."""
+    call = placed.call
+    logits = placed.sharding.inputs[0]
+    rank = len(call.inputs[0])
+    by_class = logits == Shard(min(1, rank - 1))
+    reduction = call.arg(3, "reduction", MEAN)
+    if not by_class and reduction != MEAN:
+        return LocalForm((placed.op,))
+    return placed.with_args(
+        *placed.op.args[:2],
+        reduction,
+        call.arg(4, "ignore_index", -100),
+        call.arg(5, "label_smoothing", 0.0),
+        placed.axis,
+        target="planner.vocab_cross_entropy" if by_class else "planner.mean_cross_entropy",
+    )
+
+
+@rule("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+def nll_loss(call: Call) -> Iterator[OpSharding]:
+    """nll_loss(log_probabilities[n, c, …], target[n, …]) summed or per sample."""
+    reduction = call.arg(3, "reduction", MEAN)
+    if reduction == MEAN or isinstance(call.arg(2, "weight"), Ref):
+        return
+    rank = len(call.inputs[0])
+    classes = min(1, rank - 1)
+    samples = [d for d in range(rank) if d != classes]
+    inputs = [[d if d in samples else None for d in range(rank)], samples]
+    out = samples if reduction == NONE else []
+    yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
+
+
+@rule(
+    "aten.mse_loss",
+    "aten.l1_loss",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.binary_cross_entropy",
+    "aten.binary_cross_entropy_with_logits",
+)
+def elementwise_loss(call: Call) -> Iterator[OpSharding]:
+    """A loss of each element; summed or averaged, a shard of it is a term."""
+    if any(shape != call.inputs[0] for shape in call.inputs):
+        return
+    reduction = _reduction(call)
+    letters = list(range(len(call.inputs[0])))
+    out = letters if reduction == NONE else []
+    summed = () if reduction == NONE else letters
+    yield from by_letters([letters] * len(call.inputs), [out], summed=summed)
+
+
+@local_form(
+    "aten.mse_loss",
+    "aten.l1_loss",
+    "aten.smooth_l1_loss",
+    "aten.huber_loss",
+    "aten.binary_cross_entropy",
+    "aten.binary_cross_entropy_with_logits",
+)
+def elementwise_loss_on_shard(placed: Placed) -> LocalForm:
+    """A mean over a shard is divided by the number of shards, as for `aten.mean`."""
+    from planner.sharding.reductions import scaled_by_shards
+
+    is_term = isinstance(placed.sharding.outputs[0], Partial)
+    if is_term and _reduction(placed.call) == MEAN:
+        return scaled_by_shards(placed)
+    return LocalForm((placed.op,))
+
+
+def _reduction(call: Call) -> int:
+    index = {"aten.binary_cross_entropy": 3, "aten.binary_cross_entropy_with_logits": 4}
+    return int(call.arg(index.get(call.packet, 2), "reduction", MEAN))

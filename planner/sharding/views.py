@@ -1,0 +1,246 @@
+"""Ops that arrange the same elements differently: reshape, permute, expand, slice, join."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from planner.placement import OpSharding, Shard
+from planner.sharding.call import Call, P, R, Shape, normal_dim, normal_dims
+from planner.sharding.letters import Letters, broadcast, by_letters, same_dims
+from planner.sharding.registry import LocalForm, Placed, local_form, rule
+
+_PARTIAL = OpSharding(inputs=(P,), outputs=(P,))
+
+
+def dim_groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the smallest groups of dims of two shapes that hold the same elements, in order.
+
+    ``(6, 4, 5), (3, 2, 20)`` gives ``[0], [0, 1]`` and ``[1, 2], [2]``.
+    """
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        size_left = size_right = 1
+        while True:
+            if size_left == size_right and left and right:
+                break
+            if size_left <= size_right and i < len(source):
+                left.append(i)
+                size_left *= source[i]
+                i += 1
+            elif j < len(target):
+                right.append(j)
+                size_right *= target[j]
+                j += 1
+            elif i < len(source):
+                left.append(i)
+                size_left *= source[i]
+                i += 1
+            else:
+                break
+        yield left, right
+
+
+def reshape_letters(source: Shape, target: Shape) -> tuple[list[int | None], list[int | None]]:
+    """Letters of a reshape: the leading dim of a group is cut where the group is cut."""
+    letters: list[int | None] = [None] * len(source)
+    out: list[int | None] = [None] * len(target)
+    if prod(source) == 0:
+        return letters, out
+    for number, (left, right) in enumerate(dim_groups(source, target)):
+        first = next((d for d in left if source[d] > 1), None)
+        second = next((d for d in right if target[d] > 1), None)
+        if first is not None and second is not None:
+            letters[first] = out[second] = number
+    return letters, out
+
+
+@rule(
+    "aten.view.default",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.squeeze",
+    "aten.unsqueeze",
+    "aten.view_as",
+)
+def reshape(call: Call) -> Iterator[OpSharding]:
+    """A dim can be sharded if it leads a group of dims that are merged or divided."""
+    inputs, out = reshape_letters(call.inputs[0], call.outputs[0])
+    rest = [[None] * len(shape) for shape in call.inputs[1:]]
+    yield from by_letters([inputs, *rest], [out])
+    if not rest:
+        yield _PARTIAL
+
+
+@local_form(
+    "aten.view.default",
+    "aten._unsafe_view",
+    "aten.reshape",
+    "aten.flatten",
+    "aten.unflatten",
+    "aten.squeeze",
+    "aten.unsqueeze",
+    "aten.view_as",
+)
+def reshape_on_shard(placed: Placed) -> LocalForm:
+    """The same reshape with the sizes of the shard.
+
+    As `reshape`, since a shard need not be contiguous where the whole was; and since
+    `squeeze` would take a sharded dim whose local size is one.
+    """
+    return placed.with_args(placed.op.args[0], placed.local_output(), target="aten.reshape.default")
+
+
+@rule(
+    "aten.transpose",
+    "aten.permute",
+    "aten.t",
+    "aten.swapaxes",
+    "aten.swapdims",
+    "aten.movedim",
+    "aten.numpy_T",
+    "aten.mT",
+    "aten.adjoint",
+)
+def permute(call: Call) -> Iterator[OpSharding]:
+    """The dims in another order."""
+    rank = len(call.inputs[0])
+    order = _order(call, rank)
+    yield from by_letters([range(rank)], [order])
+    yield _PARTIAL
+
+
+def _order(call: Call, rank: int) -> list[int]:
+    packet = call.packet.removeprefix("aten.")
+    order = list(range(rank))
+    if packet == "permute":
+        return list(normal_dims(call.arg(1, "dims"), rank))
+    if packet == "numpy_T":
+        return order[::-1]
+    if packet == "movedim":
+        source = normal_dims(call.op.args[1], rank)
+        target = normal_dims(call.op.args[2], rank)
+        rest = iter(d for d in order if d not in source)
+        placed = dict(zip(target, source))
+        return [placed[d] if d in placed else next(rest) for d in order]
+    if packet in ("t", "mT", "adjoint"):
+        a, b = (rank - 2, rank - 1) if rank > 1 else (0, 0)
+    else:
+        a, b = (normal_dim(int(d), rank) for d in call.op.args[1:3])  # type: ignore[arg-type]
+    if rank:
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+@rule("aten.expand", "aten.expand_as", "aten.broadcast_to")
+def expand(call: Call) -> Iterator[OpSharding]:
+    """A stretched dim may be sharded: each rank stretches less."""
+    shape, out_shape = call.inputs[0], call.outputs[0]
+    rest = [broadcast(s, out_shape) for s in call.inputs[1:]]
+    yield from by_letters([broadcast(shape, out_shape), *rest], [range(len(out_shape))])
+    if not rest:
+        yield _PARTIAL
+
+
+@local_form("aten.expand", "aten.expand_as", "aten.broadcast_to")
+def expand_on_shard(placed: Placed) -> LocalForm:
+    """The same expand to the sizes of the shard."""
+    return placed.with_args(placed.op.args[0], placed.local_output(), target="aten.expand.default")
+
+
+@rule("aten.slice", "aten.select", "aten.narrow", "aten.unfold")
+def take_along(call: Call) -> Iterator[OpSharding]:
+    """Takes a part along one dim, which stays whole; the others can be sharded."""
+    rank = len(call.inputs[0])
+    dim = normal_dim(call.arg(1, "dim", 0), rank)
+    letters = [None if d == dim else d for d in range(rank)]
+    out: Letters = letters
+    if call.packet == "aten.select":
+        out = [d for d in range(rank) if d != dim]
+    elif call.packet == "aten.unfold":
+        out = [*letters, None]
+    elif call.inputs == call.outputs and call.arg(4, "step", 1) == 1:
+        letters = out = list(range(rank))  # the whole of it
+    yield from by_letters([letters], [out])
+    yield _PARTIAL
+
+
+@rule(
+    "aten.split",
+    "aten.split_with_sizes",
+    "aten.chunk",
+    "aten.tensor_split",
+    "aten.unbind",
+    "aten.unsafe_split",
+    "aten.unsafe_chunk",
+)
+def split(call: Call) -> Iterator[OpSharding]:
+    """Cuts one dim, which stays whole, into several outputs."""
+    rank = len(call.inputs[0])
+    unbinds = call.packet == "aten.unbind"
+    dim = normal_dim(call.arg(1 if unbinds else 2, "dim", 0), rank)
+    letters = [None if d == dim else d for d in range(rank)]
+    out = [d for d in range(rank) if d != dim] if unbinds else letters
+    yield from by_letters([letters], [out] * len(call.outputs))
+    yield OpSharding(inputs=(P,), outputs=(P,) * len(call.outputs))
+
+
+@rule("aten.cat", "aten.concat", "aten.stack")
+def join(call: Call) -> Iterator[OpSharding]:
+    """Puts tensors side by side along one dim, which stays whole."""
+    rank = len(call.outputs[0])
+    dim = normal_dim(call.arg(1, "dim", 0), rank)
+    out = [None if d == dim else d for d in range(rank)]
+    letters = [d for d in out if d is not None] if call.packet == "aten.stack" else out
+    count = len(call.inputs)
+    yield from by_letters([letters] * count, [out])
+    yield OpSharding(inputs=(P,) * count, outputs=(P,))
+
+
+@rule("aten.pad", "aten.constant_pad_nd")
+def pad(call: Call) -> Iterator[OpSharding]:
+    """Dims that get no padding can be sharded."""
+    sizes = call.op.args[1]
+    assert isinstance(sizes, tuple)
+    rank = len(call.inputs[0])
+    padded = {rank - 1 - i // 2 for i, size in enumerate(sizes) if size != 0}
+    yield from same_dims(call, fixed=padded)
+    constant = (
+        call.packet == "aten.constant_pad_nd" or call.arg(2, "mode", "constant") == "constant"
+    )
+    value = call.arg(2 if call.packet == "aten.constant_pad_nd" else 3, "value", 0)
+    if not constant or not value:
+        yield _PARTIAL
+
+
+@rule("aten.repeat", "aten.tile")
+def repeat(call: Call) -> Iterator[OpSharding]:
+    """Dims that are not repeated can be sharded."""
+    offset = len(call.outputs[0]) - len(call.inputs[0])
+    whole = call.outputs[0]
+    letters = [
+        d + offset if size == whole[d + offset] else None for d, size in enumerate(call.inputs[0])
+    ]
+    out = [d if d in letters else None for d in range(len(whole))]
+    yield from by_letters([letters], [out])
+    yield _PARTIAL
+
+
+@rule("aten.repeat_interleave")
+def repeat_interleave(call: Call) -> Iterator[OpSharding]:
+    """repeat_interleave(x, n, dim) keeps neighbours together, so even `dim` can be sharded."""
+    if not isinstance(call.arg(1, "repeats"), int) or call.arg(2, "dim") is None:
+        return
+    yield from by_letters([range(len(call.inputs[0]))], [range(len(call.outputs[0]))])
+    yield _PARTIAL
+
+
+@local_form("aten.repeat_interleave")
+def repeat_interleave_on_shard(placed: Placed) -> LocalForm:
+    """Without the output size of the whole, which is optional."""
+    op = placed.op
+    return LocalForm((replace(op, kwargs=tuple(k for k in op.kwargs if k[0] != "output_size")),))
