@@ -297,12 +297,17 @@ class _Reader:
         tied = {fqn: tuple(group) for group in aliases.values() for fqn in group}
         frozen = {f for f, p in self.module.named_parameters() if not p.requires_grad}
         env: dict[torch.fx.Node, Any] = {}
+        seen: dict[str, str] = {}
         user_paths = iter(self.paths)
         nodes = [n for n in self.program.graph_module.graph.nodes if n.op == "placeholder"]
         for node, spec in zip(nodes, self.program.graph_signature.input_specs, strict=True):
             fqn = (spec.target or "").removeprefix("user.")
             if spec.kind == kinds.PARAMETER:
                 group = tied.get(fqn, (fqn,))
+                if group[0] in seen:  # export lists a tied parameter once per name
+                    env[node] = Ref(seen[group[0]])
+                    continue
+                seen[group[0]] = node.name
                 self._tensor(
                     node.name,
                     node.meta["val"],
@@ -447,6 +452,8 @@ class _Reader:
             if len(parts) == 1:
                 return parts[0]
             args = (parts, *args[1:])
+        if packet == "histc" and "int" in self.tensors[args[0].name].dtype:
+            return self._portable_histc(node, target, args, kwargs)
         written: Ref | None = None
         if target._schema.is_mutable and packet.endswith("_"):
             target, args, written = self._functional(node, target, args)
@@ -471,6 +478,27 @@ class _Reader:
         if written is not None and isinstance(result, Ref):
             self._rebind(written, result, env, node)
         return result
+
+    def _portable_histc(self, node: torch.fx.Node, target: Any, args: Any, kwargs: Any) -> Ref:
+        """Count integers through float32, which is exact below 2**24 and runs on every device.
+
+        Models choose integer histc off the CPU, and capture runs off the CPU; the plan may not.
+        """
+        source, counts = self.tensors[args[0].name], node.meta["val"]
+        names = [self._fresh(f"{node.name}_{part}") for part in ("in", "float")]
+        shapes = (source.shape, tuple(counts.shape))
+        for name, shape in zip(names, shapes, strict=True):
+            self.tensors[name] = TensorMeta(
+                name=name, shape=shape, dtype="float32", kind="activation"
+            )
+        out = self._fresh(node.name)
+        self._tensor(out, counts, kind="activation")
+        cast, back = Symbol("dtype", "float32"), Symbol("dtype", self.tensors[out].dtype)
+        to = "aten.to.dtype"
+        self._emit(node, to, names[0], (args[0], cast), (), (names[0],))
+        self._emit(node, str(target), names[1], (Ref(names[0]), *args[1:]), kwargs, (names[1],))
+        self._emit(node, to, out, (Ref(names[1]), back), (), (out,))
+        return Ref(out)
 
     def _functional(self, node: torch.fx.Node, target: Any, args: Any) -> tuple[Any, Any, Any]:
         """Turn an in-place op on an activation into its pure form; keep writes to buffers.
@@ -596,8 +624,7 @@ def _is_dtype(arg: Any) -> bool:
 
 @functools.cache
 def _is_view(target: str) -> bool:
-    packet, _, overload = target.removeprefix("aten.").partition(".")
-    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
+    schema = operator.attrgetter(target)(torch.ops)._schema
     return any(r.alias_info is not None for r in schema.returns)
 
 

@@ -15,19 +15,27 @@ from planner.graph import Op, Ref, TensorMeta
 from planner.units import DTYPE_BYTES
 
 VIEWS = frozenset(
-    "view _unsafe_view reshape view_as transpose permute t unsqueeze squeeze expand expand_as "
-    "slice select split split_with_sizes chunk unbind detach alias narrow flatten unflatten "
-    "movedim swapaxes diagonal as_strided unfold numpy_T mT".split()
+    (
+        *("view", "_unsafe_view", "reshape", "view_as", "flatten", "unflatten", "as_strided"),
+        *("transpose", "permute", "t", "numpy_T", "mT", "movedim", "swapaxes", "diagonal"),
+        *("unsqueeze", "squeeze", "expand", "expand_as", "slice", "select", "narrow", "unfold"),
+        *("split", "split_with_sizes", "chunk", "unbind", "detach", "alias"),
+    )
 )
 """Ops that yield a view. `reshape` may copy when its input is not contiguous; a copy then
 costs little beside the op that made it so."""
 
-MATMULS = frozenset("linear addmm mm bmm matmul baddbmm addmv mv dot einsum".split())
-ATTENTION = frozenset(
-    "scaled_dot_product_attention _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention".split()
+MATMULS = frozenset(
+    ("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addmv", "mv", "dot", "einsum")
 )
-CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution conv_transpose2d".split())
+ATTENTION = frozenset(
+    (
+        "scaled_dot_product_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    )
+)
+CONVOLUTIONS = frozenset(["conv1d", "conv2d", "conv3d", "convolution", "conv_transpose2d"])
 
 # Flop per output element of ops that are more than one operation; others count one. They
 # are bound by memory on every device, so only the order of magnitude matters.

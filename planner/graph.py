@@ -96,8 +96,8 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operator: `target` is an ATen overload such as ``aten.linear.default`` or, in a
-    lowered graph, one of our own (``planner.all_reduce`` …).
+    """One operator: `target` is an overload such as ``aten.linear.default`` (any library's, by
+    its namespace) or, in a lowered graph, one of our own (``planner.redistribute`` …).
 
     `args` and `kwargs` hold `Ref` for tensors; `module` is the qualified name of the
     user's module that called it, relative to its block.

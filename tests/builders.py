@@ -1,0 +1,187 @@
+"""Tiny models that tests share: plain ones here, Hugging Face ones built from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY = 64
+SEQUENCE = 16
+HIDDEN = 32
+HEADS = 4
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A model by name: how to build it, a batch of a given size, and a loss if it has none."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Any]
+    loss: Callable[[Any, Any], Any] | None = None
+    needs_transformers: bool = False
+
+
+class PlainAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x):
+        b, s, h = x.shape
+        q, k, v = (
+            p(x).view(b, s, HEADS, h // HEADS).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, s, h))
+
+
+class PlainLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.attention = PlainAttention()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, layers: int = 4):
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, HIDDEN)
+        self.position = nn.Embedding(SEQUENCE, HIDDEN)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(layers))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+def gpt_batch(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    ids = torch.randint(0, VOCABULARY, (size, SEQUENCE + 1), generator=generator)
+    return {"ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def text_batch(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    ids = torch.randint(0, VOCABULARY, (size, SEQUENCE), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class PlainMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.fc3(torch.relu(self.fc2(torch.relu(self.fc1(x)))))
+
+
+def mlp_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)
+
+
+class MlpWithTarget(PlainMLP):
+    def forward(self, x, target):
+        return F.mse_loss(super().forward(x), target)
+
+
+class UNet(nn.Module):
+    """Three levels down and up with additive and concatenated skips, convolutions inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList([nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)])
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, image, target):
+        skips = []
+        x = image
+        for conv in self.down:
+            x = torch.relu(conv(x))
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        x = torch.relu(self.middle(x))
+        for conv in self.up:
+            x = F.interpolate(x, scale_factor=2, mode="nearest")
+            x = torch.relu(conv(torch.cat([x, skips.pop()], dim=1)))
+        return F.mse_loss(self.out(x), target)
+
+
+def image_batch(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    image = torch.randn(size, 2, 8, 8, generator=generator)
+    return {"image": image, "target": image.flip(1).contiguous()}
+
+
+def build_hf(family: str, **changes: Any) -> nn.Module:
+    """A tiny Hugging Face model from its config, without dropout unless asked for."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    decoder = common | {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2 * SEQUENCE,
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "GPT2LMHeadModel": common
+        | {"n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS, "n_positions": 2 * SEQUENCE}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "LlamaForCausalLM": decoder,
+        "Qwen3ForCausalLM": decoder | {"head_dim": HIDDEN // HEADS},
+        "MixtralForCausalLM": decoder | {"num_local_experts": 4},
+        "BertForMaskedLM": common
+        | {"hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+        | {"intermediate_size": 2 * HIDDEN, "max_position_embeddings": 2 * SEQUENCE}
+        | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        "T5ForConditionalGeneration": common
+        | {"d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 2 * HIDDEN, "num_layers": 2}
+        | {"num_heads": HEADS, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    }
+    model_class = getattr(transformers, family)
+    return model_class(model_class.config_class(**(settings[family] | changes)))
+
+
+def tiny_models() -> dict[str, TinyModel]:
+    """Every tiny model by name."""
+    models = [
+        TinyModel("gpt", PlainGPT, gpt_batch),
+        TinyModel("mlp", MlpWithTarget, mlp_batch),
+        TinyModel("unet", UNet, image_batch),
+    ]
+    for name, family in {
+        "hf-gpt2": "GPT2LMHeadModel",
+        "hf-llama": "LlamaForCausalLM",
+        "hf-qwen3": "Qwen3ForCausalLM",
+        "hf-mixtral": "MixtralForCausalLM",
+        "hf-bert": "BertForMaskedLM",
+        "hf-t5": "T5ForConditionalGeneration",
+    }.items():
+        models.append(
+            TinyModel(
+                name, lambda family=family: build_hf(family), text_batch, needs_transformers=True
+            )
+        )
+    return {m.name: m for m in models}
