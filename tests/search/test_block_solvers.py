@@ -1,0 +1,112 @@
+"""Elimination, CP-SAT and brute force agree on random block problems."""
+
+import numpy as np
+import pytest
+
+from planner.placement import Replicate
+from search.block_ilp import solve_by_cpsat
+from search.block_problem import BlockProblem, Link, Variable, best_by_brute_force
+from search.eliminate import TooWide, solve_by_elimination
+
+
+def random_problem(rng: np.random.Generator) -> BlockProblem:
+    """A random chain with skips: each tensor is made by one variable and used by later ones."""
+    count = int(rng.integers(2, 7))
+    sizes = rng.integers(1, 5, count)
+    variables = tuple(
+        Variable(
+            name=str(i),
+            values=tuple(range(size)),
+            seconds=rng.uniform(0, 5, size),
+            num_bytes=rng.uniform(0, 9, size),
+        )
+        for i, size in enumerate(sizes)
+    )
+    links = []
+    for maker in range(-1, count - 1):
+        rows, columns = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        seconds = rng.uniform(0, 4, (rows, columns)) * rng.integers(0, 2, (rows, columns))
+        if rng.random() < 0.2:
+            seconds[0, -1] = np.inf
+        later = [i for i in range(maker + 1, count) if rng.random() < 0.6]
+        uses = [(i, tuple(rng.integers(0, columns, sizes[i]).tolist())) for i in later]
+        if rng.random() < 0.2:
+            uses.append((None, (int(rng.integers(0, columns)),)))
+        if not uses:
+            continue
+        made = 1 if maker < 0 else sizes[maker]
+        links.append(
+            Link(
+                tensor=f"t{maker}",
+                producer=None if maker < 0 else maker,
+                source=tuple(rng.integers(0, rows, made).tolist()),
+                uses=tuple(uses),
+                seconds=seconds,
+                sources=(Replicate(),) * rows,
+                asks=((Replicate(), False),) * columns,
+            )
+        )
+    return BlockProblem(axis_size=2, variables=variables, links=tuple(links), programs=())
+
+
+def test_elimination_equals_brute_force_on_300_random_problems():
+    """M19: folding nodes, edges and branches leaves the optimum unchanged."""
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        problem = random_problem(rng)
+        price = float(rng.choice([0.0, 0.5]))
+        best, _ = best_by_brute_force(problem, price)
+        found = solve_by_elimination(problem, bytes_price=price)
+        assert found.cost == pytest.approx(best, rel=1e-12)
+        if np.isfinite(best):
+            assert problem.value(found.values, price) == pytest.approx(best, rel=1e-12)
+
+
+def test_cpsat_equals_elimination():
+    """M17: two solvers with nothing in common but the problem agree."""
+    rng = np.random.default_rng(5)
+    for _ in range(40):
+        problem = random_problem(rng)
+        folded = solve_by_elimination(problem)
+        solved = solve_by_cpsat(problem)
+        if not np.isfinite(folded.cost):
+            assert solved is None
+            continue
+        assert solved is not None
+        assert solved.cost == pytest.approx(folded.cost, rel=1e-6)
+
+
+def test_cpsat_keeps_a_memory_limit():
+    """Two ops, each fast and big (1 s, 10 B) or slow and small (3 s, 4 B).
+
+    14 B leave one op fast: 1 + 3 = 4 s. 8 B leave none: 6 s. 7 B are too few.
+    """
+    op = Variable(
+        name="op", values=(0, 1), seconds=np.array([1.0, 3.0]), num_bytes=np.array([10.0, 4.0])
+    )
+    problem = BlockProblem(axis_size=2, variables=(op, op), links=(), programs=())
+    for limit, seconds in ((20, 2.0), (14, 4.0), (8, 6.0)):
+        solved = solve_by_cpsat(problem, memory_limit_bytes=limit)
+        assert solved is not None
+        assert solved.cost == pytest.approx(seconds)
+        assert problem.num_bytes(solved.values) <= limit
+    assert solve_by_cpsat(problem, memory_limit_bytes=7) is None
+
+
+def test_elimination_refuses_tables_it_cannot_hold():
+    wide = tuple(
+        Variable(name=str(i), values=tuple(range(8)), seconds=np.zeros(8), num_bytes=np.zeros(8))
+        for i in range(8)
+    )
+    link = Link(
+        tensor="shared by all",
+        producer=0,
+        source=(0,) * 8,
+        uses=tuple((i, (0,) * 8) for i in range(1, 8)),
+        seconds=np.ones((1, 1)),
+        sources=(Replicate(),),
+        asks=((Replicate(), False),),
+    )
+    problem = BlockProblem(axis_size=2, variables=wide, links=(link,), programs=())
+    with pytest.raises(TooWide, match="tensor shared by all links 8 choices"):
+        solve_by_elimination(problem)
