@@ -30,13 +30,14 @@ def by_letters(
     after that sum (a bias): they become Partial with the output, so that the sum over
     ranks adds them once.
     """
+    summed = set(summed)
     letters: dict[Hashable, None] = {}
     for tensor in (*inputs, *outputs):
         letters.update(dict.fromkeys(letter for letter in tensor if letter is not None))
     for letter in letters:
         if any(list(tensor).count(letter) > 1 for tensor in (*inputs, *outputs)):
             continue  # a diagonal
-        is_summed = letter in summed
+        is_summed = letter in tuple(summed)
         if not is_summed and any(letter not in tensor for tensor in outputs):
             continue
         yield OpSharding(
