@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import exp, log, log2, sqrt
 
 from planner.cluster import ClusterSpec
+from profiles.fit import piecewise_at
 from profiles.records import CollectiveFit, CollectiveRecord, Group, Lookup, Piece
 
 UNMEASURED_GROUP_ERROR = 0.2
@@ -70,7 +71,7 @@ class CollectiveModel:
     def _scaled(self, fit: CollectiveFit, kind: str, num_bytes: float, group: Group) -> Lookup:
         if fit.kind == kind and fit.group == group:
             return Lookup(
-                seconds=piecewise_seconds(fit.pieces, num_bytes),
+                seconds=piecewise_at(fit.pieces, num_bytes),
                 source=f"{fit.origin} for {kind} on {group}",
                 relative_error=fit.relative_error,
             )
@@ -79,11 +80,24 @@ class CollectiveModel:
         # The same bytes on each link, hence the same point of the measured curve.
         piece = _piece_at(fit.pieces, wire_bytes / fit_share)
         steps = num_steps(kind, group.size) / num_steps(fit.kind, fit.group.size)
+        seconds = piece.alpha_s * steps + piece.beta_s_per_byte * wire_bytes / fit_share
         return Lookup(
-            seconds=piece.alpha_s * steps + piece.beta_s_per_byte * wire_bytes / fit_share,
+            seconds=max(seconds, self._least_seconds(kind, num_bytes, group)),
             source=f"scaled from {fit.origin} {fit.kind} on {fit.group}",
             relative_error=sqrt(fit.relative_error**2 + UNMEASURED_GROUP_ERROR**2),
         )
+
+    def _least_seconds(self, kind: str, num_bytes: float, group: Group) -> float:
+        """Return what the wire alone takes when reductions are done on the way.
+
+        Switches that reduce (NVLink SHARP) beat the ring's share inside a node, and trees
+        beat it between nodes; a group without them, to which such a fit is scaled, does not.
+        """
+        if group.num_nodes == 1:
+            share = 1.0 if kind == "all_reduce" else wire_share(kind, group.size)
+            return share * num_bytes * self._cluster.intra_node.beta_s_per_byte
+        share = wire_share(kind, group.num_nodes) / self._width(group)
+        return share * num_bytes * self._cluster.inter_node.beta_s_per_byte
 
     def _width(self, group: Group) -> float:
         """Return how many inter-node links carry a group that spans nodes, at most."""
@@ -122,12 +136,6 @@ def num_steps(kind: str, size: int) -> float:
     if kind == "send_recv":
         return 1.0
     return (2 if kind == "all_reduce" else 1) * max(log2(size), 1.0)
-
-
-def piecewise_seconds(pieces: Sequence[Piece], num_bytes: float) -> float:
-    """Return the time of a message under a piecewise alpha-beta fit."""
-    piece = _piece_at(pieces, num_bytes)
-    return piece.alpha_s + num_bytes * piece.beta_s_per_byte
 
 
 def _piece_at(pieces: Sequence[Piece], num_bytes: float) -> Piece:

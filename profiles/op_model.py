@@ -181,5 +181,3 @@ def _correlation(a: _Floats, b: _Floats) -> _Floats:
 
 def _fitted(fit: OpFit, flop: float, num_bytes: float) -> float:
     return fit.overhead_s + flop * fit.s_per_flop + num_bytes * fit.s_per_byte
-
-

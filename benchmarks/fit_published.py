@@ -1,0 +1,232 @@
+"""Make profiles/data: data sheets, and fits to published measurements.
+
+    python benchmarks/fit_published.py ../shared/data/published [--out profiles/data]
+
+Reads ops.csv and nccl.csv of the folder given; its SOURCES.md says where each row is from.
+Only coefficients go into the profiles. Prints how well they predict a held-out fifth.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from machines import CLUSTERS, assumed
+
+from planner.units import GIB
+from profiles.fit import fit_nonnegative, fit_pieces
+from profiles.records import CollectiveFit, OpFit, ProfileFile
+from profiles.store import write_profile_file
+
+SIMUMAX = "SimuMax configs/system efficiencies"
+CUDNN = "NVIDIA/cudnn-frontend benchmark CSVs, PyTorch flash backend"
+MAMF = "best of a search in ml-engineering compute/accelerator README"
+MAMF_TFLOP_PER_S = {
+    "a100-sxm4-80gb": 271.2,
+    "a100-pcie-80gb": 252.9,
+    "h100-sxm5-80gb": 794.5,
+    "h200-sxm-141gb": 794.5,
+    "b200-sxm": 1745.0,
+}
+"""Highest bf16 matmul rate reached in practice (the H200's compute part is the H100's)."""
+
+MEMORY_EFFICIENCY = 0.85
+"""Share of the data-sheet bandwidth that memory-bound kernels reach: assumed."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("published", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("profiles/data"))
+    arguments = parser.parse_args()
+    ops = pd.read_csv(arguments.published / "ops.csv")
+    nccl = pd.read_csv(arguments.published / "nccl.csv")
+    for name, cluster in CLUSTERS.items():
+        file = ProfileFile(
+            name=name,
+            source="shipped",
+            complete=True,
+            cluster=cluster,
+            context_bytes=assumed(
+                2.0 * GIB, "CUDA context, cuBLAS workspace and buffers of a few NCCL groups"
+            ),
+            allocator_overhead_fraction=assumed(0.05, "rounding and fragmentation"),
+            launch_overhead_s=assumed(6e-6, "host time of one eager PyTorch operator"),
+            op_fits=(*op_fits(name, ops), *memory_fits(name)),
+            collective_fits=collective_fits(name, nccl),
+        )
+        write_profile_file(arguments.out / name, file)
+        print(f"{name}: {len(file.op_fits)} op fits, {len(file.collective_fits)} collective fits")
+
+
+# Operators.
+
+MATMUL_SHAPE = re.compile(r"b=(\d+) m=(\d+) k=(\d+) n=(\d+) layout=(\w+) .*out_dtype=(\w+)")
+
+
+def matmul_rows(ops, device):
+    """Return batch, m, k, n, layout, flop, num_bytes and seconds of the device's matmuls."""
+    rows = ops[(ops.device == device) & (ops.op == "matmul")]
+    table = rows["shape"].str.extract(MATMUL_SHAPE)
+    table.columns = ["batch", "m", "k", "n", "layout", "out_dtype"]
+    table[["batch", "m", "k", "n"]] = table[["batch", "m", "k", "n"]].astype(float)
+    b, m, k, n = (table[c] for c in ("batch", "m", "k", "n"))
+    # An accumulating fp32 output is read and written.
+    out_bytes = np.where(table.out_dtype == "fp32", 8.0, 2.0)
+    return table.assign(
+        flop=2 * b * m * n * k,
+        num_bytes=b * (2 * m * k + 2 * k * n + out_bytes * m * n),
+        seconds=2 * b * m * n * k / (rows.tflops * 1e12),
+    )
+
+
+def matmul_fit(rows, *, direction, scale, detail):
+    terms = np.stack([np.ones(len(rows)), rows.flop, rows.num_bytes], axis=1)
+    coefficients, residual = fit_nonnegative(terms, rows.seconds.to_numpy())
+    overhead, per_flop, per_byte = coefficients / [1, scale, 1]
+    return OpFit(
+        family="matmul",
+        dtype="bfloat16",
+        direction=direction,
+        overhead_s=overhead,
+        s_per_flop=per_flop,
+        s_per_byte=per_byte,
+        relative_error=float(np.median(np.abs(residual))),
+        num_samples=len(rows),
+        origin="fitted",
+        detail=detail,
+    )
+
+
+def op_fits(name, ops):
+    """Matmuls from the machine's own rows, or the A100's shape scaled by the best rates."""
+    own = {"b200-sxm": "B200-SXM"}.get(name, "A100-PCIe")
+    reference = "b200-sxm" if own == "B200-SXM" else "a100-pcie-80gb"
+    scale = MAMF_TFLOP_PER_S[name] / MAMF_TFLOP_PER_S[reference]
+    detail = f"{SIMUMAX} of {own}"
+    if scale != 1:
+        detail += f", flop rate times {scale:.2f}: ratio of the best rates ({MAMF})"
+    rows = matmul_rows(ops, own)
+    fits = []
+    for direction, layouts in (("forward", ["TN"]), ("backward", ["NN", "NT"])):
+        chosen = rows[rows.layout.isin(layouts)]
+        fits.append(matmul_fit(chosen, direction=direction, scale=scale, detail=detail))
+    return (*fits, *attention_fits(name, ops))
+
+
+ATTENTION_SHAPE = re.compile(
+    r"B=(\d+),S(?:q=\d+,Skv)?=(\d+),Hq?=(\d+)(?:,Hkv=(\d+))?,D=(\d+),causal=(\w+)"
+)
+SIMUMAX_ATTENTION = re.compile(
+    r"batch=(\d+) seq_len=(\d+) head_num=(\d+) kv_head_num=(\d+) qk_head_dim=(\d+) v_head_dim=(\d+)"
+)
+
+
+def attention_rows(ops, name, direction):
+    """Return flop, num_bytes and seconds of attention; causal counts half the flop."""
+    short = "fwd" if direction == "forward" else "bwd"
+    device, op = {
+        "b200-sxm": ("B200", f"sdpa_{short}_pyt_flash_attention"),
+        "h100-sxm5-80gb": ("H200 (README", f"sdpa_{short}_pytorch"),
+        "h200-sxm-141gb": ("H200 (README", f"sdpa_{short}_pytorch"),
+    }.get(name, ("A100-PCIe", f"sdp_{short}"))
+    rows = ops[ops.device.str.startswith(device) & (ops.op == op)]
+    simumax = device == "A100-PCIe"
+    table = rows["shape"].str.extract(SIMUMAX_ATTENTION if simumax else ATTENTION_SHAPE)
+    batch, seq, heads = (table[i].astype(float) for i in range(3))
+    kv_heads = table[3].astype(float).fillna(heads)
+    head_dim = table[4].astype(float)
+    # SimuMax runs causal attention and counts it in full; cudnn-frontend counts half.
+    share = 0.5 if simumax else np.where(table[5] == "True", 0.5, 1.0)
+    flop = 4 * batch * heads * seq**2 * head_dim * share * (1 if short == "fwd" else 2.5)
+    rate = rows.tflops * 1e12 * (0.5 if simumax else 1)
+    moved = 2 * batch * seq * head_dim * (2 * heads + 2 * kv_heads)
+    return pd.DataFrame(
+        {
+            "flop": flop,
+            "num_bytes": moved * (1 if short == "fwd" else 2.5),
+            "seconds": flop / rate,
+        }
+    )
+
+
+def attention_fits(name, ops):
+    source = SIMUMAX + " of A100-PCIe" if name.startswith("a100") else CUDNN
+    scale = MAMF_TFLOP_PER_S[name] / 252.9 if name == "a100-sxm4-80gb" else 1.0
+    for direction in ("forward", "backward"):
+        rows = attention_rows(ops, name, direction)
+        fit = matmul_fit(rows, direction=direction, scale=scale, detail=source)
+        yield fit.model_copy(update={"family": "attention"})
+
+
+def memory_fits(name):
+    """Memory-bound ops: bytes over bandwidth."""
+    rate = CLUSTERS[name].memory_bytes_per_s.value * MEMORY_EFFICIENCY
+    for dtype in ("bfloat16", "float16", "float32"):
+        for direction in ("forward", "backward"):
+            yield OpFit(
+                family="memory",
+                dtype=dtype,
+                direction=direction,
+                overhead_s=2e-6,
+                s_per_flop=0.0,
+                s_per_byte=1 / rate,
+                relative_error=0.3,
+                num_samples=0,
+                origin="assumed",
+                detail=f"{MEMORY_EFFICIENCY} of the data-sheet memory bandwidth, 2 us a kernel",
+            )
+
+
+# Collectives.
+
+A100_NODE = "8x A100, NVLink3"
+DGX_H100 = "DGX H100 (8x H100 80GB HBM3, NVLink4)"
+P5 = "AWS p5.48xlarge (8x H100, 3200 Gbps EFA)"
+P5EN = "8x H200, NVLink4 (AWS p5en)"
+B200_NODE = "HGX B200 (NVLink5)"
+B200_PAIR = "HGX B200 (NVLink5, 8x CX-7 NDR 400G)"
+P4DE = "AWS p4de.24xlarge (8x A100 80GB, 400 Gbps EFA)"
+H200_RING = "8x H200, NVLink4, Ring"
+
+SYSTEMS = {
+    "a100-sxm4-80gb": [A100_NODE],
+    "h100-sxm5-80gb": [DGX_H100, P5],
+    "h200-sxm-141gb": [P5EN, P5],
+    "b200-sxm": [B200_NODE, B200_PAIR],
+    "a100-pcie-80gb": [],
+}
+KINDS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
+
+
+def collective_fits(name, nccl):
+    """One piecewise line per table of at least 8 sizes."""
+    fits = []
+    for system in SYSTEMS[name]:
+        for (nodes, gpus, kind), rows in nccl[nccl.system == system].groupby(
+            ["nodes", "gpus", "collective"]
+        ):
+            rows = rows.dropna(subset=["bytes", "algbw_GBps"]).sort_values("bytes")
+            if len(rows) < 8:
+                continue
+            seconds = rows.bytes / (rows.algbw_GBps * 1e9)
+            pieces, error = fit_pieces(rows.bytes.to_numpy(float), seconds.to_numpy(float))
+            kind = KINDS.get(kind, kind)
+            fits.append(
+                CollectiveFit(
+                    kind=kind,
+                    ranks_per_node=2 if kind == "send_recv" and nodes == 1 else gpus // nodes,
+                    num_nodes=nodes,
+                    pieces=pieces,
+                    relative_error=error,
+                    num_samples=len(rows),
+                    origin="fitted",
+                    detail=f"{system}: {rows.source.iloc[0]}",
+                )
+            )
+    return tuple(fits)
+
+
+if __name__ == "__main__":
+    main()
