@@ -9,15 +9,18 @@ into a preamble and a chain of blocks (`planner.blocks`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import gc
+import io
 import itertools
 import linecache
 import logging
 import operator
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -110,6 +113,14 @@ def capture_module(
             f"batch(2) and batch(3) of {name} differ in structure; "
             "batch(size) must return the same keys for every size"
         )
+    if all(
+        a.shape == b.shape
+        for a, b in zip(leaves[0][0].values(), leaves[1][0].values(), strict=True)
+    ):
+        raise ModelError(
+            f"batch(2) and batch(3) of {name} have the same shapes; "
+            "batch(size) must return `size` samples, usually as the first dim of each tensor"
+        )
     raws = [_export(meta, tensors, tree, loss) for tensors, tree in leaves]
     merged = _merge(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
@@ -193,20 +204,42 @@ def _export(
 ) -> _Exported:
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss)
-    logger = logging.getLogger("torch.export")
-    level = logger.level
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            logger.setLevel(logging.CRITICAL)
+        with _quiet():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
     except Exception as error:
         raise CaptureError(_explain(error)) from error
-    finally:
-        logger.setLevel(level)
     return _Reader(program, module, tuple(tensors)).read()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back warnings, logs and the graph dumps that a failing export prints to stderr.
+
+    What went wrong reaches the user as one line instead (`_explain`).
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    """Hold back the cyclic collector: tracing only adds objects, and scanning them costs 25%."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _explain(error: BaseException) -> str:

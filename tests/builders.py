@@ -131,6 +131,100 @@ def image_batch(size: int) -> dict[str, torch.Tensor]:
     return {"image": image, "target": image.flip(1).contiguous()}
 
 
+class NormedMLP(nn.Module):
+    """An MLP with BatchNorm: statistics over the batch, running ones in buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU()),
+            nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU()),
+        )
+        self.out = nn.Linear(32, 4)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.out(self.layers(x)), target)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, out_channels: int):
+        super().__init__()
+        stride = 2 if out_channels != channels else 1
+        self.conv1 = nn.Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.GroupNorm(2, out_channels), nn.GroupNorm(2, out_channels)
+        self.short = nn.Conv2d(channels, out_channels, 1, stride) if stride == 2 else nn.Identity()
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        return torch.relu(y + self.short(x))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.stage1 = nn.Sequential(ResidualBlock(4, 4), ResidualBlock(4, 4))
+        self.stage2 = nn.Sequential(ResidualBlock(4, 8), ResidualBlock(8, 8))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, image, label):
+        x = F.max_pool2d(torch.relu(self.stem(image)), 2)
+        x = F.adaptive_avg_pool2d(self.stage2(self.stage1(x)), 1).flatten(1)
+        return F.cross_entropy(self.head(x), label)
+
+
+def label_batch(size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    label = torch.randint(0, 10, (size,), generator=generator)
+    return {"image": image_batch(size)["image"], "label": label}
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(2, HIDDEN, 2, stride=2)
+        self.cls = nn.Parameter(torch.zeros(1, 1, HIDDEN))
+        self.position = nn.Parameter(torch.randn(1, 17, HIDDEN) * 0.02)
+        layer = {"dim_feedforward": 2 * HIDDEN, "dropout": 0.0, "batch_first": True}
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(HIDDEN, HEADS, norm_first=True, **layer),
+            num_layers=2,
+            enable_nested_tensor=False,
+        )
+        self.head = nn.Linear(HIDDEN, 10)
+
+    def forward(self, image, label):
+        x = self.patch(image).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls.expand(x.shape[0], -1, -1), x], dim=1) + self.position
+        return F.cross_entropy(self.head(self.encoder(x)[:, 0]), label)
+
+
+class EncoderDecoder(nn.Module):
+    """Every decoder layer reads the encoder's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.source, self.target = (nn.Embedding(VOCABULARY, HIDDEN) for _ in range(2))
+        options = {"dim_feedforward": 2 * HIDDEN, "dropout": 0.0, "batch_first": True}
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(HIDDEN, HEADS, **options) for _ in range(2)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(HIDDEN, HEADS, **options) for _ in range(2)
+        )
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids, labels):
+        memory = self.source(ids)
+        for layer in self.encoder:
+            memory = layer(memory)
+        x = self.target(labels)
+        for layer in self.decoder:
+            x = layer(x, memory)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def build_hf(family: str, **changes: Any) -> nn.Module:
     """A tiny Hugging Face model from its config, without dropout unless asked for."""
     import transformers
@@ -169,7 +263,11 @@ def tiny_models() -> dict[str, TinyModel]:
     models = [
         TinyModel("gpt", PlainGPT, gpt_batch),
         TinyModel("mlp", MlpWithTarget, mlp_batch),
+        TinyModel("batchnorm-mlp", NormedMLP, mlp_batch),
+        TinyModel("resnet", ResNet, label_batch),
         TinyModel("unet", UNet, image_batch),
+        TinyModel("vit", VisionTransformer, label_batch),
+        TinyModel("encoder-decoder", EncoderDecoder, gpt_batch),
     ]
     for name, family in {
         "hf-gpt2": "GPT2LMHeadModel",

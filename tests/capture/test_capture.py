@@ -83,6 +83,8 @@ def test_a_graph_computes_what_its_module_computes(name, size):
     tiny = tiny_models()[name]
     if tiny.needs_transformers:
         pytest.importorskip("transformers")
+    if name == "batchnorm-mlp" and size == 1:
+        pytest.skip("batch statistics of one sample do not exist")
     torch.manual_seed(0)
     module = tiny.build()
     graph = capture(tiny.build, tiny.batch, loss=tiny.loss)
