@@ -19,6 +19,7 @@ from planner.sharding import (  # noqa: F401 - importing a family registers its 
     views,
 )
 from planner.sharding.call import divides, local_shape
+from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
     grad_is_partial,
     has_rule,
@@ -35,6 +36,8 @@ __all__ = [
     "local_ops",
     "local_shape",
     "ops_without_rule",
+    "propagate_graph",
+    "propagate_layout",
     "rule",
     "strategies",
 ]
