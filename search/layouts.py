@@ -1,0 +1,186 @@
+"""Placements inside every block class for one tp degree and microbatch size.
+
+Builds the block problem from the sharding rules and the profile, solves it (elimination, or
+CP-SAT where a table would grow too wide) and returns one `ClassLayout` per class. Classes
+that share a parameter are solved together, so a tied parameter lies the same way wherever it
+is used.
+
+Two layouts are made, two points of the front of time against memory: ``fast`` minimises
+seconds; ``lean`` holds that a percent of the fast one's bytes is worth a percent of its
+seconds. When both are the same choice, one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from costmodel.compute import op_seconds
+from costmodel.topology import tp_group
+from planner.graph import ModelGraph, Op, Program, TensorMeta
+from planner.placement import Placement, parse_placement
+from planner.plan import ClassLayout
+from planner.redistribute import collectives
+from planner.sharding import strategies
+from profiles import Profile
+from search.block_problem import BlockProblem, build_block_problem, read_layouts
+from search.eliminate import Choice, TooWide, solve_by_elimination
+
+FAST, LEAN = "fast", "lean"
+
+# Between equally fast strategies take the smaller one: a byte is worth far less than any
+# time a strategy could save (links move one in 1e-12 s or more).
+_FAST_PRICE = 1e-18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """One layout per class, by class index, and what the solver said of each class group."""
+
+    name: str
+    by_class: tuple[ClassLayout, ...]
+    seconds: float
+    solver: str
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any op of any class runs on shards."""
+        return any(layout.ops for layout in self.by_class)
+
+
+@dataclass(kw_only=True)
+class LayoutSolver:
+    """Solves and remembers the layouts of a model; grows its memo as it is asked."""
+
+    graph: ModelGraph
+    profile: Profile
+    pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
+    _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
+
+    def program(self, class_index: int, microbatch_size: int) -> Program:
+        """Return a class's program with every size a number."""
+        key = (class_index, microbatch_size)
+        if key not in self._bound:
+            self._bound[key] = self.graph.classes[class_index].bind(microbatch_size)
+        return self._bound[key]
+
+    def can_split(self, tp: int) -> bool:
+        """Whether any op has a sharded strategy at this degree."""
+        for index in range(len(self.graph.classes)):
+            program = self.program(index, 1)
+            for op in program.ops:
+                uses_param = any(program.tensor[n].kind == "param" for n in op.inputs)
+                if uses_param and len(strategies(op, program.tensor, tp)) > 1:
+                    return True
+        return False
+
+    def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        """Return the distinct layouts worth pricing: fast, and lean where it differs."""
+        key = (tp, microbatch_size)
+        if key not in self._memo:
+            self._memo[key] = self._solve(tp, microbatch_size)
+        return self._memo[key]
+
+    def problem(self, tp: int, microbatch_size: int, classes: tuple[int, ...]) -> BlockProblem:
+        """Return the choice problem of some classes."""
+        group = tp_group(self.profile.cluster, tp=tp)
+
+        @lru_cache(maxsize=None)
+        def redistribute(
+            source: str, target: str, partial: bool, num_bytes: int, has_gradient: bool
+        ) -> float:
+            forward, backward = collectives(
+                parse_placement(source), parse_placement(target), partial
+            )
+            kinds = (forward, backward if has_gradient else None)
+            return sum(
+                self.profile.collective_seconds(kind, num_bytes, group).seconds
+                for kind in kinds
+                if kind is not None
+            )
+
+        def seconds(op: Op, tensor: Mapping[str, TensorMeta]) -> float:
+            return sum(op_seconds(op, tensor, self.profile))
+
+        return build_block_problem(
+            [(index, self.program(index, microbatch_size)) for index in classes],
+            axis_size=tp,
+            strategies=strategies,
+            op_seconds=seconds,
+            redistribute_seconds=redistribute,
+            pins=self.pins,
+            shared=[group for group in shared_params(self.graph) if group[0][0] in classes],
+        )
+
+    def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
+        seconds = dict.fromkeys(ends, 0.0)
+        solvers = set()
+        for classes in class_groups(self.graph):
+            problem = self.problem(tp, microbatch_size, classes)
+            price = _FAST_PRICE
+            for name in ends:
+                choice, solver = solve_block(problem, price)
+                price = problem.value(choice.values) / max(1.0, problem.num_bytes(choice.values))
+                ends[name].update(read_layouts(problem, choice.values))
+                seconds[name] += problem.value(choice.values)
+                solvers.add(solver)
+        found = [
+            Layouts(
+                name=name,
+                by_class=tuple(by_class[i] for i in range(len(self.graph.classes))),
+                seconds=seconds[name],
+                solver="+".join(sorted(solvers)),
+            )
+            for name, by_class in ends.items()
+        ]
+        return tuple(found) if found[0].by_class != found[1].by_class else (found[0],)
+
+
+def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:
+    """Return the exact optimum of a block problem and the name of the solver used."""
+    try:
+        return solve_by_elimination(problem, bytes_price=bytes_price), "elimination"
+    except TooWide:
+        from search.block_ilp import solve_by_cpsat
+
+        choice = solve_by_cpsat(problem, bytes_price=bytes_price)
+        if choice is None or not np.isfinite(choice.cost):
+            raise RuntimeError("a block problem without memory limit must have a choice") from None
+        return choice, "cpsat"
+
+
+@lru_cache(maxsize=16)
+def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return groups of (class, param) names that are one parameter of the model somewhere.
+
+    A parameter used by blocks of two classes ties those classes' parameters; so does one
+    used twice by the same class under two names.
+    """
+    members: dict[str, set[tuple[int, str]]] = {}
+    for block in graph.blocks:
+        names = graph.classes[block.class_index].params
+        for own, model_name in zip(names, block.params, strict=True):
+            if graph.tensor[model_name].kind == "param":
+                members.setdefault(model_name, set()).add((block.class_index, own))
+    merged: list[set[tuple[int, str]]] = []
+    for group in members.values():
+        touching = [other for other in merged if other & group]
+        merged = [other for other in merged if not other & group]
+        merged.append(group.union(*touching))
+    return tuple(tuple(sorted(group)) for group in merged if len(group) > 1)
+
+
+@lru_cache(maxsize=16)
+def class_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
+    """Return the classes to solve together: those tied by a shared parameter."""
+    groups = [{index} for index in range(len(graph.classes))]
+    for shared in shared_params(graph):
+        classes = {class_index for class_index, _ in shared}
+        touching = [g for g in groups if g & classes]
+        groups = [g for g in groups if not g & classes] + [set().union(*touching)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))

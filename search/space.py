@@ -1,0 +1,283 @@
+"""The space of configurations: every (dp, tp, pp, vpp, microbatch size, schedule, ...) that divides.
+
+A configuration fixes everything but the stage boundaries and the placements inside blocks.
+Degrees are any divisors, not only powers of two, and what the user fixed is honoured
+exactly. Tensor-parallel groups of more than `MOST_TP_NODES` nodes are outside the space
+unless asked for by `tp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from planner.cluster import ClusterSpec
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.schedule import SCHEDULES, find_schedule
+from search.request import SearchRequest
+
+MOST_TP_NODES = 2
+MOST_VPP = 8
+SEARCHED_ZERO = (0, 1, 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One point of the space. `recompute` is ``none``, ``full`` or ``mixed`` (by stage)."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    vpp: int
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+    zero: int
+    recompute: str
+
+    @property
+    def label(self) -> str:
+        """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
+        parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
+        if self.cp > 1:
+            parts.append(f"cp{self.cp}")
+        if self.vpp > 1:
+            parts.append(f"vpp{self.vpp}")
+        parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
+        if self.pp > 1:
+            parts.append(self.schedule)
+        return " ".join([*parts, f"zero{self.zero}", f"recompute-{self.recompute}"])
+
+
+@dataclass(kw_only=True)
+class Refusals:
+    """Candidates that divide nothing, counted by rule, with one example each; grows in place."""
+
+    count: dict[str, int] = field(default_factory=dict)
+    example: dict[str, str] = field(default_factory=dict)
+
+    def add(self, rule: str, example: str, count: int = 1) -> None:
+        """Record `count` more candidates refused by `rule`."""
+        self.count[rule] = self.count.get(rule, 0) + count
+        self.example.setdefault(rule, example)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
+    """Raise LayoutError, naming the numbers and what to try, for degrees that cannot go together."""
+    n = request.num_devices
+    if cluster.max_devices is not None and n > cluster.max_devices:
+        raise LayoutError(
+            f"--gpus {n} was given, but profile {cluster.name!r} describes at most "
+            f"{cluster.max_devices} devices; use --gpus {cluster.max_devices} or fewer, or "
+            "another --profile"
+        )
+    if request.cp is not None and request.cp > 1:
+        raise LayoutError(
+            f"--cp {request.cp} was given; context parallelism is not supported yet, so use --cp 1"
+        )
+    fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
+    given = {name: value for name, value in fixed.items() if value is not None}
+    product = 1
+    for value in given.values():
+        product *= value
+    text = " * ".join(f"{name}={value}" for name, value in given.items())
+    if n % product:
+        raise LayoutError(
+            f"{text} does not divide --gpus {n}, and degrees are never changed silently; "
+            f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {_listed(divisors(n))}"
+        )
+    if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
+        raise LayoutError(
+            f"{text} uses {product} of --gpus {n} devices; dp * cp * tp * pp must equal {n}, so "
+            f"leave one of them out or use --gpus {product}"
+        )
+    blocks = len(graph.blocks)
+    stages = (request.pp or 1) * (request.vpp or 1)
+    if stages > blocks:
+        raise LayoutError(
+            f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
+            f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
+        )
+    per_dp = request.global_batch
+    if request.dp is not None:
+        if request.global_batch % request.dp:
+            raise LayoutError(
+                f"dp={request.dp} does not divide --global-batch {request.global_batch}; every "
+                f"replica takes the same number of samples, so use dp in "
+                f"{_listed(divisors(request.global_batch))} or another batch"
+            )
+        per_dp //= request.dp
+    size = request.microbatch_size
+    if size is not None and per_dp % size:
+        whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
+        raise LayoutError(
+            f"--microbatch-size {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
+        )
+    if request.schedule is not None:
+        spec = find_schedule(request.schedule)
+        pp = request.pp or min(2, blocks)
+        vpp = request.vpp or spec.min_vpp
+        most = per_dp // (size or 1)
+        if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
+            raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
+    elif request.pp is not None and per_dp // (size or 1) < request.pp:
+        raise LayoutError(
+            f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
+            f"at most {per_dp // (size or 1)} per replica; use a larger --global-batch, a smaller "
+            f"--microbatch-size or a smaller --pp"
+        )
+
+
+def list_configurations(
+    request: SearchRequest,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    can_split: Callable[[int], bool],
+    refusals: Refusals | None = None,
+) -> list[Configuration]:
+    """Return every configuration that divides; raise LayoutError when there is none.
+
+    `can_split(tp)` says whether any op of the model has a sharded strategy at that degree.
+    """
+    validate_request(request, graph, cluster)
+    if request.tp is not None and request.tp > 1 and not can_split(request.tp):
+        tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
+        raise LayoutError(
+            f"tp={request.tp} divides no tensor dimension of model {graph.name!r} that an op can "
+            f"be split along; use tp in {_listed(tried)}"
+        )
+    refusals = refusals if refusals is not None else Refusals()
+    found = list(_configurations(request, graph, cluster, can_split, refusals))
+    if not found:
+        why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
+        raise LayoutError(
+            f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
+            f"be used: {why}; try another --gpus or --global-batch, such as "
+            f"--global-batch {_next_multiple(request.global_batch, request.num_devices)}"
+        )
+    return found
+
+
+def _configurations(
+    request: SearchRequest,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    can_split: Callable[[int], bool],
+    refusals: Refusals,
+) -> Iterator[Configuration]:
+    for dp, tp, pp in _degrees(request, cluster, can_split, refusals):
+        if pp > len(graph.blocks):
+            refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
+            continue
+        if request.global_batch % dp:
+            refusals.add(
+                "dp divides the batch", f"dp={dp} does not divide the batch {request.global_batch}"
+            )
+            continue
+        per_dp = request.global_batch // dp
+        for size in _allowed(request.microbatch_size, divisors(per_dp)):
+            count = per_dp // size
+            for schedule, vpp in _schedules(request, graph, pp, count, refusals):
+                for zero in _zeros(request, dp):
+                    for recompute in _recomputes(request):
+                        candidate = Configuration(
+                            dp=dp, cp=1, tp=tp, pp=pp, vpp=vpp, microbatch_size=size,
+                            num_microbatches=count, schedule=schedule, zero=zero,
+                            recompute=recompute,
+                        )  # fmt: skip
+                        if not _forbidden(request, candidate):
+                            yield candidate
+
+
+def _degrees(
+    request: SearchRequest,
+    cluster: ClusterSpec,
+    can_split: Callable[[int], bool],
+    refusals: Refusals,
+) -> Iterator[tuple[int, int, int]]:
+    n = request.num_devices
+    widest = MOST_TP_NODES * cluster.devices_per_node
+    for tp in _allowed(request.tp, divisors(n)):
+        if request.tp is None and tp > 1:
+            if tp > widest:
+                refusals.add("tp spans too many nodes", f"tp={tp} spans over {MOST_TP_NODES} nodes")
+                continue
+            if not can_split(tp):
+                refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
+                continue
+        for pp in _allowed(request.pp, divisors(n // tp)):
+            dp = n // tp // pp
+            if request.dp in (None, dp):
+                yield dp, tp, pp
+
+
+def _schedules(
+    request: SearchRequest,
+    graph: ModelGraph,
+    pp: int,
+    num_microbatches: int,
+    refusals: Refusals,
+) -> Iterator[tuple[str, int]]:
+    """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
+    if pp == 1 and request.schedule is None and request.vpp in (None, 1):
+        yield "1f1b", 1
+        return
+    names = (request.schedule,) if request.schedule else tuple(SCHEDULES)
+    for name in names:
+        spec = find_schedule(name)
+        most = min(MOST_VPP, len(graph.blocks) // pp, spec.max_vpp or MOST_VPP)
+        for vpp in _allowed(request.vpp, range(spec.min_vpp, most + 1)):
+            if pp * vpp > len(graph.blocks):
+                continue
+            reason = spec.why_not(pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+            if reason is None:
+                yield name, vpp
+            elif num_microbatches < pp:
+                refusals.add(
+                    "too few microbatches",
+                    f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
+                )
+            else:
+                refusals.add("schedule takes the sizes", reason)
+
+
+def _zeros(request: SearchRequest, dp: int) -> Sequence[int]:
+    if request.zero is not None:
+        return (request.zero,)
+    return SEARCHED_ZERO if dp > 1 else (0,)
+
+
+def _recomputes(request: SearchRequest) -> Sequence[str]:
+    return (request.recompute,) if request.recompute else ("none", "mixed")
+
+
+def _allowed(fixed: int | None, candidates: Sequence[int]) -> Sequence[int]:
+    """The fixed value if it is among the candidates, else all of them."""
+    if fixed is None:
+        return candidates
+    return (fixed,) if fixed in candidates else ()
+
+
+def _forbidden(request: SearchRequest, candidate: Configuration) -> bool:
+    return any(
+        request.is_forbidden(name, getattr(candidate, name))
+        for name in ("dp", "tp", "pp", "vpp", "microbatch_size", "schedule", "zero", "recompute")
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = [str(n) for n in numbers[:16]]
+    return ", ".join(shown) + (", ..." if len(numbers) > 16 else "")
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

@@ -1,0 +1,67 @@
+"""A machine simple enough to check by hand: flat rates, alpha-beta collectives.
+
+Stands in for a `Profile` where a test wants to know every number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cluster import ClusterSpec, Link
+from planner.units import GIB
+from profiles import Group, Lookup, OpQuery
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Flop and bytes at flat rates; a ring collective moves bytes * (n-1)/n per pass."""
+
+    flop_per_s: float = 400e12
+    bytes_per_s: float = 2e12
+    intra_bytes_per_s: float = 300e9
+    inter_bytes_per_s: float = 40e9
+    alpha_s: float = 5e-6
+    devices_per_node: int = 8
+    max_devices: int | None = None
+    memory_bytes: float = 80.0 * GIB
+    context_bytes: float = 1.0 * GIB
+    allocator_overhead_fraction: float = 0.0
+    launch_overhead_s: float = 0.0
+    name: str = "test-machine"
+    source: str = "shipped"
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        return ClusterSpec(
+            name=self.name,
+            device="test",
+            device_type="cuda",
+            devices_per_node=self.devices_per_node,
+            max_devices=self.max_devices,
+            memory_bytes=int(self.memory_bytes),
+            memory_bytes_per_s=self.bytes_per_s,
+            peak_flop_per_s=(("bfloat16", self.flop_per_s), ("float32", self.flop_per_s)),
+            intra_node=Link(
+                name="intra", alpha_s=self.alpha_s, beta_s_per_byte=1 / self.intra_bytes_per_s
+            ),
+            inter_node=Link(
+                name="inter", alpha_s=self.alpha_s, beta_s_per_byte=1 / self.inter_bytes_per_s
+            ),
+        )
+
+    def op_seconds(self, query: OpQuery) -> Lookup:
+        seconds = max(query.flop / self.flop_per_s, query.num_bytes / self.bytes_per_s)
+        return Lookup(seconds=seconds, source="test", relative_error=0.0)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        size = group.ranks_per_node * group.num_nodes
+        if size == 1:
+            return Lookup(seconds=0.0, source="test", relative_error=0.0)
+        passes = 2.0 if kind == "all_reduce" else 1.0
+        share = 1.0 if kind in ("send_recv", "broadcast") else (size - 1) / size
+        rate = self.intra_bytes_per_s if group.num_nodes == 1 else self.inter_bytes_per_s
+        seconds = passes * (self.alpha_s + share * num_bytes / rate)
+        return Lookup(seconds=seconds, source="test", relative_error=0.0)
+
+    def overlap_slowdown(self, part: str) -> float:
+        return 1.0
