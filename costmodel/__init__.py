@@ -1,1 +1,37 @@
+"""What a training step takes, predicted: pure functions of a graph, a profile and a plan.
 
+`estimate` is the front door: time and memory in named parts. Below it, each usable alone:
+`price_program` prices a block on one rank, `StageLoad` adds blocks up, `simulate` plays a
+job table, `stage_memory` and `rank_memory` count bytes. Torch-free, so a search can ask
+thousands of times a second; `CostCache` asks each expensive question once.
+"""
+
+from costmodel.cache import CostCache
+from costmodel.compute import op_seconds, redistribute_seconds
+from costmodel.estimate import Estimate, TimeParts, estimate, stage_load
+from costmodel.memory import MemoryParts, rank_memory, stage_memory
+from costmodel.program import ProgramCost, price_program
+from costmodel.simulate import JobSeconds, Timeline, build_job_table, simulate
+from costmodel.stage import StageLoad, block_load, join
+
+__all__ = [
+    "CostCache",
+    "Estimate",
+    "JobSeconds",
+    "MemoryParts",
+    "ProgramCost",
+    "StageLoad",
+    "TimeParts",
+    "Timeline",
+    "block_load",
+    "build_job_table",
+    "estimate",
+    "join",
+    "op_seconds",
+    "price_program",
+    "rank_memory",
+    "redistribute_seconds",
+    "simulate",
+    "stage_load",
+    "stage_memory",
+]

@@ -1,0 +1,86 @@
+"""What crosses block and stage boundaries: bytes between stages, placements to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.graph import ModelGraph
+from planner.placement import Placement, Replicate, Shard, parse_placement
+from planner.plan import ClassLayout
+from planner.redistribute import collectives
+from planner.units import DTYPE_BYTES
+from profiles import Group, Profile
+
+Layouts = Mapping[int, ClassLayout]
+"""Layouts by class index; a class without one runs replicated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Bytes that reach a stage from earlier ones per microbatch, and of their gradients."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placement]:
+    """Return how each tensor made by a block lies on the tp axis."""
+    made: dict[str, Placement] = {}
+    for block in graph.blocks:
+        layout = layouts.get(block.class_index)
+        for position, name in enumerate(block.outputs):
+            made[name] = parse_placement(layout.outputs[position]) if layout else Replicate()
+    return made
+
+
+def stage_arrivals(
+    graph: ModelGraph, blocks: Sequence[int], layouts: Layouts, *, tp: int, microbatch_size: int
+) -> Arrivals:
+    """Return what a stage of these blocks receives: each tensor once, straight from its maker."""
+    made = output_placements(graph, layouts)
+    names = dict.fromkeys(
+        name
+        for index in blocks
+        for name in graph.blocks[index].inputs
+        if name in graph.producer and graph.producer[name] < blocks[0]
+    )
+    forward = backward = 0
+    for name in names:
+        meta = graph.tensor[name]
+        num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
+        num_bytes //= tp if isinstance(made[name], Shard) else 1
+        forward += num_bytes
+        backward += num_bytes if meta.requires_grad else 0
+    return Arrivals(forward_bytes=forward, backward_bytes=backward)
+
+
+def block_entry_seconds(
+    graph: ModelGraph,
+    block_index: int,
+    layouts: Layouts,
+    profile: Profile,
+    *,
+    group: Group,
+    microbatch_size: int,
+) -> tuple[float, float]:
+    """Return seconds (forward, backward) of bringing a block's inputs to where it takes them."""
+    if group.size == 1:
+        return 0.0, 0.0
+    block = graph.blocks[block_index]
+    layout = layouts.get(block.class_index)
+    made = output_placements(graph, layouts)
+    forward_s = backward_s = 0.0
+    for position, name in enumerate(block.inputs):
+        source = made.get(name, Replicate())
+        taken = parse_placement(layout.inputs[position]) if layout else Replicate()
+        if source == taken:
+            continue
+        meta = graph.tensor[name]
+        num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
+        there, back = collectives(source, taken, False)
+        if there:
+            forward_s += profile.collective_seconds(there, num_bytes, group).seconds
+        if back and meta.requires_grad:
+            backward_s += profile.collective_seconds(back, num_bytes, group).seconds
+    return forward_s, backward_s

@@ -1,0 +1,51 @@
+"""CostCache: every expensive question about a graph on a machine, asked once.
+
+A block's price depends on its class, the microbatch size, tp and the class's layout, never
+on where in the model it stands.
+"""
+
+from __future__ import annotations
+
+from costmodel.program import ProgramCost, price_program
+from costmodel.topology import tp_group
+from planner.graph import ModelGraph, Program
+from planner.lowering import lower
+from planner.plan import ClassLayout
+from profiles import Profile
+
+
+class CostCache:
+    """Prices of a graph's block classes on one profile. Mutable: it remembers answers."""
+
+    def __init__(self, graph: ModelGraph, profile: Profile) -> None:
+        self.graph, self.profile = graph, profile
+        self._bound: dict[tuple[int, int], Program] = {}
+        self._blocks: dict[tuple[int, int, int, str], ProgramCost] = {}
+
+    def bound(self, class_index: int, microbatch_size: int) -> Program:
+        """Return a class's program at a microbatch size."""
+        key = class_index, microbatch_size
+        if key not in self._bound:
+            self._bound[key] = self.graph.classes[class_index].bind(microbatch_size)
+        return self._bound[key]
+
+    def local(
+        self, class_index: int, tp: int, microbatch_size: int, layout: ClassLayout | None
+    ) -> Program:
+        """Return a class's program as one tp rank runs it."""
+        return lower(self.bound(class_index, microbatch_size), layout, axis="tp", axis_size=tp)
+
+    def block(
+        self, class_index: int, tp: int, microbatch_size: int, layout: ClassLayout | None = None
+    ) -> ProgramCost:
+        """Return the price of one block of a class."""
+        text = "" if layout is None or tp == 1 else layout.model_dump_json()
+        key = class_index, tp, microbatch_size, text
+        if key not in self._blocks:
+            self._blocks[key] = price_program(
+                self.local(class_index, tp, microbatch_size, layout),
+                self.profile,
+                tp=tp,
+                group=tp_group(self.profile.cluster, tp=tp),
+            )
+        return self._blocks[key]

@@ -1,0 +1,58 @@
+"""Seconds of one op on one device, and of one redistribution on one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from planner.flops import backward_work, op_work
+from planner.graph import Op, TensorMeta
+from planner.redistribute import op_collectives
+from profiles import Group, OpQuery, Profile
+
+
+def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tuple[float, float]:
+    """Return device seconds (forward, backward) of an op on the shapes in `tensor`.
+
+    Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
+    only make views take no device time.
+    """
+    forward, backward = op_work(op, tensor), backward_work(op, tensor)
+    if forward.num_bytes == 0:
+        return 0.0, 0.0
+    dtype = next(
+        (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
+        tensor[op.outputs[0]].dtype,
+    )
+    query = OpQuery(
+        target=op.target,
+        shapes=tuple(tensor[name].shape_at(1) for name in op.inputs),
+        dtype=dtype,
+        direction="forward",
+        flop=forward.flop,
+        num_bytes=forward.num_bytes,
+    )
+    forward_s = profile.op_seconds(query).seconds
+    if backward.num_bytes == 0:
+        return forward_s, 0.0
+    query = replace(query, direction="backward", flop=backward.flop, num_bytes=backward.num_bytes)
+    return forward_s, profile.op_seconds(query).seconds
+
+
+def redistribute_seconds(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, *, axis_size: int, group: Group
+) -> tuple[float, float]:
+    """Return seconds (forward, backward) of a `planner.redistribute` op of a local program."""
+    if axis_size == 1:
+        return 0.0, 0.0
+    (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis_size)
+    forward_s = _collective(profile, forward_kind, num_bytes, group)
+    if not tensor[op.inputs[0]].requires_grad:
+        return forward_s, 0.0
+    return forward_s, _collective(profile, backward_kind, num_bytes, group)
+
+
+def _collective(profile: Profile, kind: str | None, num_bytes: float, group: Group) -> float:
+    if kind is None:
+        return 0.0
+    return profile.collective_seconds(kind, num_bytes, group).seconds

@@ -1,0 +1,121 @@
+"""Price of one local program (a block on one tp rank): time, kept bytes, peaks, parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from costmodel.compute import op_seconds, redistribute_seconds
+from costmodel.liveness import find_peaks
+from costmodel.saved import saved_tensors
+from planner.flops import backward_work, op_work
+from planner.graph import Program
+from planner.units import DTYPE_BYTES
+from profiles import Group, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCost:
+    """One forward and one backward of a program on one rank.
+
+    Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
+    device waits for the host; `*_comm_s` are collectives, which run exposed.
+    Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
+    `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
+    inputs that need no gradient (rotary tables, masks), which all blocks of a stage share and
+    `saved_bytes` leaves out; `input_bytes` are its activation inputs, all that full recompute
+    keeps; peaks as in `liveness.Peaks`.
+    Params are local: trainable elements' bytes and those of frozen ones and buffers.
+    """
+
+    forward_s: float
+    backward_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    host_forward_s: float
+    host_backward_s: float
+    forward_flop: float
+    backward_flop: float
+    num_ops: int
+    saved_bytes: int
+    saved_input_bytes: int
+    saved_output_bytes: int
+    side_bytes: int
+    input_bytes: int
+    output_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    param_bytes: int
+    frozen_bytes: int
+    num_params: int
+
+
+def price_program(local: Program, profile: Profile, *, tp: int, group: Group) -> ProgramCost:
+    """Price a bound program that `planner.lowering.lower` made local.
+
+    `group` says where the tp ranks lie. Collectives run on the compute stream's time, as the
+    runtime waits for each. The host feeds ops one by one: a device that computes
+    asynchronously is never ahead of `launch_overhead_s` per op; a CPU pays it for views,
+    whose time no op lookup holds.
+    """
+    tensor = local.tensor
+    forward_s = backward_s = forward_comm_s = backward_comm_s = 0.0
+    forward_flop = backward_flop = 0.0
+    views = backward_ops = 0
+    for op in local.ops:
+        if op.target == "planner.redistribute":
+            there, back = redistribute_seconds(op, tensor, profile, axis_size=tp, group=group)
+            forward_comm_s += there
+            backward_comm_s += back
+            continue
+        there, back = op_seconds(op, tensor, profile)
+        forward_s += there
+        backward_s += back
+        forward_flop += op_work(op, tensor).flop
+        backward_flop += backward_work(op, tensor).flop
+        views += there == 0.0
+        backward_ops += tensor[op.outputs[0]].requires_grad
+    overhead = profile.launch_overhead_s
+    if profile.cluster.device_type == "cpu":
+        host = views * overhead, views * overhead
+    else:
+        host = (
+            max(0.0, len(local.ops) * overhead - forward_s),
+            max(0.0, backward_ops * overhead - backward_s),
+        )
+    saved = saved_tensors(local, device_type=profile.cluster.device_type)
+    peaks = find_peaks(local, saved)
+    activations = [n for n in local.inputs if tensor[n].requires_grad]
+    side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
+    return ProgramCost(
+        forward_s=forward_s + host[0],
+        backward_s=backward_s + host[1],
+        forward_comm_s=forward_comm_s,
+        backward_comm_s=backward_comm_s,
+        host_forward_s=host[0],
+        host_backward_s=host[1],
+        forward_flop=forward_flop,
+        backward_flop=backward_flop,
+        num_ops=len(local.ops),
+        saved_bytes=saved.num_bytes - side_bytes,
+        saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
+        saved_output_bytes=_bytes(local, saved.outputs),
+        side_bytes=side_bytes,
+        input_bytes=_bytes(local, activations),
+        output_bytes=_bytes(local, local.outputs),
+        forward_peak_bytes=peaks.forward_bytes,
+        backward_peak_bytes=peaks.backward_bytes - side_bytes,
+        param_bytes=_bytes(local, [n for n in local.params if _is_trainable(local, n)]),
+        frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
+        num_params=sum(_is_trainable(local, n) for n in local.params),
+    )
+
+
+def _is_trainable(program: Program, name: str) -> bool:
+    meta = program.tensor[name]
+    return meta.kind == "param" and meta.requires_grad
+
+
+def _bytes(program: Program, names: tuple[str, ...] | list[str]) -> int:
+    metas = (program.tensor[name] for name in names)
+    return sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas)

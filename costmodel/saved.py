@@ -1,0 +1,317 @@
+"""What autograd keeps from forward to backward: one rule per op family, counted by storage.
+
+The rules are those of PyTorch's `derivatives.yaml` and of the kernels behind composite ops;
+the tests hold them against `torch.autograd.graph.saved_tensors_hooks`. An op without a rule
+is taken to keep all its differentiable inputs, which is never too little for the usual
+op and is listed by `unknown_targets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from costmodel.storage import (
+    Storage,
+    StorageMap,
+    base_name,
+    dropout_probability,
+    map_storages,
+    reshaped_strides,
+)
+from planner.graph import Op, Program
+from planner.units import DTYPE_BYTES
+
+HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
+"""Kinds whose storage lives through the step whether or not autograd refers to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What one op keeps: tensors by name, and bytes of storages no tensor of the program has
+    (statistics, masks, private copies).
+    """
+
+    tensors: tuple[str, ...] = ()
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensors:
+    """What a program keeps for its backward, deduplicated by storage.
+
+    `by_op[op.name]` lists the storages that op is the first to keep and its extra bytes.
+    `inputs` and `outputs` name the program's own activation inputs and outputs that are
+    kept: their storage may also be kept by the neighbouring program.
+    """
+
+    by_op: dict[str, tuple[tuple[Storage, ...], int]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    storages: StorageMap
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept in all, inputs and outputs included."""
+        return sum(sum(s.num_bytes for s in kept) + extra for kept, extra in self.by_op.values())
+
+
+def saved_tensors(program: Program, *, device_type: str = "cuda") -> SavedTensors:
+    """Return what the backward of a bound program needs from its forward.
+
+    `device_type` picks between kernels that keep different things (dropout on CPU keeps its
+    noise in the input's dtype, on a GPU one byte an element).
+    """
+    storages = map_storages(program)
+    context = _Context(program=program, storages=storages, device_type=device_type)
+    seen: set[str] = set()
+    by_op = {}
+    for op in program.ops:
+        kept = _kept(op, context)
+        first = []
+        for name in kept.tensors:
+            storage = storages.storage[name]
+            if storage.root not in seen and storage.kind not in HELD_ANYWAY:
+                seen.add(storage.root)
+                first.append(storage)
+        if first or kept.extra_bytes:
+            by_op[op.name] = (tuple(first), kept.extra_bytes)
+    return SavedTensors(
+        by_op=by_op,
+        inputs=tuple(n for n in program.inputs if n in seen),
+        outputs=tuple(
+            n for n in program.outputs
+            if storages.storage[n].root in seen and storages.storage[n].root not in program.inputs
+        ),
+        storages=storages,
+    )  # fmt: skip
+
+
+def unknown_targets(program: Program) -> tuple[str, ...]:
+    """Return targets of differentiable ops without a rule, each once."""
+    names = dict.fromkeys(
+        op.target
+        for op in program.ops
+        if base_name(op.target) not in _RULES and base_name(op.target) not in _KEEP_NOTHING
+    )
+    return tuple(names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Context:
+    program: Program
+    storages: StorageMap
+    device_type: str
+
+    def needs_grad(self, name: str) -> bool:
+        return self.program.tensor[name].requires_grad
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.program.tensor[name].shape_at(1)
+
+    def num_bytes(self, name: str) -> int:
+        return prod(self.shape(name)) * DTYPE_BYTES[self.program.tensor[name].dtype]
+
+    def stat_bytes(self, name: str) -> int:
+        """Bytes of one statistic of this tensor: GPU kernels keep them in fp32."""
+        dtype = self.program.tensor[name].dtype
+        return DTYPE_BYTES[dtype] if self.device_type == "cpu" else max(4, DTYPE_BYTES[dtype])
+
+
+def _kept(op: Op, context: _Context) -> Kept:
+    if not any(context.needs_grad(name) for name in op.outputs):
+        return Kept()
+    name = base_name(op.target)
+    if name in _KEEP_NOTHING or op.outputs[0] in context.storages.views:
+        return Kept()
+    rule = _RULES.get(name.rstrip("_") if not name.startswith("_") else name)
+    if rule is None:
+        return Kept(tensors=tuple(n for n in op.inputs if context.needs_grad(n)))
+    return rule(op, context)
+
+
+_KEEP_NOTHING = frozenset({
+    "add", "sub", "rsub", "neg", "sum", "mean", "cat", "stack", "clone", "contiguous", "to",
+    "_to_copy", "type_as", "float", "pad", "constant_pad_nd", "cumsum", "tril", "triu",
+    "redistribute",
+    "expand", "repeat", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "roll",
+    "flip", "reshape", "flatten", "copy_", "fill_", "arange", "full", "view",
+    "repeat_interleave", "squeeze", "unsqueeze",
+})  # fmt: skip
+
+
+def _first(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[:1])
+
+
+def _result(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.outputs[:1])
+
+
+def _product(op: Op, context: _Context) -> Kept:
+    """`a * b` keeps each factor whose partner needs a gradient."""
+    if len(op.inputs) < 2:
+        return Kept()
+    left, right = op.inputs[:2]
+    kept = [left] if context.needs_grad(right) else []
+    return Kept(tensors=(*kept, right) if context.needs_grad(left) else tuple(kept))
+
+
+def _quotient(op: Op, context: _Context) -> Kept:
+    if len(op.inputs) < 2:
+        return Kept()
+    return Kept(tensors=op.inputs[:2] if context.needs_grad(op.inputs[1]) else op.inputs[1:2])
+
+
+def _power(op: Op, context: _Context) -> Kept:
+    """The gradient of x**2 reads x, of x**c reads x; of x**0 and x**1 nothing."""
+    exponent = op.args[1] if len(op.args) > 1 else None
+    return Kept() if exponent in (0, 1) else Kept(tensors=op.inputs)
+
+
+def _linear(op: Op, context: _Context) -> Kept:
+    return _kept_factors(op.inputs[0], op.inputs[1], context)
+
+
+def _addmm(op: Op, context: _Context) -> Kept:
+    return _kept_factors(op.inputs[1], op.inputs[2], context)
+
+
+def _kept_factors(left: str, right: str, context: _Context) -> Kept:
+    kept = [left] if context.needs_grad(right) else []
+    if context.needs_grad(left):
+        kept.append(right)
+    return Kept(tensors=tuple(kept))
+
+
+def _matmul(op: Op, context: _Context) -> Kept:
+    """Batched matmul folds its batch dims; a factor that can't be folded in place is copied."""
+    left, right = op.inputs[:2]
+    if len(context.shape(right)) <= 2 or len(context.shape(left)) <= 2:
+        return _kept_factors(left, right, context)
+    batch = context.shape(op.outputs[0])[:-2]
+    tensors, extra = [], 0
+    for name, partner in ((left, right), (right, left)):
+        if not context.needs_grad(partner):
+            continue
+        shape = context.shape(name)
+        expanded = shape[:-2] != batch
+        folded = (prod(shape[:-2]), *shape[-2:])
+        if expanded:
+            extra += (
+                prod(batch) * prod(shape[-2:]) * DTYPE_BYTES[context.program.tensor[name].dtype]
+            )
+        elif reshaped_strides(shape, context.storages.strides[name], folded) is None:
+            extra += context.num_bytes(name)
+        else:
+            tensors.append(name)
+    return Kept(tensors=tuple(tensors), extra_bytes=extra)
+
+
+def _embedding(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[1:2])
+
+
+def _layer_norm(op: Op, context: _Context) -> Kept:
+    """Input, mean and reciprocal deviation, one of each per normalised row."""
+    return _norm(op, context, statistics=2)
+
+
+def _rms_norm(op: Op, context: _Context) -> Kept:
+    return _norm(op, context, statistics=1)
+
+
+def _norm(op: Op, context: _Context, *, statistics: int) -> Kept:
+    source = op.inputs[0]
+    shape = context.shape(source)
+    normalised = op.args[1] if isinstance(op.args[1], tuple) else (shape[-1],)
+    rows = prod(shape[: len(shape) - len(normalised)])
+    return Kept(tensors=(source,), extra_bytes=statistics * rows * context.stat_bytes(source))
+
+
+def _dropout(op: Op, context: _Context) -> Kept:
+    if dropout_probability(op) == 0.0:
+        return Kept()
+    numel = prod(context.shape(op.inputs[0]))
+    noise = DTYPE_BYTES[context.program.tensor[op.inputs[0]].dtype]
+    return Kept(extra_bytes=numel * (noise if context.device_type == "cpu" else 1))
+
+
+def _cross_entropy(op: Op, context: _Context) -> Kept:
+    """The log-softmax of the logits, the labels and the number of them that count."""
+    logits, labels = op.inputs[:2]
+    dtype_bytes = DTYPE_BYTES[context.program.tensor[logits].dtype]
+    return Kept(tensors=(labels,), extra_bytes=context.num_bytes(logits) + dtype_bytes)
+
+
+def _attention(op: Op, context: _Context) -> Kept:
+    """Fused attention keeps query, key, value, output and the log-sum-exp of each row.
+
+    A boolean mask is turned into an additive one, which is kept besides.
+    """
+    query = op.inputs[0]
+    rows = prod(context.shape(query)[:-1])
+    extra = rows * max(4, DTYPE_BYTES[context.program.tensor[query].dtype])
+    kept = [*op.inputs[:3], op.outputs[0]]
+    if len(op.inputs) > 3:
+        mask = context.program.tensor[op.inputs[3]]
+        if mask.dtype == "bool":
+            extra += prod(mask.shape_at(1)) * DTYPE_BYTES[context.program.tensor[query].dtype]
+        else:
+            kept.append(op.inputs[3])
+    return Kept(tensors=tuple(kept), extra_bytes=extra)
+
+
+def _indices(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[1:])
+
+
+def _where(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[:1])
+
+
+def _masked_fill(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[1:2])
+
+
+_RULES: dict[str, Callable[[Op, _Context], Kept]] = {
+    **dict.fromkeys(
+        ("gelu", "silu", "sin", "cos", "abs", "log", "clamp", "leaky_relu", "hardtanh", "softplus"),
+        _first,
+    ),
+    **dict.fromkeys(
+        ("relu", "tanh", "sigmoid", "softmax", "_softmax", "log_softmax", "exp", "sqrt", "rsqrt"),
+        _result,
+    ),
+    "mul": _product,
+    "div": _quotient,
+    "pow": _power,
+    "linear": _linear,
+    "mm": _linear,
+    "bmm": _linear,
+    "addmm": _addmm,
+    "matmul": _matmul,
+    "embedding": _embedding,
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "dropout": _dropout,
+    "cross_entropy_loss": _cross_entropy,
+    "scaled_dot_product_attention": _attention,
+    "index": _indices,
+    "gather": _indices,
+    "index_select": _indices,
+    "where": _where,
+    "masked_fill": _masked_fill,
+}
+
+
+def keeps(*targets: str) -> Callable[[Callable[[Op, _Context], Kept]], Callable]:
+    """Register a rule for ops by base name, for local ops of our own."""
+
+    def register(rule: Callable[[Op, _Context], Kept]) -> Callable:
+        for target in targets:
+            _RULES[target] = rule
+        return rule
+
+    return register

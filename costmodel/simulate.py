@@ -1,0 +1,225 @@
+"""Event simulator: when every job of a schedule runs, given what jobs and transfers take.
+
+It prices the table the executor runs. A rank runs its jobs in table order, one at a time,
+each as soon as its input has arrived. What a job makes for a stage on another rank goes
+over the link between the two ranks, one message after the other in each direction, while
+the sender computes on.
+
+`JobTable` is a schedule turned into flat integer lists once, so that many sets of times are
+played on one table; playing touches each job once and makes no object for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from planner.errors import ScheduleError
+from planner.schedule.jobs import JobKind, Schedule
+
+_KINDS = {
+    JobKind.FORWARD: 0,
+    JobKind.FULL_BACKWARD: 1,
+    JobKind.BACKWARD_INPUT: 2,
+    JobKind.BACKWARD_WEIGHT: 3,
+}
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSeconds:
+    """Seconds of the jobs of each stage, and of the transfers into it.
+
+    A full backward takes `backward_input_s + backward_weight_s`. `receive_forward_s[stage]`
+    is the transfer of a stage's input from the stage before, `receive_backward_s[stage]` of
+    its gradient from the stage after; both are ignored between stages of one rank.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_input_s: tuple[float, ...]
+    backward_weight_s: tuple[float, ...]
+    receive_forward_s: tuple[float, ...]
+    receive_backward_s: tuple[float, ...]
+
+    @classmethod
+    def equal(
+        cls, num_stages: int, *, forward_s: float, backward_s: float, hop_s: float = 0.0
+    ) -> JobSeconds:
+        """Return equal times for every stage; half of the backward is the weight gradient."""
+        return cls(
+            forward_s=(forward_s,) * num_stages,
+            backward_input_s=(backward_s / 2,) * num_stages,
+            backward_weight_s=(backward_s / 2,) * num_stages,
+            receive_forward_s=(hop_s,) * num_stages,
+            receive_backward_s=(hop_s,) * num_stages,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """Start and end of every job, `start_s[pp_rank][position]`, from the step's start."""
+
+    schedule: Schedule
+    start_s: tuple[Sequence[float], ...]
+    end_s: tuple[Sequence[float], ...]
+
+    @cached_property
+    def rank_end_s(self) -> tuple[float, ...]:
+        """When each pp rank ends its last job."""
+        return tuple(ends[-1] if len(ends) else 0.0 for ends in self.end_s)
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last rank ends."""
+        return max(self.rank_end_s)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds each pp rank runs jobs."""
+        return tuple(
+            float(np.sum(np.asarray(ends) - np.asarray(starts)))
+            for starts, ends in zip(self.start_s, self.end_s, strict=True)
+        )
+
+    @property
+    def bubble_s(self) -> tuple[float, ...]:
+        """Seconds each pp rank waits, up to the end of the last rank."""
+        return tuple(self.makespan_s - busy for busy in self.busy_s)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle part of all ranks' time: (pp-1)/(m+pp-1) for 1F1B with equal stages."""
+        total = self.makespan_s * len(self.start_s)
+        return sum(self.bubble_s) / total if total else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobTable:
+    """A schedule as flat lists, one entry per job and rank.
+
+    `duration[r]` indexes a table of seconds (kind * num_stages + stage); `needs[r]` and
+    `makes[r]` are numbers of results (forward output of stage s, microbatch m: s*M+m;
+    gradient of its input: S*M + s*M+m) or NONE when no other job may have to wait;
+    `link[r]` numbers the directed pair of ranks a result travels over, and `hop[r]` indexes
+    its transfer seconds (stage of the receiver, or num_stages + it for gradients).
+    """
+
+    schedule: Schedule
+    duration: tuple[np.ndarray, ...]
+    needs: tuple[list[int], ...]
+    makes: tuple[list[int], ...]
+    link: tuple[list[int], ...]
+    hop: tuple[list[int], ...]
+    num_links: int
+    num_results: int = field(default=0)
+
+
+def build_job_table(schedule: Schedule) -> JobTable:
+    """Turn a schedule into flat lists; done once per schedule, for any number of plays."""
+    placed = np.asarray(schedule.stage_to_pp_rank)
+    num_stages, num_microbatches, pp = schedule.num_stages, schedule.num_microbatches, schedule.pp
+    size = num_stages * num_microbatches
+    columns: tuple[list, ...] = ([], [], [], [], [])
+    for rank, row in enumerate(schedule.jobs):
+        kind = np.fromiter((_KINDS[job.kind] for job in row), dtype=np.int64, count=len(row))
+        stage = np.fromiter((job.stage_index for job in row), dtype=np.int64, count=len(row))
+        microbatch = np.fromiter(
+            (job.microbatch_index for job in row), dtype=np.int64, count=len(row)
+        )
+        own = stage * num_microbatches + microbatch
+        is_forward, is_gradient = kind == 0, (kind == 1) | (kind == 2)
+        needs = np.where(is_forward & (stage > 0), own - num_microbatches, NONE)
+        needs = np.where(
+            is_gradient & (stage < num_stages - 1), size + own + num_microbatches, needs
+        )
+        makes = np.where(is_forward & (stage < num_stages - 1), own, NONE)
+        makes = np.where(is_gradient & (stage > 0), size + own, makes)
+        receiver = np.where(
+            is_forward, np.minimum(stage + 1, num_stages - 1), np.maximum(stage - 1, 0)
+        )
+        travels = (makes != NONE) & (placed[receiver] != rank)
+        link = np.where(travels, rank * pp + placed[receiver], NONE)
+        hop = np.where(is_forward, receiver, num_stages + receiver)
+        columns[0].append(kind * num_stages + stage)
+        for column, values in zip(columns[1:], (needs, makes, link, hop), strict=True):
+            column.append(values.tolist())
+    duration, needs_, makes_, link_, hop_ = map(tuple, columns)
+    return JobTable(
+        schedule=schedule,
+        duration=duration,
+        needs=needs_,
+        makes=makes_,
+        link=link_,
+        hop=hop_,
+        num_links=pp * pp,
+        num_results=2 * size,
+    )
+
+
+def simulate(schedule: Schedule | JobTable, seconds: JobSeconds) -> Timeline:
+    """Return when each job runs.
+
+    Raises ScheduleError when times are given for another number of stages, or when the
+    table never ends (`planner.schedule.validate_schedule` says where).
+    """
+    table = schedule if isinstance(schedule, JobTable) else build_job_table(schedule)
+    schedule = table.schedule
+    if len(seconds.forward_s) != schedule.num_stages:
+        raise ScheduleError(
+            f"times of {len(seconds.forward_s)} stages given for schedule {schedule.name!r} of "
+            f"{schedule.num_stages} stages; give one time for each stage"
+        )
+    full = [i + w for i, w in zip(seconds.backward_input_s, seconds.backward_weight_s, strict=True)]
+    by_kind = np.asarray(
+        [*seconds.forward_s, *full, *seconds.backward_input_s, *seconds.backward_weight_s]
+    )
+    hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
+    durations = [by_kind[index].tolist() for index in table.duration]
+
+    arrival = [-1.0] * table.num_results
+    waiting = [NONE] * table.num_results
+    link_free = [0.0] * table.num_links
+    starts: list[list[float]] = [[] for _ in durations]
+    ends: list[list[float]] = [[] for _ in durations]
+    runnable = list(range(schedule.pp))
+    while runnable:
+        rank = runnable.pop()
+        needs, makes, links, hops = (
+            table.needs[rank], table.makes[rank], table.link[rank], table.hop[rank],
+        )  # fmt: skip
+        duration, start, end = durations[rank], starts[rank], ends[rank]
+        now = end[-1] if end else 0.0
+        for position in range(len(start), len(duration)):
+            needed = needs[position]
+            if needed >= 0:
+                arrived = arrival[needed]
+                if arrived < 0.0:
+                    waiting[needed] = rank
+                    break
+                if arrived > now:
+                    now = arrived
+            start.append(now)
+            now += duration[position]
+            end.append(now)
+            made = makes[position]
+            if made >= 0:
+                link = links[position]
+                if link >= 0:
+                    free = link_free[link]
+                    sent = (free if free > now else now) + hop_s[hops[position]]
+                    link_free[link] = sent
+                    arrival[made] = sent
+                else:
+                    arrival[made] = now
+                if waiting[made] >= 0:
+                    runnable.append(waiting[made])
+    stuck = [rank for rank, row in enumerate(durations) if len(ends[rank]) < len(row)]
+    if stuck:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} never ends: pp ranks {', '.join(map(str, stuck))} wait "
+            "for ever; validate_schedule shows where"
+        )
+    return Timeline(schedule=schedule, start_s=tuple(starts), end_s=tuple(ends))
