@@ -14,6 +14,7 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import ClassLayout, Plan, StagePlan
 from planner.schedule import build_schedule, draw_schedule
+from planner.sharding import ops_without_rule
 from planner.units import format_bytes, format_seconds
 
 MAX_DRAWN_COLUMNS = 40
@@ -33,6 +34,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
     if plan.layouts and plan.tp > 1:
         parts.append(_layouts(plan, graph))
+        if graph is not None:
+            parts.append(_without_rule(graph))
     if plan.pp > 1:
         parts.append(_timetable(plan))
     if plan.estimate:
@@ -100,14 +103,28 @@ def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str
         held = ", ".join(f"{count} x {text}" for text, count in placements.items())
         return str(layout.class_index), str(len(layout.ops)), held
     program = graph.classes[layout.class_index]
-    uses = sum(block.class_index == layout.class_index for block in graph.blocks)
-    named = zip(program.params, layout.params, strict=True)
-    held = ", ".join(f"{name} {text}" for name, text in named if text != "R")
+    uses = [block for block in graph.blocks if block.class_index == layout.class_index]
+    split: dict[str, list[str]] = {}
+    for name, placement in zip(uses[0].params, layout.params, strict=True):
+        if placement != "R":
+            fqn = graph.tensor[name].fqn or name
+            split.setdefault(placement, []).append(fqn.removeprefix(f"{uses[0].name}."))
+    held = "\n".join(f"{placement}: {', '.join(names)}" for placement, names in split.items())
     return (
-        f"{layout.class_index}: {program.name} x {uses}",
+        f"{program.name} x {len(uses)}",
         f"{len(layout.ops)} of {len(program.ops)}",
         held or "all replicated",
     )
+
+
+def _without_rule(graph: ModelGraph) -> Text:
+    counts: Counter[str] = Counter()
+    for block in graph.blocks:
+        counts.update(ops_without_rule(graph.classes[block.class_index]))
+    if not counts:
+        return Text("Every op has a sharding rule.")
+    named = ", ".join(f"{target} x {count}" for target, count in counts.most_common())
+    return Text(f"{counts.total()} ops have no sharding rule and run replicated: {named}")
 
 
 def _timetable(plan: Plan) -> Text:

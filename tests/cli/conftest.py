@@ -1,21 +1,17 @@
-"""Running the `planner` command as a person would, in a process of its own."""
+"""Running `planner` commands in this process, in an empty folder with a cache of its own."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
+import cli
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """What a command left: exit code, output, and the lines it complained in."""
+    """What a command left: its exit code and output."""
 
     code: int
     stdout: str
@@ -23,26 +19,65 @@ class Finished:
 
     @property
     def complaint(self) -> str:
-        """The one line of stderr of a refused command (checked to be one, and exit code 2)."""
+        """The one line of stderr of a refused command, whose exit code is 2."""
         lines = self.stderr.strip().splitlines()
         assert self.code == 2, f"exit code {self.code}\n{self.stdout}\n{self.stderr}"
         assert len(lines) == 1, self.stderr
+        assert lines[0].startswith("planner: ")
         return lines[0]
 
 
 @pytest.fixture
-def planner(tmp_path) -> Callable[..., Finished]:
-    """Run `planner ARGUMENTS…` in an empty folder, with caches of its own."""
+def planner(tmp_path, monkeypatch, capfd) -> Callable[..., Finished]:
+    """Run `planner ARGUMENTS…` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "120")
 
-    def run(*arguments: object, timeout: float = 120, cwd: Path = tmp_path) -> Finished:
-        done = subprocess.run(
-            [sys.executable, "-c", "import cli; cli.main()", *map(str, arguments)],
-            cwd=cwd,
-            env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        return Finished(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+    def run(*arguments: object) -> Finished:
+        capfd.readouterr()
+        code = cli.run([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return Finished(code=code, stdout=captured.out, stderr=captured.err)
 
     return run
+
+
+@pytest.fixture
+def write_model(tmp_path) -> Callable[..., Path]:
+    """Write a chain of equal linear layers as a model file; `body` is a line of its forward."""
+
+    def write(name: str = "model.py", *, layers: int = 4, width: int = 8, body: str = "") -> Path:
+        path = tmp_path / name
+        path.write_text(
+            MODEL_FILE.format(layers=layers, width=width, body=body or "pass  # nothing more")
+        )
+        return path
+
+    return write
+
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear({width}, {width}) for _ in range({layers}))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        {body}
+        return x.square().mean()
+
+
+def model():
+    return Net()
+
+
+def batch(size):
+    return (torch.randn(size, {width}),)
+"""

@@ -2,8 +2,9 @@
 
 import ast
 import difflib
+from pathlib import Path
 
-from tests.cli.conftest import EXAMPLES
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_training_under_a_plan_changes_three_lines():

@@ -1,0 +1,179 @@
+"""Bad input: one line that says what was given, the rule and what to try; exit code 2."""
+
+import json
+import multiprocessing.process
+import subprocess
+
+import pytest
+
+SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_started(monkeypatch):
+    """Everything here must be refused before any process exists."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"a process was started: {args} {kwargs}")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+
+
+@pytest.fixture
+def plan(planner, write_model, tmp_path):
+    """A good plan, plan.json, for a good model, model.py, of two ranks."""
+    model = write_model()
+    done = planner("search", model, *SEARCH, "--dp", 2)
+    assert done.code == 0, done.stderr
+    return tmp_path / "plan.json"
+
+
+# Model files
+
+
+def test_no_such_model_file(planner):
+    complaint = planner("search", "nosuch.py", *SEARCH).complaint
+    assert "nosuch.py does not exist" in complaint
+
+
+@pytest.mark.parametrize("name", ["model", "batch"])
+def test_model_file_without_a_function(planner, write_model, name):
+    path = write_model()
+    path.write_text(path.read_text().replace(f"def {name}(", "def something_else("))
+    complaint = planner("search", path, *SEARCH).complaint
+    assert f"defines no {name}()" in complaint
+
+
+def test_model_file_that_fails_to_load(planner, write_model):
+    path = write_model()
+    path.write_text("import no_such_library\n" + path.read_text())
+    complaint = planner("search", path, *SEARCH).complaint
+    assert "line 1" in complaint
+    assert "no_such_library" in complaint
+
+
+def test_uncapturable_model_names_the_users_line(planner, write_model):
+    line = "x = x * 2 if x.sum() > 0 else x"
+    path = write_model(body=line)
+    number = path.read_text().splitlines().index(f"        {line}") + 1
+    complaint = planner("search", path, *SEARCH).complaint
+    assert f"model.py:{number}" in complaint
+    assert line in complaint
+    assert "torch.where" in complaint
+
+
+# Numbers
+
+
+def test_no_devices(planner, write_model):
+    """V11: a number that means nothing is refused, never adjusted."""
+    complaint = planner("search", write_model(), *SEARCH[:2], "--gpus", 0).complaint
+    assert "--gpus 0" in complaint
+
+
+def test_devices_that_do_not_divide_the_batch(planner, write_model):
+    """V11: 7 devices cannot share 4 samples, and are not rounded to 4."""
+    complaint = planner(
+        "search", write_model(), *SEARCH[:2], "--gpus", 7, "--global-batch", 4
+    ).complaint
+    assert "7" in complaint
+    assert "4" in complaint
+
+
+def test_more_devices_than_the_profile_describes(planner, write_model):
+    complaint = planner("search", write_model(), *SEARCH[:2], "--gpus", 10**9).complaint
+    assert "1000000000" in complaint
+
+
+def test_fewer_microbatches_than_stages(planner, write_model):
+    """P8: refused before launch, naming both numbers."""
+    complaint = planner(
+        "search", write_model(), *SEARCH, "--pp", 2, "--microbatch-size", 8
+    ).complaint
+    assert "1 microbatch" in complaint
+    assert "2" in complaint
+
+
+def test_unknown_schedule_names_the_nearest(planner, write_model):
+    """P10: the valid names and the nearest match."""
+    complaint = planner("search", write_model(), *SEARCH, "--schedule", "1f2b").complaint
+    assert "1f1b" in complaint
+    assert "fthenb" in complaint
+
+
+def test_degrees_that_do_not_multiply_to_the_devices(planner, write_model):
+    """V11: asking pp=8 of 2 devices is an error, not a different plan."""
+    complaint = planner("search", write_model(), *SEARCH, "--pp", 8).complaint
+    assert "8" in complaint
+    assert "2" in complaint
+
+
+def test_memory_limit_nothing_fits_names_the_smallest_that_would(planner, write_model):
+    path = write_model(width=1024)
+    complaint = planner("search", path, *SEARCH, "--memory-limit", "0.001").complaint
+    assert "smallest" in complaint
+    assert "GiB" in complaint
+
+
+# Profiles
+
+
+def test_unknown_profile_lists_the_shipped_ones(planner, write_model):
+    complaint = planner("search", write_model(), "--gpus", 2, "--profile", "h101").complaint
+    assert "h101" in complaint
+    assert "h100-sxm5-80gb" in complaint
+
+
+def test_profile_directory_without_its_file(planner, write_model, tmp_path):
+    (tmp_path / "empty").mkdir()
+    complaint = planner("search", write_model(), "--gpus", 2, "--profile", "empty").complaint
+    assert "profile.json" in complaint
+
+
+def test_profile_directory_of_garbage(planner, write_model, tmp_path):
+    folder = tmp_path / "garbage"
+    folder.mkdir()
+    (folder / "profile.json").write_text("{ not json")
+    complaint = planner("search", write_model(), "--gpus", 2, "--profile", folder).complaint
+    assert "profile.json" in complaint
+
+
+# Plans
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "launch"])
+def test_no_such_plan(planner, write_model, command):
+    path = write_model()
+    complaint = planner(command, "nosuch.json", path).complaint
+    assert "nosuch.json" in complaint
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "launch"])
+def test_damaged_plan(planner, write_model, plan, command):
+    plan.write_text(plan.read_text()[:-40])
+    assert "plan.json" in planner(command, plan, "model.py").complaint
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "launch"])
+def test_plan_of_a_newer_version(planner, plan, command):
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"version": 99}))
+    complaint = planner(command, plan, "model.py").complaint
+    assert "version 99" in complaint
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_plan_for_another_model(planner, plan, write_model, command):
+    other = write_model("other.py", width=16)
+    complaint = planner(command, plan, other).complaint
+    assert "search again" in complaint
+
+
+def test_no_such_training_script(planner, plan):
+    assert "nosuch.py" in planner("launch", plan, "nosuch.py").complaint
+
+
+def test_plan_with_an_unknown_schedule(planner, plan):
+    """P10: also when the plan was written by hand."""
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"schedule": "1f2b"}))
+    assert "1f1b" in planner("launch", plan, "model.py").complaint

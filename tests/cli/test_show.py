@@ -1,0 +1,69 @@
+"""`planner show`: a plan for people."""
+
+import subprocess
+import sys
+
+import pytest
+
+from planner.plan import save_plan
+from planner.plan_defaults import default_plan
+
+
+@pytest.fixture
+def saved(planner, write_model, tmp_path):
+    """Make model.py and a plan.json for it with the degrees given; return the plan."""
+
+    def save(**degrees):
+        from planner.capture_cache import load_graph
+
+        path = write_model()
+        plan = default_plan(load_graph(path), file="model.py", **degrees)
+        save_plan(plan, tmp_path / "plan.json")
+        return plan
+
+    return save
+
+
+def test_show_names_the_decisions(planner, saved):
+    saved(dp=2, tp=2, pp=2, microbatch_size=3, num_microbatches=4, zero_stage=1)
+    text = planner("show", "plan.json").stdout
+    assert "8 = dp 2 · cp 1 · tp 2 · pp 2 · vpp 1" in text
+    assert "24 samples = dp 2 x 4 microbatches of 3" in text
+    assert "F0 " in text  # the timetable
+
+
+def test_show_with_the_model_names_blocks_and_parameters(planner, saved):
+    """M12 in short: which parameters lie split, by name, and how many ops can't be split."""
+    saved(tp=2, pp=2)
+    text = planner("show", "plan.json", "model.py").stdout
+    assert "layers" in text
+    assert "S(0)" in text or "S(1)" in text
+    assert "Every op has a sharding rule." in text
+
+
+def test_show_prints_the_estimate_in_parts(planner, saved, tmp_path):
+    estimate = {
+        "step_s": 0.04,
+        "peak_bytes": 3 * 2**20,
+        "time": {"compute_s": 0.03, "bubble_s": 0.01, "tp_comm_s": 0.0},
+        "memory": [{"weights_bytes": 2**20, "gradients_bytes": 2**21}],
+        "source": "measured here",
+        "relative_error": 0.1,
+    }
+    save_plan(saved().model_copy(update={"estimate": estimate}), tmp_path / "plan.json")
+    text = planner("show", "plan.json").stdout
+    assert "compute" in text
+    assert "75%" in text
+    assert "3.00 MiB" in text
+    assert "tp comm" not in text
+    assert "within 10%" in text
+
+
+def test_show_needs_no_torch(planner, saved, tmp_path):
+    saved(pp=2)
+    code = (
+        "import cli, sys; code = cli.run(['show', 'plan.json']);"
+        "sys.exit('torch was loaded' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0, done.stderr
