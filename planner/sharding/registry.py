@@ -144,6 +144,6 @@ def ops_without_rule(program: Program) -> dict[str, int]:
     """Count the ops of a program that always run replicated, by target."""
     counts: dict[str, int] = {}
     for op in program.ops:
-        if not has_rule(op.target):
+        if op.inputs and not has_rule(op.target):  # making a tensor needs no rule
             counts[op.target] = counts.get(op.target, 0) + 1
     return counts
