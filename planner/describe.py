@@ -147,7 +147,10 @@ def describe_estimate(estimate: Mapping[str, Any]) -> list[RenderableType]:
             share.add_row(_label(name), format_seconds(seconds), f"{seconds / step_s:.0%}")
     share.add_row("step", format_seconds(step_s), "100%", style="bold")
 
-    ranks = estimate["memory"]
+    ranks = [
+        {name: value for name, value in rank.items() if not name.startswith("total")}
+        for rank in estimate["memory"]
+    ]
     memory = Table("part", title="Memory of one device", title_justify="left")
     for index in range(len(ranks)):
         memory.add_column(f"pp rank {index}", justify="right")
