@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
 from typing import Any
 
 from planner.errors import CaptureError
@@ -92,10 +93,14 @@ def _live_ops(raw: RawGraph) -> list[RawOp]:
 
 @dataclass(slots=True)
 class _Segment:
-    """A run of ops on the way to becoming a block; mutable while ops are gathered."""
+    """A run of ops on the way to becoming a block; mutable while ops are gathered.
+
+    `glue` counts the trailing ops that come from around the unit, not from inside it.
+    """
 
     unit: str
     ops: list[RawOp]
+    glue: int = 0
 
 
 def _unit_of(path: str) -> str | None:
@@ -141,7 +146,34 @@ def _segments(ops: list[RawOp], raw: RawGraph) -> list[_Segment]:
             segments.append(_Segment(f"~{item.module}", [item]))
         else:
             last.ops.append(item)
+            last.glue += unit is None and not last.unit.startswith("~")
+    _even_out(segments)
     return _merge_bare(segments, raw)
+
+
+def _even_out(segments: list[_Segment]) -> None:
+    """Give the last unit of a list only the glue that its siblings have.
+
+    A residual add between layers belongs to each layer; a pooling after the last one
+    belongs to what follows, so that all layers stay one class.
+    """
+
+    def siblings(one: _Segment, two: _Segment) -> bool:
+        return one.unit != two.unit and one.unit.rpartition(".")[0] == two.unit.rpartition(".")[0]
+
+    usual: dict[str, list[str]] = {}
+    for segment, following in pairwise(segments):
+        if segment.unit.startswith("~"):
+            continue
+        split = len(segment.ops) - segment.glue
+        glue = [item.op.target for item in segment.ops[split:]]
+        known = usual.setdefault(segment.unit.rpartition(".")[0], glue)
+        if siblings(segment, following) or glue == known:
+            continue
+        same = sum(1 for _ in takewhile(lambda p: p[0] == p[1], zip(glue, known, strict=False)))
+        following.ops[:0] = segment.ops[split + same :]
+        del segment.ops[split + same :]
+        segment.glue = same
 
 
 def _children(ops: list[RawOp], owners: set[str]) -> list[str | None]:

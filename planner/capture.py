@@ -205,7 +205,7 @@ def _export(
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss)
     try:
-        with _quiet():
+        with _quiet(), _no_gc():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
