@@ -5,7 +5,16 @@ A schedule is a table of jobs, one row for each pipeline rank. The same table is
 (`planner.runtime`), so none of them knows a schedule by name. Torch-free.
 """
 
-from planner.schedule import fthenb, naive, one_f_one_b  # noqa: F401  (registers them)
+from planner.schedule import (  # noqa: F401  (each registers its schedules)
+    dualpipe_v,
+    fold,
+    fthenb,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
 from planner.schedule.communication import (
     Transfer,
     chain_edges,
