@@ -1,1 +1,38 @@
+"""The vocabulary of plans, and everything that runs at training time.
 
+    engine = planner.apply("plan.json", model, optimizer=optimizer)
+    loss = engine.step(batch)
+
+Importing the package loads neither torch nor anything else heavy.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+    from planner.runtime.engine import Engine
+
+__all__ = ["apply"]
+
+
+def apply(
+    plan: Plan | str | os.PathLike[str],
+    model: Any,
+    *,
+    optimizer: Any = None,
+    loss: Any = None,
+) -> Engine:
+    """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
+
+    Every process of the plan calls this with the same arguments. `optimizer` is a torch
+    optimizer over ``model.parameters()``, taken over by the engine with its param groups;
+    or a class or function that makes one from parameters; or None for AdamW. `loss` is a
+    function of (output, batch) for a model that does not return its loss. Raises
+    PlanError or ModelError when plan, model and processes do not belong together.
+    """
+    from planner.runtime.engine import apply_plan
+
+    return apply_plan(plan, model, optimizer=optimizer, loss=loss)

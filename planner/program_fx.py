@@ -1,0 +1,126 @@
+"""Program → torch.fx.GraphModule: plain ATen calls and our collectives, nothing else.
+
+The module has no state: parameters are arguments, so all blocks of a class share one
+module and whoever holds the parameters (a plain stage, FSDP2) passes what it likes.
+`torch.compile` takes the result as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed import ProcessGroup
+
+from planner.errors import LayoutError
+from planner.graph import Affine, Op, Program, Ref, Symbol
+from planner.runtime import collectives, local_ops
+
+
+def to_graph_module(
+    program: Program, groups: Mapping[str, ProcessGroup | None], device: torch.device
+) -> fx.GraphModule:
+    """Return a module called as ``gm(*inputs, *params) -> tuple(outputs)``.
+
+    `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
+    that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
+    on the whole tensor. Raises LayoutError for an op of ours that does not exist or an
+    axis without a group.
+    """
+    graph = fx.Graph()
+    env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
+    env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
+    for op in program.ops:
+        if op.target.startswith("planner."):
+            _emit_own(graph, op, env, groups, device)
+        else:
+            _emit_aten(graph, op, env, device)
+    graph.output(tuple(env[name] for name in program.outputs))
+    graph.lint()
+    return fx.GraphModule(torch.nn.Module(), graph, class_name="".join(_words(program.name)))
+
+
+def aten_overload(target: str) -> torch._ops.OpOverload:
+    """Return the overload a target such as ``aten.linear.default`` names."""
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> None:
+    target = aten_overload(op.target)
+    node = graph.call_function(
+        target,
+        tuple(_fx_arg(arg, env, device) for arg in op.args),
+        {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
+    )
+    returns = target._schema.returns
+    many = len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
+    _name_outputs(graph, op, node, env, many=many)
+
+
+def _emit_own(
+    graph: fx.Graph,
+    op: Op,
+    env: dict[str, fx.Node],
+    groups: Mapping[str, ProcessGroup | None],
+    device: torch.device,
+) -> None:
+    """Call one of our functions; its argument named `group` carries the axis in the IR."""
+    name = op.target.removeprefix("planner.")
+    function = (
+        collectives.redistribute if name == "redistribute" else getattr(local_ops, name, None)
+    )
+    if function is None:
+        raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
+    bound = _signature(function).bind(
+        *(_fx_arg(arg, env, device) for arg in op.args),
+        **{key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
+    )
+    axis = bound.arguments["group"]
+    if axis not in groups:
+        raise LayoutError(f"op {op.name} runs on axis {axis!r}; groups given: {sorted(groups)}")
+    group = groups[axis]
+    bound.arguments["group"] = "" if group is None else group.group_name
+    node = graph.call_function(function, bound.args, bound.kwargs)
+    _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _name_outputs(
+    graph: fx.Graph, op: Op, node: fx.Node, env: dict[str, fx.Node], *, many: bool
+) -> None:
+    if not many:
+        env[op.outputs[0]] = node
+        return
+    for index, name in enumerate(op.outputs):
+        env[name] = graph.call_function(operator.getitem, (node, index))
+
+
+def _fx_arg(arg: Any, env: Mapping[str, fx.Node], device: torch.device) -> Any:
+    if isinstance(arg, Ref):
+        return env[arg.name]
+    if isinstance(arg, tuple):
+        return [_fx_arg(item, env, device) for item in arg]
+    if isinstance(arg, Symbol):
+        return device if arg.kind == "device" else getattr(torch, arg.value)
+    if isinstance(arg, Affine):
+        raise LayoutError("the program still depends on the microbatch size; bind it first")
+    return arg
+
+
+def _words(name: str) -> list[str]:
+    cleaned = "".join(c if c.isalnum() else " " for c in name)
+    return ["Program", *(word.capitalize() for word in cleaned.split())]
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

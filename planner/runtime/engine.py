@@ -1,0 +1,346 @@
+"""Engine: a model trained as its plan says, from the outside like one device.
+
+Every rank builds the engine with the same model and calls `step` with the same global
+batch; the engine takes its part of both. One device is the plan dp = tp = pp = 1 and
+takes the same path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.errors import LayoutError, PlanError
+from planner.graph import ModelGraph, TensorMeta, from_json, to_json
+from planner.placement import Placement
+from planner.plan import Plan, load_plan
+from planner.program_fx import to_graph_module
+from planner.runtime import zero
+from planner.runtime.device import choose_device
+from planner.runtime.executor import Executor, Hooks
+from planner.runtime.feed import Preamble, split_batch
+from planner.runtime.gather import gather
+from planner.runtime.mesh import Mesh, build_mesh
+from planner.runtime.optimizer import build_optimizer
+from planner.runtime.p2p import Post
+from planner.runtime.reduce import GradBuckets, TiedCopies
+from planner.runtime.stage import StageModule
+from planner.runtime.weights import local_piece, synced_tensors
+from planner.runtime.wiring import (
+    block_placements,
+    build_edges,
+    layout_of,
+    stage_params,
+    wire_stage,
+)
+from planner.schedule import build_schedule, validate_schedule
+
+
+def apply_plan(
+    plan: Plan | str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+) -> Engine:
+    """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
+    plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    mesh = build_mesh(plan, choose_device())
+    graph = _shared_capture(plan, model, loss, mesh)
+    return Engine(plan, graph, model, mesh, optimizer=optimizer)
+
+
+def _shared_capture(
+    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
+) -> ModelGraph:
+    """Capture on rank 0 and hand the graph, which is plain JSON, to the others."""
+    payload: list[str | None] = [None]
+    graph = None
+    if dist.get_rank() == 0:
+        from planner.capture import batch_from_spec, capture_module
+
+        spec, tree = plan.model.inputs, plan.model.batch_tree
+        two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
+        graph = capture_module(model, two, three, loss=loss, name=plan.model.name)
+        if graph.fingerprint != plan.model.fingerprint:
+            raise PlanError(
+                f"the plan is for another model than the one given (made from {plan.model.file}, "
+                "whose structure differs); search again for this one"
+            )
+        payload = [json.dumps(to_json(graph))]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(payload, src=0, group=mesh.control)
+    if graph is None:
+        assert payload[0] is not None
+        graph = from_json(json.loads(payload[0]))
+    return graph
+
+
+class Engine:
+    """A rank's part of a model in training. Mutable: weights and optimizer state.
+
+    `optimizer` is over this rank's parameters (None when it holds none that train);
+    `stages` are this rank's stage modules by stage index.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: ModelGraph,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        optimizer: Any = None,
+    ) -> None:
+        """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
+        if plan.cp > 1:
+            raise LayoutError(f"cp={plan.cp}: context parallelism can't be run yet; use cp=1")
+        if plan.stages[-1].last_block != len(graph.blocks) - 1:
+            raise PlanError(
+                f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
+                f"{len(graph.blocks)}; search again"
+            )
+        self.plan, self.graph, self.mesh = plan, graph, mesh
+        self._saved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        self.schedule = build_schedule(
+            plan.schedule, pp=plan.pp, vpp=plan.vpp, num_microbatches=plan.num_microbatches
+        )
+        validate_schedule(self.schedule)
+        if self.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
+            raise PlanError(
+                f"the plan puts stages on pp ranks {plan.stage_to_pp_rank} and its schedule "
+                f"{plan.schedule!r} needs {self.schedule.stage_to_pp_rank}; search again"
+            )
+        # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
+        self._zero_stage = plan.zero_stage if plan.dp > 1 else 0
+        self._param_placements = _param_placements(graph, plan)
+        edges = build_edges(graph, plan)
+        self.stages = self._build_stages(model, edges)
+        self._preambles = self._build_preambles(model)
+        self._buckets = self._build_buckets()
+        self._tied = _tied_copies(graph, plan, mesh, self.stages)
+        self.optimizer = build_optimizer(optimizer, model, self._held())
+        self._executor = Executor(
+            schedule=self.schedule,
+            pp_rank=mesh.rank("pp"),
+            stages=self.stages,
+            edges=edges,
+            post=Post(mesh, self.schedule, edges),
+            hooks=Hooks(before_backward=self._before_backward, after_gradients=self._reduce),
+        )
+        loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
+        scale = 1 / (plan.num_microbatches * plan.dp)
+        self._loss_scale = torch.full((), scale, dtype=loss_dtype, device=mesh.device)
+
+    # -- building -----------------------------------------------------------------------
+
+    def _build_stages(self, model: nn.Module, edges: tuple[Any, ...]) -> dict[int, StageModule]:
+        plan, graph, mesh = self.plan, self.graph, self.mesh
+        mine = self.schedule.stages_of(mesh.rank("pp"))
+        names = stage_params(graph, plan)
+        whole = synced_tensors(graph, model, mesh, {n for s in mine for n in names[s]})
+        classes = {graph.blocks[b].class_index for s in mine for b in plan.stages[s].blocks}
+        programs = self._build_programs(sorted(classes))
+        tp_group = mesh.group("tp")
+        stages = {}
+        for index in mine:
+            stage = StageModule(
+                graph=graph,
+                plan=plan.stages[index],
+                wiring=wire_stage(graph, plan, edges, index),
+                placements=lambda b: block_placements(graph, plan, b),
+                programs=programs,
+                tensors={
+                    n: local_piece(
+                        whole[n],
+                        self._param_placements[n],
+                        plan.tp,
+                        mesh.rank("tp"),
+                        graph.tensor[n].fqn,
+                    )
+                    for n in names[index]
+                },
+                tp_group="" if tp_group is None else tp_group.group_name,
+            )
+            if self._zero_stage:
+                by_fqn = {graph.tensor[n].fqn: self._param_placements[n] for n in names[index]}
+                zero.shard_stage(stage, mesh, self._zero_stage, by_fqn)
+            stages[index] = stage
+        return stages
+
+    def _build_programs(self, class_indices: Iterable[int]) -> dict[int, Any]:
+        """One program for each class this rank runs, shared by all its blocks."""
+        programs = {}
+        for index in class_indices:
+            program = self.graph.classes[index].bind(self.plan.microbatch_size)
+            layout = layout_of(self.plan, index)
+            if layout is not None:
+                from planner.lowering import lower
+
+                program = lower(program, layout, axis="tp", axis_size=self.plan.tp)
+            groups = {"tp": self.mesh.group("tp")}
+            programs[index] = to_graph_module(program, groups, self.mesh.device)
+        return programs
+
+    def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
+        graph, mesh = self.graph, self.mesh
+        tensors = synced_tensors(graph, model, mesh, graph.preamble.params)
+        return {
+            index: Preamble(graph, self.plan, stage.wiring.side_inputs, tensors, mesh.device)
+            for index, stage in self.stages.items()
+        }
+
+    def _build_buckets(self) -> dict[int, GradBuckets]:
+        group = self.mesh.group("dp")
+        if group is None or self._zero_stage:
+            return {}
+        return {i: GradBuckets(list(s.parameters()), group) for i, s in self.stages.items()}
+
+    def _held(self) -> dict[str, list[nn.Parameter]]:
+        held: dict[str, list[nn.Parameter]] = {}
+        for stage in self.stages.values():
+            for fqn, param in stage.named_params().items():
+                held.setdefault(fqn, []).append(param)
+        return held
+
+    # -- running ------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Tensor:
+        """Train on one global batch; return its mean loss, equal on every rank."""
+        self._zero_gradients()
+        losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
+        for buckets in self._buckets.values():
+            buckets.finish()
+        for tied in self._tied:
+            tied.sum()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return self._mean_loss(losses)
+
+    def evaluate(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch without training on it."""
+        return self._mean_loss(self._executor.evaluate(self._side_inputs(batch)))
+
+    def _side_inputs(self, batch: Any) -> Callable[[int, int], tuple[Tensor, ...]]:
+        microbatches = split_batch(batch, self.graph, self.plan, self.mesh)
+
+        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
+            names = self.stages[stage_index].wiring.side_inputs
+            values = self._preambles[stage_index](microbatches[microbatch_index])
+            return tuple(values[name] for name in names)
+
+        return side_inputs
+
+    def _zero_gradients(self) -> None:
+        for index, stage in self.stages.items():
+            if index in self._buckets:
+                self._buckets[index].zero()
+            else:
+                stage.zero_grad(set_to_none=True)
+
+    def _before_backward(self, stage_index: int, is_last: bool) -> None:
+        if self._zero_stage:
+            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+
+    def _reduce(self, stage_index: int) -> None:
+        if stage_index in self._buckets:
+            self._buckets[stage_index].start()
+
+    def _mean_loss(self, losses: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(self._loss_scale)
+        if losses and self.mesh.rank("tp") == 0:
+            total = torch.stack(losses).sum() * self._loss_scale
+        if self.plan.world_size > 1:
+            dist.all_reduce(total)
+        return total
+
+    # -- what it holds ------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's parameters and buffers on rank 0's CPU; {} elsewhere.
+
+        Every rank calls it. Names are the user's, a tied parameter under each of its names.
+        """
+        wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
+        held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
+        # What no block uses (the preamble's buffers) no step has changed.
+        return {name: held.get(name, value) for name, value in self._saved.items()} if held else {}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+
+        A parameter that got no gradient has zeros. Every rank calls it.
+        """
+        wanted = [t for t in self.graph.params if t.requires_grad]
+        return gather(
+            self.graph,
+            self.plan,
+            self.mesh,
+            wanted,
+            lambda meta: (_grad_of(self._param(meta)), self._param_placements[meta.name]),
+        )
+
+    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placement]:
+        placement = self._param_placements[meta.name]
+        if meta.kind == "param":
+            return self._param(meta), placement
+        return next(s.passed[meta.name] for s in self.stages.values() if meta.name in s.passed), (
+            placement
+        )
+
+    def _param(self, meta: TensorMeta) -> nn.Parameter:
+        return self._held()[meta.fqn][0]
+
+
+def _grad_of(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _param_placements(graph: ModelGraph, plan: Plan) -> dict[str, Placement]:
+    """The tp placement of each parameter, buffer and constant that blocks use.
+
+    Raises LayoutError when two blocks that share one want it placed differently.
+    """
+    found: dict[str, tuple[Placement, str]] = {}
+    for block in graph.blocks:
+        _, params, _ = block_placements(graph, plan, block.index)
+        for name, placement in zip(block.params, params, strict=True):
+            before, owner = found.setdefault(name, (placement, block.name))
+            if before != placement:
+                raise LayoutError(
+                    f"{graph.tensor[name].fqn or name} is {before} on tp in block {owner} and "
+                    f"{placement} in block {block.name}; blocks that share a parameter must agree"
+                )
+    return {name: placement for name, (placement, _) in found.items()}
+
+
+def _tied_copies(
+    graph: ModelGraph, plan: Plan, mesh: Mesh, stages: Mapping[int, StageModule]
+) -> list[TiedCopies]:
+    """The parameters with copies on several stages, grouped by the pp ranks that hold them.
+
+    Every pp rank goes through the groups in the same order and makes those it is in.
+    """
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for meta in graph.params:
+        users = [s for s, names in enumerate(stage_params(graph, plan)) if meta.name in names]
+        if meta.requires_grad and len(users) > 1:
+            ranks = tuple(sorted({plan.stages[s].pp_rank for s in users}))
+            groups.setdefault(ranks, []).append(meta.fqn)
+    result = []
+    for ranks, fqns in sorted(groups.items()):
+        if mesh.rank("pp") not in ranks:
+            continue
+        group = None
+        if len(ranks) > 1:
+            group = dist.new_group([mesh.peer(r) for r in ranks], use_local_synchronization=True)
+        named = [stage.named_params() for stage in stages.values()]
+        copies = [[params[fqn] for params in named if fqn in params] for fqn in fqns]
+        result.append(TiedCopies(copies, group))
+    return result

@@ -1,0 +1,158 @@
+"""Runs a job table: whatever schedule made it, and for one stage or many.
+
+For each job of this rank in turn, the receives of the jobs just ahead are posted, the job
+runs, and what it made is sent on. A forward keeps its input leaves and the gradient edges
+of its outputs, nothing else; the record dies with the last job that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from planner.runtime.p2p import Message, Post, taken_by
+from planner.runtime.stage import StageModule
+from planner.runtime.wiring import Edge
+from planner.schedule.jobs import Job, JobKind, Schedule
+
+SideInputs = Callable[[int, int], tuple[Tensor, ...]]
+"""From (stage, microbatch) to the stage's side inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a forward leaves for its backward.
+
+    `leaves` are the incoming tensors that need a gradient, by edge; `roots` the outputs'
+    places in the autograd graph (None for one without gradient): holding no tensor, they
+    let an output's memory go once it is sent. `loss` is the last root of a loss stage.
+    """
+
+    leaves: tuple[tuple[Edge, Tensor], ...]
+    roots: tuple[GradientEdge | None, ...]
+    loss: GradientEdge | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """What others want to know of a step: all are called on this rank, in job order.
+
+    `before_backward(stage, is_last)` comes before a job that makes weight gradients,
+    `after_gradients(stage)` once all of a stage's weight gradients are there.
+    """
+
+    before_backward: Callable[[int, bool], None]
+    after_gradients: Callable[[int], None]
+
+
+class Executor:
+    """Runs this pp rank's row of a table. Mutable: it holds the microbatches in flight."""
+
+    def __init__(
+        self,
+        *,
+        schedule: Schedule,
+        pp_rank: int,
+        stages: Mapping[int, StageModule],
+        edges: tuple[Edge, ...],
+        post: Post,
+        hooks: Hooks,
+        lookahead: int = 1,
+    ) -> None:
+        """`lookahead` is how many jobs ahead receives are posted, each at a buffer's cost."""
+        self.schedule = schedule
+        self.jobs = schedule.jobs[pp_rank]
+        self.live: dict[tuple[int, int], Live] = {}
+        self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
+        self._lookahead = lookahead
+        self._by_stage = {
+            s: (stage.wiring.incoming, stage.wiring.outgoing) for s, stage in stages.items()
+        }
+        self._taken = tuple(taken_by(job, edges) for job in self.jobs)
+        last: dict[int, int] = {}
+        for position, job in enumerate(self.jobs):
+            if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
+                last[job.stage_index] = position
+        self._last_gradients = frozenset(last.values())
+
+    def train(self, side_inputs: SideInputs, loss_scale: Tensor) -> list[Tensor]:
+        """Run every job; gradients accumulate in the stages' parameters.
+
+        `loss_scale` is the gradient each microbatch's loss starts from. Returns the losses
+        of the microbatches if this rank has the loss, detached, in microbatch order.
+        """
+        return self._run(range(len(self.jobs)), side_inputs, loss_scale)
+
+    @torch.no_grad()
+    def evaluate(self, side_inputs: SideInputs) -> list[Tensor]:
+        """Run the forward jobs alone, keeping no activation. Returns losses like `train`."""
+        forwards = [i for i, job in enumerate(self.jobs) if job.kind is JobKind.FORWARD]
+        return self._run(forwards, side_inputs, None)
+
+    def _run(
+        self, positions: Iterable[int], side_inputs: SideInputs, loss_scale: Tensor | None
+    ) -> list[Tensor]:
+        order = list(positions)
+        losses: dict[int, Tensor] = {}
+        self._post.open(with_grads=loss_scale is not None)
+        for turn, position in enumerate(order):
+            for ahead in order[turn : turn + 1 + self._lookahead]:
+                self._post.expect(self._taken[ahead])
+            job = self.jobs[position]
+            if job.kind is JobKind.FORWARD:
+                self._forward(job, side_inputs, losses)
+            else:
+                assert loss_scale is not None
+                self._backward(job, loss_scale, is_last=position in self._last_gradients)
+                if position in self._last_gradients:
+                    self._hooks.after_gradients(job.stage_index)
+        self._post.close()
+        return [losses[m] for m in sorted(losses)]
+
+    def _forward(self, job: Job, side_inputs: SideInputs, losses: dict[int, Tensor]) -> None:
+        stage, m = self._stages[job.stage_index], job.microbatch_index
+        wiring = stage.wiring
+        leaves = []
+        arrived = []
+        for edge in wiring.incoming:
+            tensor = self._post.get(Message(edge.index, m, False)).detach()
+            if edge.requires_grad and torch.is_grad_enabled():
+                leaves.append((edge, tensor.requires_grad_()))
+            arrived.append(tensor)
+        outputs = stage(*arrived, *side_inputs(job.stage_index, m))
+        del arrived
+        for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
+            self._post.put(Message(edge.index, m, False), outputs[index].detach())
+        if wiring.has_loss:
+            losses[m] = outputs[-1].detach()
+        if torch.is_grad_enabled():
+            roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outputs)
+            loss = roots[-1] if wiring.has_loss else None
+            sent = roots[:-1] if wiring.has_loss else roots
+            self.live[job.stage_index, m] = Live(tuple(leaves), sent, loss)
+
+    def _backward(self, job: Job, loss_scale: Tensor, *, is_last: bool) -> None:
+        if job.kind is JobKind.BACKWARD_WEIGHT:
+            return
+        m = job.microbatch_index
+        wiring = self._stages[job.stage_index].wiring
+        live = self.live.pop((job.stage_index, m))
+        grads: list[Tensor | None] = [None] * len(live.roots)
+        for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
+            if edge.requires_grad:
+                grad = self._post.get(Message(edge.index, m, True))
+                total = grads[index]
+                grads[index] = grad if total is None else total + grad
+        pairs = [(r, g) for r, g in zip(live.roots, grads, strict=True) if r is not None]
+        if live.loss is not None:
+            pairs.append((live.loss, loss_scale))
+        if pairs:
+            self._hooks.before_backward(job.stage_index, is_last)
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        for edge, leaf in live.leaves:
+            grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            self._post.put(Message(edge.index, m, True), grad)

@@ -1,0 +1,69 @@
+"""What is spread over the ranks, brought together on rank 0's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planner.graph import ModelGraph, TensorMeta
+from planner.placement import Placement, Shard
+from planner.plan import Plan
+from planner.runtime.collectives import run_step
+from planner.runtime.mesh import Mesh, rank_at
+from planner.runtime.wiring import stage_params
+
+
+def gather(
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    wanted: Iterable[TensorMeta],
+    piece: Callable[[TensorMeta], tuple[Tensor, Placement]],
+) -> dict[str, Tensor]:
+    """Return whole tensors by the user's names on rank 0, {} elsewhere; all ranks call it.
+
+    `piece` gives this rank's local piece of a tensor it holds (a DTensor speaks for
+    itself) and its tp placement. Tensors go one at a time, from the first pp rank that
+    holds them; a tied parameter is returned under each of its names.
+    """
+    result: dict[str, Tensor] = {}
+    stages = stage_params(graph, plan)
+    for meta in wanted:
+        holders = [plan.stages[s].pp_rank for s, names in enumerate(stages) if meta.name in names]
+        if not holders:
+            continue
+        home = holders[0]
+        whole = _whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
+        received = _to_rank_0(whole, meta, rank_at(mesh.sizes, (home, 0, 0, 0)), mesh)
+        if received is not None:
+            result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
+    return result
+
+
+def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    group = mesh.group("tp")
+    if group is None or not isinstance(placement, Shard):
+        return tensor
+    return run_step(tensor, group.group_name, ("all_gather", placement.dim, 0))
+
+
+def _to_rank_0(whole: Tensor | None, meta: TensorMeta, source: int, mesh: Mesh) -> Tensor | None:
+    """Move a whole tensor from global rank `source` to rank 0."""
+    here = dist.get_rank()
+    if here == source:
+        assert whole is not None
+        if source == 0:
+            return whole.cpu().clone()
+        dist.send(whole.cpu().contiguous(), 0, group=mesh.control)
+    elif here == 0:
+        buffer = torch.empty(meta.shape_at(1), dtype=getattr(torch, meta.dtype))
+        dist.recv(buffer, source, group=mesh.control)
+        return buffer
+    return None

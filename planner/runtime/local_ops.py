@@ -1,0 +1,147 @@
+"""Ops of ours whose local work depends on the rank: targets ``planner.<name>`` in a program.
+
+Each takes the name of the process group of its axis as the argument `group` (in the
+program, the axis itself); the empty name is an axis of size one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planner.runtime import collectives
+
+_NONE, _MEAN = 0, 1
+
+
+def vocab_embedding(weight: Tensor, indices: Tensor, padding_idx: int, group: str) -> Tensor:
+    """Look up the rows of `weight` this rank holds; rows of other ranks come out as zero.
+
+    `weight` is [vocabulary / ranks, hidden], `indices` count over the whole vocabulary. The
+    sum over ranks of the results is the embedding.
+    """
+    first = collectives.rank(group) * weight.shape[0]
+    local = indices - first
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    padding = padding_idx - first
+    rows = F.embedding(
+        local.masked_fill(elsewhere, 0), weight, padding if 0 <= padding < len(weight) else None
+    )
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    group: str,
+) -> Tensor:
+    """Cross entropy of logits whose classes are divided among the ranks.
+
+    `logits` is [samples, classes / ranks, …] or [classes / ranks]; `target` holds indices
+    over all classes; `reduction` is ATen's number. Ranks exchange the largest logit and
+    a few sums of each sample, never the logits; the result is equal on all ranks.
+    """
+    losses = _VocabCrossEntropy.apply(logits, target, ignore_index, label_smoothing, group)
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == _MEAN else total
+
+
+def mean_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    group: str,
+) -> Tensor:
+    """One rank's term of the mean cross entropy of samples divided among the ranks.
+
+    The mean is over the targets of all ranks that are not `ignore_index`.
+    """
+    assert reduction == _MEAN, "sums and single losses need no other rank"
+    count = collectives.run_step((target != ignore_index).sum(), group, ("all_reduce", 0, 0))
+    total = F.cross_entropy(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction="sum",
+    )
+    return total / count
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Losses by sample, zero where ignored. With p the softmax over all classes and e the
+    smoothing, the gradient of a loss by logit c is p[c] - (1 - e) [c is target] - e / C.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, group: str
+    ) -> Tensor:
+        dim = min(1, logits.dim() - 1)
+        x = logits.movedim(dim, -1)
+        x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        num_local = x.shape[-1]
+        num_classes = num_local * collectives.size(group)
+        largest = _reduce(x.amax(-1), group, "max")
+        shifted = x - largest.unsqueeze(-1)
+        local = target - collectives.rank(group) * num_local
+        is_here = (local >= 0) & (local < num_local) & (target != ignore_index)
+        local = local.masked_fill(~is_here, 0)
+        exponentials = shifted.exp()
+        at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+        parts = torch.stack([exponentials.sum(-1), at_target, shifted.sum(-1)])
+        denominator, at_target, total = _reduce(parts, group, "sum").unbind(0)
+        kept = target != ignore_index
+        losses = denominator.log() - (1 - smoothing) * at_target - smoothing / num_classes * total
+        probabilities = exponentials / denominator.unsqueeze(-1)
+        ctx.save_for_backward(probabilities, local, is_here, kept)
+        ctx.dim, ctx.smoothing, ctx.num_classes, ctx.dtype = (
+            dim,
+            smoothing,
+            num_classes,
+            logits.dtype,
+        )
+        return losses.masked_fill(~kept, 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, local, is_here, kept = ctx.saved_tensors
+        taken = torch.where(is_here, ctx.smoothing - 1, 0.0).to(probabilities.dtype)
+        slopes = probabilities - ctx.smoothing / ctx.num_classes
+        slopes = slopes.scatter_add(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
+        scaled = slopes * grad.masked_fill(~kept, 0).unsqueeze(-1)
+        return scaled.movedim(-1, ctx.dim).to(ctx.dtype), None, None, None, None
+
+
+def _reduce(x: Tensor, group: str, how: str) -> Tensor:
+    if not group:
+        return x
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), how, group))
+
+
+def with_own_random_stream(target: str, group: str, *args: Any, **kwargs: Any) -> Any:
+    """Run the ATen op `target` with random numbers that differ on each rank of the group.
+
+    The seed is drawn from the default generator, which the ranks of a tp group advance in
+    step; so it is new on each call, and the same again when a recompute restores that
+    generator. Ops that run on replicas are not disturbed: they draw equal masks.
+    """
+    namespace, packet, overload = target.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    tensor = next(arg for arg in args if isinstance(arg, Tensor))
+    seed = int(torch.randint(2**62, (), device="cpu")) + collectives.rank(group)
+    on_gpu = [tensor.device] if tensor.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        torch.manual_seed(seed)
+        return function(*args, **kwargs)

@@ -1,0 +1,104 @@
+"""Gradients summed over the ranks that share a parameter: dp replicas, and tied copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class GradBuckets:
+    """The gradients of one stage as views into flat buckets, all-reduced in place.
+
+    A bucket is one message, and gradients accumulate in it directly, so nothing is copied.
+    Parameters go in reverse order: those of the last block have their gradients first.
+    Mutable: it holds the reductions under way.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._flats: list[Tensor] = []
+        self._under_way: list[dist.Work] = []
+        bucket: list[nn.Parameter] = []
+        for param in reversed([p for p in params if p.requires_grad]):
+            kin = bucket and bucket[0].dtype == param.dtype
+            size = sum(p.numel() * p.element_size() for p in (*bucket, param))
+            if bucket and (not kin or size > BUCKET_BYTES):
+                self._flats.append(_flat_grads(bucket))
+                bucket = []
+            bucket.append(param)
+        if bucket:
+            self._flats.append(_flat_grads(bucket))
+
+    def zero(self) -> None:
+        """Set every gradient to zero."""
+        for flat in self._flats:
+            flat.zero_()
+
+    def start(self) -> None:
+        """Begin summing over the group; the gradients must be complete."""
+        for flat in self._flats:
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._under_way.append(work)
+
+    def finish(self) -> None:
+        """Wait for the sums."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+
+def _flat_grads(params: Iterable[nn.Parameter]) -> Tensor:
+    params = list(params)
+    flat = torch.zeros(
+        sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device
+    )
+    pieces = flat.split([p.numel() for p in params])
+    for param, piece in zip(params, pieces, strict=True):
+        param.grad = piece.view_as(param)
+    return flat
+
+
+class TiedCopies:
+    """Copies of one parameter on several stages, kept equal by summing their gradients.
+
+    A tied embedding used by the first and the last stage has a copy on each; every copy
+    takes the same optimizer step, so equal values and equal gradients stay equal. `copies`
+    gives, by name, this rank's copies; `group` the pp ranks that hold any (None: only this
+    one). The names are the same, in the same order, on all of them.
+    """
+
+    def __init__(
+        self, copies: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup | None
+    ) -> None:
+        self._copies, self._group = copies, group
+
+    def sum(self) -> None:
+        """Replace every copy's gradient by the sum over all copies."""
+        totals = []
+        for params in self._copies:
+            total = torch.zeros_like(_local(params[0]))
+            for param in params:
+                if param.grad is not None:
+                    total += _local(param.grad)
+            totals.append(total)
+        if self._group is not None:
+            flat = torch.cat([total.reshape(-1) for total in totals])
+            dist.all_reduce(flat, group=self._group)
+            pieces = flat.split([total.numel() for total in totals])
+            totals = [p.view_as(t) for p, t in zip(pieces, totals, strict=True)]
+        for params, total in zip(self._copies, totals, strict=True):
+            for param in params:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                _local(param.grad).copy_(total)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor (FSDP2 shards every copy alike), or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()

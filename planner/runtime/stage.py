@@ -1,0 +1,197 @@
+"""The nn.Module of one stage: its blocks, each a shared program with its own parameters.
+
+Blocks run on local tensors. Parameters are registered per block under attribute names
+free of dots (`fqns` maps them back), because that is where FSDP2 shards and gathers them;
+those that several blocks of the stage share are registered on the stage. With FSDP2 a
+parameter in use may be a DTensor over tp; its local tensor is taken, and autograd carries
+the gradient back with the parameter's own placement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planner.graph import ModelGraph
+from planner.placement import Placement, Replicate
+from planner.plan import StagePlan
+from planner.runtime.collectives import redistribute
+from planner.runtime.recompute import Recomputed
+from planner.runtime.wiring import StageWiring
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+def attribute(fqn: str) -> str:
+    """Return the attribute a parameter is registered under."""
+    return fqn.replace(".", "__")
+
+
+class BlockModule(nn.Module):
+    """One block: the class's program called with this block's parameters.
+
+    `slots` gives, for each of the program's params, the attribute holding it here, or the
+    position of a tensor that the stage passes (a shared parameter, a buffer, a constant).
+    """
+
+    def __init__(self, run: Run, slots: tuple[str | int, ...], *, recompute: bool) -> None:
+        super().__init__()
+        self._run, self._slots = run, slots
+        self._recomputed = Recomputed(self._with_params) if recompute else None
+
+    def forward(self, inputs: tuple[Tensor, ...], passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Run the block on local tensors."""
+        if self._recomputed is not None:
+            return self._recomputed(passed, *inputs)
+        return self._with_params(passed, *inputs)
+
+    def _with_params(self, passed: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        # Parameters are looked up here and not by the caller: when a block is recomputed
+        # under FSDP2, the gathered parameter of that moment is the one to use.
+        if self._recomputed is not None and self._recomputed.again:
+            # A second run must not move running statistics a second time.
+            passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in passed)
+        params = (
+            passed[slot] if isinstance(slot, int) else getattr(self, slot) for slot in self._slots
+        )
+        return self._run(*inputs, *map(_local, params))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStep:
+    """How a stage calls one block.
+
+    `inputs` are (tensor, its placement so far, the placement the block takes); `passed`
+    the stage's own tensors that go to the block's integer slots; `free` the values no
+    later block nor the stage's outputs need.
+    """
+
+    inputs: tuple[tuple[str, Placement, Placement], ...]
+    passed: tuple[str, ...]
+    outputs: tuple[str, ...]
+    free: tuple[str, ...]
+
+
+class StageModule(nn.Module):
+    """A stage, called with its incoming tensors, then its side inputs, in wiring order.
+
+    Returns the tensors of `wiring.outputs`, then the loss if the stage has it. `passed`
+    holds its local buffers and constants by graph name.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        plan: StagePlan,
+        wiring: StageWiring,
+        placements: Callable[[int], tuple[tuple[Placement, ...], ...]],
+        programs: Mapping[int, Run],
+        tensors: Mapping[str, Tensor],
+        tp_group: str,
+    ) -> None:
+        """`programs` holds a class's program by class index, `tensors` local weights by name."""
+        super().__init__()
+        self.wiring = wiring
+        self._tp_group = tp_group
+        self.fqns: dict[str, str] = {}
+        self._placement_of: dict[str, Placement] = {e.tensor: e.placement for e in wiring.incoming}
+        self._placement_of |= {name: Replicate() for name in wiring.side_inputs}
+        uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
+        self.passed: dict[str, Tensor] = {}
+        self._shared: dict[str, str] = {}
+        for name in uses:
+            meta = graph.tensor[name]
+            if meta.kind != "param":
+                self.passed[name] = tensors[name]
+            elif uses[name] > 1:
+                self._shared[name] = attribute(meta.fqn)
+                self._register(self, meta.fqn, tensors[name], meta.requires_grad, "")
+        self.blocks = nn.ModuleList()
+        steps = []
+        for position, index in enumerate(plan.blocks):
+            block = graph.blocks[index]
+            own = [n for n in block.params if graph.tensor[n].kind == "param" and uses[n] == 1]
+            passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
+            slots = tuple(
+                attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
+                for n in block.params
+            )
+            module = BlockModule(
+                programs[block.class_index], slots, recompute=plan.recompute == "full"
+            )
+            for n in dict.fromkeys(own):
+                meta = graph.tensor[n]
+                self._register(
+                    module, meta.fqn, tensors[n], meta.requires_grad, f"blocks.{position}."
+                )
+            self.blocks.append(module)
+            takes, _, makes = placements(index)
+            steps.append(
+                BlockStep(
+                    inputs=tuple(
+                        (n, self._placement_of[n], p)
+                        for n, p in zip(block.inputs, takes, strict=True)
+                    ),
+                    passed=passed,
+                    outputs=block.outputs,
+                    free=(),
+                )
+            )
+            self._placement_of |= dict(zip(block.outputs, makes, strict=True))
+        results = [*wiring.outputs, *([(graph.loss, Replicate())] if wiring.has_loss else [])]
+        self._results = tuple((n, self._placement_of[n], p) for n, p in results)
+        self._steps = _with_frees(steps, {n for n, _ in results})
+        self._inputs = (*(e.tensor for e in wiring.incoming), *wiring.side_inputs)
+
+    def _register(
+        self, module: nn.Module, fqn: str, tensor: Tensor, requires_grad: bool, prefix: str
+    ) -> None:
+        module.register_parameter(attribute(fqn), nn.Parameter(tensor, requires_grad=requires_grad))
+        self.fqns[prefix + attribute(fqn)] = fqn
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Run the stage on one microbatch."""
+        values = dict(zip(self._inputs, inputs, strict=True))
+        del inputs
+        held = dict(self.passed)
+        held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
+        for block, step in zip(self.blocks, self._steps, strict=True):
+            taken = tuple(self._as(values[name], src, dst) for name, src, dst in step.inputs)
+            made = block(taken, tuple(held[name] for name in step.passed))
+            del taken
+            values.update(zip(step.outputs, made, strict=True))
+            for name in step.free:
+                del values[name]
+        return tuple(self._as(values[name], src, dst) for name, src, dst in self._results)
+
+    def _as(self, tensor: Tensor, src: Placement, dst: Placement) -> Tensor:
+        if src == dst:
+            return tensor
+        return redistribute(tensor, self._tp_group, str(src), str(dst), False)
+
+    def named_params(self) -> dict[str, nn.Parameter]:
+        """Return the stage's parameters by the user's own names."""
+        return {self.fqns[name]: param for name, param in self.named_parameters()}
+
+
+def _with_frees(steps: list[BlockStep], kept: set[str]) -> tuple[BlockStep, ...]:
+    """Give each step the values that die after it."""
+    result: list[BlockStep] = []
+    later = set(kept)
+    for step in reversed(steps):
+        touched = dict.fromkeys((*(n for n, _, _ in step.inputs), *step.outputs))
+        free = tuple(n for n in touched if n not in later)
+        result.append(
+            BlockStep(inputs=step.inputs, passed=step.passed, outputs=step.outputs, free=free)
+        )
+        later.update(touched)
+    return tuple(reversed(result))

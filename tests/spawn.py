@@ -1,0 +1,79 @@
+"""Runs a function on several gloo ranks, quickly: ranks fork from a server that has torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.spawn_preload"])
+
+TIMEOUT_S = 120
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Return what `function(*args)` returns on each rank of a gloo world.
+
+    `function` must be importable by name. An exception on any rank fails the call with its
+    traceback, and ends the other ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        queue = _context.SimpleQueue()
+        ranks = [
+            _context.Process(target=_run, args=(queue, function, r, world_size, store, args))
+            for r in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        results: dict[int, Any] = {}
+        try:
+            for _ in ranks:
+                rank, value, failure = _next(queue, ranks)
+                if failure:
+                    raise AssertionError(f"rank {rank} failed:\n{failure}")
+                results[rank] = value
+        finally:
+            for process in ranks:
+                if len(results) < world_size:
+                    process.kill()
+                process.join()
+                process.close()
+            queue.close()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _next(queue: Any, ranks: list[Any]) -> Any:
+    if not queue._reader.poll(TIMEOUT_S):
+        raise AssertionError(f"no rank of {len(ranks)} answered within {TIMEOUT_S} s")
+    return queue.get()
+
+
+def _run(queue: Any, function: Any, rank: int, world_size: int, store: Path, args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        queue.put((rank, function(*args), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        queue.put((rank, None, traceback.format_exc()))
+        os._exit(1)
+
+
+def free_port() -> int:
+    """Return a TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
