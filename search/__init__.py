@@ -1,1 +1,7 @@
+"""Search: the best plan for a model on a cluster, in seconds, and how sure that is.
 
+`find_plan(graph, profile, SearchRequest(...))` is the front door. Inside a block class an exact
+solver chooses op placements (`layouts`), across blocks dynamic programming cuts stages
+(`chain_dp`), and outside branch and bound goes through degrees, microbatches and schedules
+(`find_plan`). Torch-free.
+"""

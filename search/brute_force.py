@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from search.chain_dp import ChainProblem, Cut, cut_value, stage_bytes
-
-MOST_CUTS = 2_000_000
+from search.chain_dp import ChainProblem, Cut, Paths, cut_peak, cut_value
 
 
 def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -20,9 +18,10 @@ def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int
 
 def solve_by_brute_force(problem: ChainProblem) -> Cut | None:
     """Return the best cut by trying all, or None when none fits."""
+    paths = Paths(problem, problem.num_blocks)
     best: Cut | None = None
     for cuts, choices in all_cuts(problem):
-        value = cut_value(problem, cuts, choices)
+        value = cut_value(paths, cuts, choices)
         if value < (best.value if best else float("inf")):
             best = Cut(cuts=cuts, choices=choices, value=value)
     return best
@@ -30,10 +29,8 @@ def solve_by_brute_force(problem: ChainProblem) -> Cut | None:
 
 def smallest_peak_by_brute_force(problem: ChainProblem) -> float:
     """Return the fewest bytes that the largest rank of any cut needs."""
+    paths = Paths(problem, problem.num_blocks)
     return min(
-        (
-            max(stage_bytes(problem, s, cuts[s], cuts[s + 1], c) for s, c in enumerate(choices))
-            for cuts, choices in all_cuts(problem)
-        ),
+        (cut_peak(paths, cuts, choices) for cuts, choices in all_cuts(problem)),
         default=float("inf"),
     )

@@ -4,33 +4,40 @@ Given n blocks in order and S = pp stages (one per pp rank), choose cuts
 0 = k_0 < k_1 < ... < k_S = n and a recompute choice c_s for each stage:
 
     minimise    max over s of  path(s, k_s, k_{s+1}, c_s)
-    subject to  memory(s, k_s, k_{s+1}, c_s) <= memory_limit_bytes
+    subject to  peak_bytes(s, k_s, k_{s+1}, c_s) <= memory_limit_bytes
 
 `path` is the length of a chain of jobs that every run of the schedule must pass, one after
 the other, so the minimum is a lower bound of the step time. With t = f + b a stage's seconds
-per microbatch, m microbatches, and `before`, `after` the seconds one microbatch spends in
-earlier and later stages (hops included), both directions:
+per microbatch, m microbatches, d = S - 1 - s, and `before`, `after` the seconds that one
+microbatch spends in earlier and later stages, hops and both directions included:
 
-    any schedule   before + m t
-    1F1B           before + m t + max(0, after - d f) + max(0, after - d b)     d = S - 1 - s
-                   (the first backward returns `after` seconds after the first forward, d more
-                   forwards fit in between; the last backward likewise)
-    FThenB         before + m t + after
+    path = forward part of before + m t + wait + end
 
-and where the stage's own tail (gradient sync, optimizer) is longer than the backward part of
-`before`, it takes that part's place. `before` and `after` are sums over blocks, so they
-depend on the cut alone when all stages make the same recompute choice; when both are allowed
-they are taken without recompute, which keeps the value a lower bound.
+    wait    any schedule  0
+            1F1B          max(0, after - d f) + max(0, after - d b)     (when m > d + 1)
+                          the first backward returns `after` seconds after the first forward,
+                          d more forwards fit in between; the last backward likewise
+            FThenB        after
+    end     max(backward part of before + tail(stage 0), tail(s))
+                          a rank's tail is its gradient sync and optimizer; the last gradient
+                          travels back to stage 0, whose tail follows
 
-Recurrence, exact for the problem above:
+`before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
+the same recompute choice; where both are allowed they are taken without recompute, which
+keeps the value a lower bound.
 
-    V[0, 0] = 0
-    V[s+1, k] = min over j < k, c of  max(V[s, j], path(s, j, k, c))      where memory fits
+Recurrence, from the last stage to the first, for a given first cut k_1 (it sets tail(0)):
 
-Complexity: O(S n w) time and O(n w) space, w the longest stage worth looking at: a stage whose
+    V[S, n] = 0
+    V[s, j] = min over k > j, c of  max(V[s+1, k], path(s, j, k, c))      where memory fits
+
+It is exact for the problem above. One pass without tails bounds every k_1 from below, and
+only those k_1 are solved whose bound is under the best value so far, usually one or two.
+
+Complexity: O(S n w) array cells a pass, w the longest stage worth looking at: a stage whose
 m t alone exceeds the value found cannot be part of a better answer. Stages of a balanced
-pipeline hold about n / S blocks, so a chain of 1,000 blocks costs about n^2 array cells
-whatever S is. Identical blocks are priced once, by class, before they get here.
+pipeline hold about n / S blocks, so a chain of 1,000 blocks costs about n^2 cells whatever S
+is. Identical blocks are priced once, by class, before they get here.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,42 +55,55 @@ Floats = NDArray[np.float64]
 FAMILIES = ("any", "1F1B", "FThenB")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ChainProblem:
-    """One configuration's numbers. First axis of 2-d arrays: recompute choice; last: block.
+class Band(Protocol):
+    """All runs of 1 .. w consecutive blocks, by (length - 1, first block).
 
-    forward_s, backward_s (c, n): seconds per microbatch, recompute included in backward.
-    saved_bytes (c, n): kept per microbatch in flight. working_bytes (c, n): transient peak
-    while the block runs; a stage's is the largest of its blocks.
-    stage_saved_bytes (c, n): kept once per microbatch in flight by a stage starting at block i
-    (its input). resident_bytes (n): weights, gradients and optimizer state, always held.
-    hop_s (n): one transfer of block i's output to the next stage; the gradient costs the same.
-    tail_s (n): seconds of gradient sync and optimizer that block i adds to its rank after the
-    last backward. in_flight (S): microbatches a stage keeps at most.
-    ties: (i, j, num_bytes): blocks i < j share a parameter, so a stage with both holds
-    num_bytes less than the sum says.
+    Entries whose run would pass the end of the chain hold anything. `forward_s` and
+    `backward_s` have a leading axis for the recompute choice.
     """
 
     forward_s: Floats
     backward_s: Floats
-    saved_bytes: Floats
-    working_bytes: Floats
-    stage_saved_bytes: Floats
-    resident_bytes: Floats
-    hop_s: Floats
     tail_s: Floats
-    fixed_bytes: float
+
+    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Bytes of a rank holding each run with this many microbatches in flight."""
+        ...
+
+
+class Stages(Protocol):
+    """What a chain of blocks costs, cut anyhow."""
+
+    num_blocks: int
+
+    def band(self, width: int) -> Band:
+        """Return the costs of every run of at most `width` blocks."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainProblem:
+    """One configuration's chain.
+
+    block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
+    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
+    gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
+    """
+
+    stages: Stages
+    block_forward_s: Floats
+    block_backward_s: Floats
+    hop_s: Floats
     in_flight: tuple[int, ...]
     num_microbatches: int
     memory_limit_bytes: float
     family: str = "any"
-    ties: tuple[tuple[int, int, float], ...] = ()
     choices: tuple[str, ...] = ("none",)
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the chain."""
-        return self.forward_s.shape[1]
+        return self.stages.num_blocks
 
     @property
     def num_stages(self) -> int:
@@ -90,15 +111,19 @@ class ChainProblem:
         return len(self.in_flight)
 
     @cached_property
-    def sums(self) -> dict[str, Floats]:
-        """Running sums with a leading zero, so a slice j:k sums to S[k] - S[j]."""
-        names = ("forward_s", "backward_s", "saved_bytes", "resident_bytes", "hop_s", "tail_s")
-        result = {}
-        for name in names:
-            values = getattr(self, name)
-            zero = np.zeros((*values.shape[:-1], 1))
-            result[name] = np.concatenate([zero, np.cumsum(values, axis=-1)], axis=-1)
-        return result
+    def before_f(self) -> Floats:
+        """Least forward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_forward_s)])
+
+    @cached_property
+    def before_b(self) -> Floats:
+        """Least backward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_backward_s)])
+
+    @cached_property
+    def least_hop(self) -> float:
+        """The cheapest hop anywhere inside the chain."""
+        return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,106 +138,68 @@ class Cut:
     value: float
 
 
-def stage_bytes(problem: ChainProblem, stage: int, first: int, end: int, choice: int) -> float:
-    """Return the peak bytes of a rank whose stage holds blocks first..end-1."""
-    sums = problem.sums
-    held = problem.in_flight[stage] * (
-        sums["saved_bytes"][choice, end]
-        - sums["saved_bytes"][choice, first]
-        + problem.stage_saved_bytes[choice, first]
-    )
-    tied = sum(size for i, j, size in problem.ties if first <= i and j < end)
-    resident = sums["resident_bytes"][end] - sums["resident_bytes"][first] - tied
-    working = problem.working_bytes[choice, first:end].max()
-    return float(problem.fixed_bytes + resident + held + working)
-
-
-def stage_path(problem: ChainProblem, stage: int, first: int, end: int, choice: int) -> float:
-    """Return `path` of the header for one stage."""
-    window = _Window(problem, np.array([first]), np.array([end]), with_bytes=False)
-    return float(window.path(stage, choice)[0])
-
-
-class _Window:
-    """Quantities of many candidate stages at once: blocks start[i] .. end[i]-1."""
-
-    def __init__(
-        self, problem: ChainProblem, start: NDArray, end: NDArray, *, with_bytes: bool = True
-    ) -> None:
-        self.problem = problem
-        sums = problem.sums
-
-        def over(name: str) -> Floats:
-            return sums[name][..., end] - sums[name][..., start]
-
-        self.forward = over("forward_s")
-        self.backward = over("backward_s")
-        self.tail = over("tail_s")
-        # With one choice allowed, others run the same one; with several, none is the least.
-        least_f = sums["forward_s"].min(axis=0)
-        least_b = sums["backward_s"].min(axis=0)
-        self.before_f = least_f[start]
-        self.before_b = least_b[start]
-        self.after = least_f[-1] - least_f[end] + least_b[-1] - least_b[end]
-        self.hop_in = np.where(start > 0, problem.hop_s[np.maximum(start - 1, 0)], 0.0)
-        last = problem.num_blocks
-        self.hop_out = np.where(end < last, problem.hop_s[np.minimum(end, last) - 1], 0.0)
-        self.least_hop = float(problem.hop_s[:-1].min()) if last > 1 else 0.0
-        if with_bytes:
-            self.saved = over("saved_bytes") + problem.stage_saved_bytes[:, start]
-            self.resident = over("resident_bytes")
-            for i, j, size in problem.ties:
-                self.resident = self.resident - size * ((start <= i) & (end > j))
-
-    def path(self, stage: int, choice: int) -> Floats:
-        """Seconds of the header's path for every candidate."""
-        problem = self.problem
-        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
-        f, b = self.forward[choice], self.backward[choice]
-        # The hop next to the stage is known; farther ones are at least the smallest.
-        hops_in = self.hop_in + max(0, stage - 1) * self.least_hop
-        hops_out = 2 * (self.hop_out + max(0, depth - 1) * self.least_hop)
-        drain = np.maximum(self.before_b + hops_in, self.tail)
-        path = self.before_f + hops_in + m * (f + b) + drain
-        if depth and problem.family == "1F1B" and m > depth:
-            after = self.after + hops_out
-            path = path + np.maximum(0.0, after - depth * f) + np.maximum(0.0, after - depth * b)
-        elif depth and problem.family == "FThenB":
-            path = path + self.after + hops_out
-        return path
-
-    def peak(self, stage: int, choice: int, working: Floats) -> Floats:
-        """Peak bytes of every candidate."""
-        problem = self.problem
-        held = problem.in_flight[stage] * self.saved[choice]
-        return problem.fixed_bytes + self.resident + held + working
-
-
-class _Band:
-    """All candidate stages of at most `width` blocks, as (width, n + 1) arrays by (length, end)."""
+class Paths:
+    """`path` of the header for every run of a band, without and with the tails."""
 
     def __init__(self, problem: ChainProblem, width: int) -> None:
+        self.problem = problem
+        self.width = width
+        self.band = problem.stages.band(width)
         n = problem.num_blocks
-        end = np.arange(n + 1)[None, :]
-        length = np.arange(1, width + 1)[:, None]
-        start = end - length
-        self.valid = start >= 0
-        self.start = np.maximum(start, 0)
-        self.window = _Window(problem, self.start, np.broadcast_to(end, start.shape))
-        self.working = _running_max(problem.working_bytes, width)
+        start = np.arange(n)[None, :]
+        end = start + np.arange(1, width + 1)[:, None]
+        self.valid = end <= n
+        self.end = np.minimum(end, n)
+        before_f, before_b = problem.before_f, problem.before_b
+        after_f, after_b = before_f[-1] - before_f, before_b[-1] - before_b
+        self.after = (after_f + after_b)[self.end]
+        self.hop_in = problem.hop_s[:n][None, :]
+        self.hop_out = problem.hop_s[self.end]
+        self._seconds: dict[tuple[int, int], tuple[Floats, Floats]] = {}
+        self._bytes: dict[tuple[int, int], Floats] = {}
 
+    def parts(self, stage: int, choice: int) -> tuple[Floats, Floats]:
+        """Return (seconds until the stage's last job ends, backward part of before)."""
+        key = (stage, choice)
+        if key not in self._seconds:
+            self._seconds[key] = self._parts(stage, choice)
+        return self._seconds[key]
 
-def _running_max(values: Floats, width: int) -> Floats:
-    """Return (c, width, n+1): the largest of the `length` values ending before `end`."""
-    choices, n = values.shape
-    result = np.zeros((choices, width, n + 1))
-    result[:, 0, 1:] = values
-    for length in range(1, width):
-        result[:, length, length + 1 :] = np.maximum(
-            result[:, length - 1, length:-1], values[:, length:]
-        )
-        result[:, length, : length + 1] = result[:, length - 1, : length + 1]
-    return result
+    def _parts(self, stage: int, choice: int) -> tuple[Floats, Floats]:
+        problem = self.problem
+        n, m, depth = problem.num_blocks, problem.num_microbatches, problem.num_stages - 1 - stage
+        f, b = self.band.forward_s[choice], self.band.backward_s[choice]
+        # The hop next to the stage is known; farther ones cost at least the cheapest.
+        hops_in = (self.hop_in + max(0, stage - 1) * problem.least_hop) if stage else 0.0
+        until = problem.before_f[:n][None, :] + hops_in + m * (f + b)
+        if depth:
+            after = self.after + 2 * (self.hop_out + (depth - 1) * problem.least_hop)
+            if problem.family == "1F1B" and m > depth + 1:
+                until = until + np.maximum(0.0, after - depth * f)
+                until = until + np.maximum(0.0, after - depth * b)
+            elif problem.family == "FThenB":
+                until = until + after
+        return until, problem.before_b[:n][None, :] + hops_in
+
+    def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
+        """Path of every run, inf where it does not fit; without tails when first_tail is None."""
+        until, back = self.parts(stage, choice)
+        if first_tail is None:
+            path = until + back
+        else:
+            path = until + np.maximum(back + first_tail, self.band.tail_s)
+        return np.where(self.fits(stage, choice), path, np.inf)
+
+    def peak(self, stage: int, choice: int) -> Floats:
+        """Peak bytes of every run on this stage, inf past the end of the chain."""
+        key = (self.problem.in_flight[stage], choice)
+        if key not in self._bytes:
+            self._bytes[key] = np.where(self.valid, self.band.peak_bytes(*key), np.inf)
+        return self._bytes[key]
+
+    def fits(self, stage: int, choice: int) -> NDArray[np.bool_]:
+        """Whether each run stays within the memory limit."""
+        return self.valid & (self.peak(stage, choice) <= self.problem.memory_limit_bytes)
 
 
 def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Cut | None:
@@ -225,14 +212,99 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Cut | None
     if stages > n:
         return None
     longest = n - stages + 1
-    width = min(longest, max(4, -(-2 * n // stages)))
+    width = min(longest, -(-5 * n // (4 * stages)) + 3)
     while True:
-        found = _solve_band(problem, _Band(problem, width), ceiling=ceiling, objective="time")
+        found = _solve_band(problem, Paths(problem, width), ceiling)
         bound = min(ceiling, found.value) if found else ceiling
         needed = _longest_within(problem, bound, longest)
         if needed <= width or width == longest:
             return found
-        width = min(longest, max(needed, width) if found else 4 * width)
+        width = min(longest, needed if found else 2 * width)
+
+
+def _longest_within(problem: ChainProblem, bound: float, longest: int) -> int:
+    """Return the most blocks a stage may hold with m t <= bound."""
+    if not np.isfinite(bound):
+        return longest
+    least = problem.before_f + problem.before_b
+    budget = bound / problem.num_microbatches
+    ends = np.searchsorted(least, least + budget * (1 + 1e-12), side="right") - 1
+    return int(min(longest, (ends - np.arange(len(least))).max()))
+
+
+def _solve_band(problem: ChainProblem, paths: Paths, ceiling: float) -> Cut | None:
+    """Solve for each first cut whose bound is under the best found."""
+    stages, choices = problem.num_stages, range(len(problem.choices))
+    tail = paths.band.tail_s[:, 0]
+
+    def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
+        own = np.stack([paths.own(0, choice, first_tail)[:, 0] for choice in choices])
+        return own.min(axis=0), own.argmin(axis=0)
+
+    if stages == 1:
+        if paths.width < problem.num_blocks:
+            return None
+        last = problem.num_blocks - 1
+        values, picks = first_stage(float(tail[last]))
+        value = float(values[last])
+        if not np.isfinite(value) or value > ceiling:
+            return None
+        return Cut(cuts=(0, problem.num_blocks), choices=(int(picks[last]),), value=value)
+
+    rest, _ = _sweep(paths, first_tail=None)
+    bare, _ = first_stage(None)
+    bounds = np.maximum(bare, rest[paths.end[:, 0]]) + tail
+    best: Cut | None = None
+    for row in np.argsort(bounds, kind="stable"):
+        limit = min(ceiling, best.value if best else np.inf)
+        if not np.isfinite(bounds[row]) or bounds[row] > limit:
+            break
+        if best and bounds[row] >= best.value:
+            break
+        values, steps = _sweep(paths, first_tail=float(tail[row]))
+        own, picks = first_stage(float(tail[row]))
+        end = int(paths.end[row, 0])
+        value = max(float(own[row]), float(values[end]))
+        if value <= ceiling and value < (best.value if best else np.inf):
+            best = _read_cut(problem, steps, end, int(picks[row]), value)
+    return best
+
+
+def _sweep(
+    paths: Paths, first_tail: float | None
+) -> tuple[Floats, list[tuple[NDArray[np.intp], NDArray[np.intp]]]]:
+    """Return V[1, .] of the header and, for stages S-1 .. 1, the best (length row, choice)."""
+    problem = paths.problem
+    n = problem.num_blocks
+    columns = np.arange(n)
+    value = np.full(n + 1, np.inf)
+    value[n] = 0.0
+    steps = []
+    for stage in range(problem.num_stages - 1, 0, -1):
+        own = np.stack(
+            [paths.own(stage, choice, first_tail) for choice in range(len(problem.choices))]
+        )
+        choice = own.argmin(axis=0)
+        total = np.maximum(own.min(axis=0), value[paths.end])
+        row = total.argmin(axis=0)
+        value = np.append(total[row, columns], np.inf)
+        steps.append((row, choice[row, columns]))
+    return value, steps
+
+
+def _read_cut(
+    problem: ChainProblem,
+    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]],
+    first_cut: int,
+    first_choice: int,
+    value: float,
+) -> Cut:
+    cuts, choices, at = [0, first_cut], [first_choice], first_cut
+    for row, choice in reversed(steps):
+        choices.append(int(choice[at]))
+        at += int(row[at]) + 1
+        cuts.append(at)
+    return Cut(cuts=tuple(cuts), choices=tuple(choices), value=value)
 
 
 def smallest_peak(problem: ChainProblem) -> Cut | None:
@@ -240,65 +312,42 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     n, stages = problem.num_blocks, problem.num_stages
     if stages > n:
         return None
-    return _solve_band(problem, _Band(problem, n - stages + 1), ceiling=np.inf, objective="bytes")
-
-
-def _longest_within(problem: ChainProblem, bound: float, longest: int) -> int:
-    """Return the most blocks a stage may hold with m t <= bound."""
-    if not np.isfinite(bound):
-        return longest
-    least = problem.sums["forward_s"].min(axis=0) + problem.sums["backward_s"].min(axis=0)
-    budget = bound / problem.num_microbatches
-    ends = np.searchsorted(least, least + budget * (1 + 1e-12), side="right") - 1
-    return int(min(longest, (ends - np.arange(len(least))).max()))
-
-
-def _solve_band(
-    problem: ChainProblem, band: _Band, *, ceiling: float, objective: str
-) -> Cut | None:
-    n, num_choices = problem.num_blocks, len(problem.choices)
+    longest = n - stages + 1
+    width = min(longest, -(-3 * n // (2 * stages)) + 4)
+    paths = Paths(problem, width)
+    columns = np.arange(n)
     value = np.full(n + 1, np.inf)
-    value[0] = 0.0
-    steps: list[tuple[NDArray, NDArray]] = []
-    for stage in range(problem.num_stages):
-        best = np.full(n + 1, np.inf)
-        best_start = np.zeros(n + 1, dtype=np.int64)
-        best_choice = np.zeros(n + 1, dtype=np.int64)
-        for choice in range(num_choices):
-            peak = band.window.peak(stage, choice, band.working[choice])
-            fits = band.valid & (peak <= problem.memory_limit_bytes)
-            if objective == "bytes":
-                own, fits = peak, band.valid
-            else:
-                own = band.window.path(stage, choice)
-            total = np.where(fits, np.maximum(value[band.start], own), np.inf)
-            row = total.argmin(axis=0)
-            candidate = total[row, np.arange(n + 1)]
-            better = candidate < best
-            best = np.where(better, candidate, best)
-            best_start = np.where(better, np.arange(n + 1) - row - 1, best_start)
-            best_choice = np.where(better, choice, best_choice)
-        best[best > ceiling] = np.inf
-        if not np.isfinite(best).any():
-            return None
-        steps.append((best_start, best_choice))
-        value = best
-    if not np.isfinite(value[n]):
+    value[n] = 0.0
+    steps = []
+    for stage in range(stages - 1, -1, -1):
+        peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
+        choice = peaks.argmin(axis=0)
+        total = np.maximum(peaks.min(axis=0), value[paths.end])
+        row = total.argmin(axis=0)
+        value = np.append(total[row, columns], np.inf)
+        steps.append((row, choice[row, columns]))
+    if not np.isfinite(value[0]):
         return None
-    cuts, choices, end = [n], [], n
-    for best_start, best_choice in reversed(steps):
-        choices.append(int(best_choice[end]))
-        end = int(best_start[end])
-        cuts.append(end)
-    return Cut(cuts=tuple(reversed(cuts)), choices=tuple(reversed(choices)), value=float(value[n]))
+    row, choice = steps.pop()
+    return _read_cut(problem, steps, int(row[0]) + 1, int(choice[0]), float(value[0]))
 
 
-def cut_value(problem: ChainProblem, cuts: Sequence[int], choices: Sequence[int]) -> float:
-    """Return the bound of one given cut, or infinity when a stage does not fit."""
+def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bound of one given cut, or infinity when a stage does not fit.
+
+    `paths` must be wide enough for the longest stage.
+    """
+    first_tail = float(paths.band.tail_s[cuts[1] - 1, 0])
     worst = 0.0
     for stage, choice in enumerate(choices):
         first, end = cuts[stage], cuts[stage + 1]
-        if stage_bytes(problem, stage, first, end, choice) > problem.memory_limit_bytes:
-            return float("inf")
-        worst = max(worst, stage_path(problem, stage, first, end, choice))
+        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
     return worst
+
+
+def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bytes of the rank that needs most under one given cut."""
+    return max(
+        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
+        for stage, choice in enumerate(choices)
+    )

@@ -7,14 +7,14 @@ is used.
 
 Two layouts are made, two points of the front of time against memory: ``fast`` minimises
 seconds; ``lean`` holds that a percent of the fast one's bytes is worth a percent of its
-seconds. When both are the same choice, one.
+seconds. When that saves next to nothing, only the fast one is returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -34,6 +34,8 @@ FAST, LEAN = "fast", "lean"
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
 # time a strategy could save (links move one in 1e-12 s or more).
 _FAST_PRICE = 1e-18
+# A leaner layout that saves less than this part of the bytes is not worth pricing twice.
+_LEAST_SAVING = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ class LayoutSolver:
         """Return the choice problem of some classes."""
         group = tp_group(self.profile.cluster, tp=tp)
 
-        @lru_cache(maxsize=None)
+        @cache
         def redistribute(
             source: str, target: str, partial: bool, num_bytes: int, has_gradient: bool
         ) -> float:
@@ -118,7 +120,7 @@ class LayoutSolver:
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
-        seconds = dict.fromkeys(ends, 0.0)
+        seconds, sizes = dict.fromkeys(ends, 0.0), dict.fromkeys(ends, 0.0)
         solvers = set()
         for classes in class_groups(self.graph):
             problem = self.problem(tp, microbatch_size, classes)
@@ -128,6 +130,7 @@ class LayoutSolver:
                 price = problem.value(choice.values) / max(1.0, problem.num_bytes(choice.values))
                 ends[name].update(read_layouts(problem, choice.values))
                 seconds[name] += problem.value(choice.values)
+                sizes[name] += problem.num_bytes(choice.values)
                 solvers.add(solver)
         found = [
             Layouts(
@@ -138,7 +141,8 @@ class LayoutSolver:
             )
             for name, by_class in ends.items()
         ]
-        return tuple(found) if found[0].by_class != found[1].by_class else (found[0],)
+        saves = sizes[LEAN] < (1 - _LEAST_SAVING) * sizes[FAST]
+        return tuple(found) if saves else (found[0],)
 
 
 def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:

@@ -1,4 +1,4 @@
-"""The space of configurations: every (dp, tp, pp, vpp, microbatch size, schedule, ...) that divides.
+"""The space of configurations: every (dp, tp, pp, vpp, microbatch size, ...) that divides.
 
 A configuration fixes everything but the stage boundaries and the placements inside blocks.
 Degrees are any divisors, not only powers of two, and what the user fixed is honoured
@@ -71,7 +71,7 @@ def divisors(number: int) -> list[int]:
 
 
 def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
-    """Raise LayoutError, naming the numbers and what to try, for degrees that cannot go together."""
+    """Raise LayoutError for choices that cannot go together, with what to try."""
     n = request.num_devices
     if cluster.max_devices is not None and n > cluster.max_devices:
         raise LayoutError(

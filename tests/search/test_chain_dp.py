@@ -5,44 +5,19 @@ import time
 import numpy as np
 import pytest
 
+from costmodel.simulate import JobSeconds, simulate
+from planner.schedule import build_schedule
 from search.brute_force import smallest_peak_by_brute_force, solve_by_brute_force
-from search.chain_dp import FAMILIES, ChainProblem, cut_value, smallest_peak, solve_chain
-
-
-def random_problem(rng: np.random.Generator) -> ChainProblem:
-    n = int(rng.integers(1, 9))
-    stages = int(rng.integers(1, min(n, 4) + 1))
-    m = int(rng.integers(stages, 12))
-    two = bool(rng.integers(2))
-    forward = rng.uniform(0.1, 3.0, n) if rng.integers(2) else rng.integers(1, 4, n).astype(float)
-    backward = 2 * forward * rng.uniform(0.8, 1.2)
-    saved, inputs = rng.uniform(1, 9, n), rng.uniform(0.1, 1, n)
-    ties = ((0, n - 1, 2.0),) if n > 1 and rng.integers(2) else ()
-    return ChainProblem(
-        forward_s=np.stack([forward, forward]) if two else forward[None],
-        backward_s=np.stack([backward, backward + forward]) if two else backward[None],
-        saved_bytes=np.stack([saved, inputs]) if two else saved[None],
-        working_bytes=np.stack([0 * saved, saved]) if two else 0 * saved[None],
-        stage_saved_bytes=np.zeros((2 if two else 1, n)),
-        resident_bytes=rng.uniform(3, 30, n),
-        hop_s=rng.uniform(0, 0.5, n),
-        tail_s=rng.uniform(0, 4.0, n),
-        fixed_bytes=1.0,
-        in_flight=tuple(min(m, stages - s) for s in range(stages)),
-        num_microbatches=m,
-        memory_limit_bytes=float(rng.uniform(30, 160)),
-        family=FAMILIES[int(rng.integers(len(FAMILIES)))],
-        ties=ties,
-        choices=("none", "full") if two else ("none",),
-    )
+from search.chain_dp import Paths, cut_peak, cut_value, smallest_peak, solve_chain
+from tests.search.chains import random_chain, uniform_chain
 
 
 def test_equals_brute_force_on_500_random_small_chains():
-    """M17: the DP's answer is the best of all cuts under the memory cap, and is None with it."""
+    """M17: the DP's answer is the best of all cuts under the memory cap, and None without one."""
     rng = np.random.default_rng(7)
     infeasible = 0
     for _ in range(500):
-        problem = random_problem(rng)
+        problem = random_chain(rng)
         best, found = solve_by_brute_force(problem), solve_chain(problem)
         if best is None:
             infeasible += 1
@@ -50,66 +25,101 @@ def test_equals_brute_force_on_500_random_small_chains():
             continue
         assert found is not None
         assert found.value == pytest.approx(best.value, rel=1e-12)
-        assert cut_value(problem, found.cuts, found.choices) == pytest.approx(found.value)
+        paths = Paths(problem, problem.num_blocks)
+        assert cut_value(paths, found.cuts, found.choices) == pytest.approx(found.value)
     assert 20 < infeasible < 400, "the memory limits should matter, yet not always"
 
 
 def test_smallest_peak_equals_brute_force():
     rng = np.random.default_rng(11)
     for _ in range(100):
-        problem = random_problem(rng)
+        problem = random_chain(rng)
         least = smallest_peak(problem)
         assert least is not None
         assert least.value == pytest.approx(smallest_peak_by_brute_force(problem))
+        paths = Paths(problem, problem.num_blocks)
+        assert cut_peak(paths, least.cuts, least.choices) == pytest.approx(least.value)
 
 
-def uniform(n: int, stages: int, m: int, **changes) -> ChainProblem:
-    ones = np.ones((1, n))
-    values = {
-        "forward_s": ones,
-        "backward_s": 2 * ones,
-        "saved_bytes": ones,
-        "working_bytes": 0 * ones,
-        "stage_saved_bytes": 0 * ones,
-        "resident_bytes": 4 * ones[0],
-        "hop_s": 0 * ones[0],
-        "tail_s": 0 * ones[0],
-        "fixed_bytes": 0.0,
-        "in_flight": tuple(min(m, stages - s) for s in range(stages)),
-        "num_microbatches": m,
-        "memory_limit_bytes": float("inf"),
-        "family": "1F1B",
-    }
-    return ChainProblem(**{**values, **changes})
+@pytest.mark.parametrize(("family", "schedule"), [("1F1B", "1f1b"), ("FThenB", "fthenb")])
+def test_the_bound_is_never_above_the_simulator(family, schedule):
+    """X1: what the DP minimises is a lower bound of the simulated step, and a close one."""
+    rng = np.random.default_rng(13)
+    ratios = []
+    while len(ratios) < 200:
+        problem = random_chain(rng)
+        found = solve_chain(problem)
+        if problem.family != family or found is None or problem.num_stages < 2:
+            continue
+        band = Paths(problem, problem.num_blocks).band
+        runs = [
+            (c, end - first - 1, first)
+            for first, end, c in zip(found.cuts, found.cuts[1:], found.choices, strict=False)
+        ]
+        hops = [float(problem.hop_s[first]) for _, _, first in runs]
+        half = [float(band.backward_s[run]) / 2 for run in runs]
+        timeline = simulate(
+            build_schedule(
+                schedule, pp=problem.num_stages, vpp=1, num_microbatches=problem.num_microbatches
+            ),
+            JobSeconds(
+                forward_s=tuple(float(band.forward_s[run]) for run in runs),
+                backward_input_s=tuple(half),
+                backward_weight_s=tuple(half),
+                receive_forward_s=tuple(hops),
+                receive_backward_s=(*hops[1:], 0.0),
+            ),
+        )
+        tails = [float(band.tail_s[run[1:]]) for run in runs]
+        step_s = max(e + t for e, t in zip(timeline.rank_end_s, tails, strict=True))
+        assert found.value <= step_s * (1 + 1e-9)
+        ratios.append(found.value / step_s)
+    assert np.mean(ratios) > 0.93
 
 
 def test_equal_stages_give_the_textbook_step_time():
     """4 stages of 2 blocks, 3 s per block: (m + pp - 1) * 6 s = 66 s for m = 8."""
-    found = solve_chain(uniform(8, 4, 8))
+    found = solve_chain(uniform_chain(8, 4, 8))
     assert found is not None
     assert found.cuts == (0, 2, 4, 6, 8)
     assert found.value == pytest.approx((8 + 4 - 1) * 6.0)
 
 
-def test_in_flight_memory_moves_blocks_to_later_stages():
-    """Stage 0 of 1F1B keeps 2 microbatches, stage 1 one: 5 of 6 B each per block, limit 18.
+def test_the_first_stage_gets_fewer_blocks_when_its_tail_is_long():
+    """A tail of 40 s per block on stage 0 follows everything; one block less there saves it.
 
-    Three blocks on stage 0 need 3 * (4 + 2) = 18 B, on stage 1 3 * (4 + 1) = 15 B: balanced
-    fits at 18 and not at 17, where stage 0 gets 2 blocks and stage 1 four (20 B): nothing.
+    6 blocks, 2 stages, m = 8: 3+3 takes 9 * 9 s + 3 * 40 s = 201 s, 2+4 takes
+    6 s + 8 * 12 s + 2 * 40 s = 182 s (or its own 2 s + 96 s + 160 s = 258 s tail: 4 blocks on
+    stage 1). The tail of stage 1 runs beside stage 0's, so 3+3 is right after all.
     """
-    fits = solve_chain(uniform(6, 2, 8, memory_limit_bytes=18.0))
+    found = solve_chain(uniform_chain(6, 2, 8, tail_s=40.0))
+    assert found is not None
+    assert found.cuts == (0, 3, 6)
+    assert found.value == pytest.approx(9 * 9.0 + 3 * 40.0)
+
+
+def test_in_flight_memory_moves_blocks_to_later_stages():
+    """Stage 0 of 1F1B keeps 2 microbatches, stage 1 one; 4 B resident, 1 B kept per block.
+
+    Three blocks on stage 0 need 3 * (4 + 2) = 18 B, on stage 1 3 * (4 + 1) = 15 B: 3+3 fits
+    18 B. In 17 B stage 0 takes 2 blocks (12 B) and stage 1 three (15 B), so 5 fit, not 6.
+    """
+    fits = solve_chain(uniform_chain(6, 2, 8, limit=18.0))
     assert fits is not None
     assert fits.cuts == (0, 3, 6)
-    assert solve_chain(uniform(6, 2, 8, memory_limit_bytes=17.0)) is None
-    moved = solve_chain(uniform(5, 2, 8, memory_limit_bytes=17.0))
+    assert solve_chain(uniform_chain(6, 2, 8, limit=17.0)) is None
+    moved = solve_chain(uniform_chain(5, 2, 8, limit=17.0))
     assert moved is not None
     assert moved.cuts == (0, 2, 5)
 
 
 def test_a_thousand_blocks_take_well_under_a_second():
     """M18: the exact DP itself handles 1,000 blocks; longer stages are skipped with proof."""
+    problem = uniform_chain(1000, 40, 80)
+    band = problem.stages.band(34)
+    object.__setattr__(problem.stages, "band", lambda width: band)
     start = time.perf_counter()
-    found = solve_chain(uniform(1000, 40, 80))
+    found = solve_chain(problem)
+    assert time.perf_counter() - start < 1.0
     assert found is not None
     assert found.value == pytest.approx((80 + 39) * 75.0)
-    assert time.perf_counter() - start < 1.0

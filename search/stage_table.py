@@ -1,0 +1,276 @@
+"""What every run of consecutive blocks costs, for one tp degree, microbatch size and layout.
+
+The price of a block class is asked once and laid out along the chain, so a table of a
+thousand equal layers takes as many questions as one of eight. Runs are built length by
+length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.boundary import block_entry_seconds, output_placements
+from costmodel.cache import CostCache
+from costmodel.communication import adamw_seconds, data_parallel_seconds, hop_seconds
+from costmodel.memory import stage_memory
+from costmodel.stage import StageLoad, block_load
+from costmodel.topology import dp_group, hop_group, tp_group
+from planner.graph import ModelGraph
+from planner.placement import Shard
+from planner.plan import ClassLayout
+from profiles import Profile
+
+Floats = NDArray[np.float64]
+
+# Fields of a load that no search decision needs; left zero to save memory and time.
+_UNUSED = ("host_forward_s", "host_backward_s", "forward_flop", "backward_flop")
+
+
+@dataclass(kw_only=True, eq=False)
+class StageTable:
+    """Loads of all runs of blocks; keeps what it computed.
+
+    `layouts` is one ClassLayout per class, in class order, or empty at tp 1.
+    """
+
+    costs: CostCache
+    layouts: tuple[ClassLayout, ...]
+    tp: int
+    microbatch_size: int
+    _bands: dict[int, StageLoad] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> ModelGraph:
+        """The model."""
+        return self.costs.graph
+
+    @property
+    def profile(self) -> Profile:
+        """The machine."""
+        return self.costs.profile
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the chain."""
+        return len(self.graph.blocks)
+
+    @cached_property
+    def by_class(self) -> Mapping[int, ClassLayout]:
+        """Layouts by class index."""
+        return {layout.class_index: layout for layout in self.layouts}
+
+    @cached_property
+    def blocks(self) -> StageLoad:
+        """The load of each block, as arrays along the chain, entry redistributions included."""
+        group = tp_group(self.profile.cluster, tp=self.tp)
+        of_class = {
+            index: block_load(
+                self.costs.block(index, self.tp, self.microbatch_size, self.by_class.get(index))
+            )
+            for index in {block.class_index for block in self.graph.blocks}
+        }
+        loads = [of_class[block.class_index] for block in self.graph.blocks]
+        columns: dict[str, Any] = {
+            f.name: np.array([getattr(load, f.name) for load in loads], dtype=np.float64)
+            for f in fields(StageLoad)
+            if f.name not in _UNUSED
+        }
+        if self._boundaries_differ:
+            entries = [
+                block_entry_seconds(
+                    self.graph, index, self.by_class, self.profile,
+                    group=group, microbatch_size=self.microbatch_size,
+                )
+                for index in range(self.num_blocks)
+            ]  # fmt: skip
+            columns["comm_forward_s"] = columns["comm_forward_s"] + [there for there, _ in entries]
+            columns["comm_backward_s"] = columns["comm_backward_s"] + [back for _, back in entries]
+        return StageLoad(**columns)
+
+    @cached_property
+    def _boundaries_differ(self) -> bool:
+        """Whether any block may take its input placed otherwise than it was made."""
+        places = {
+            place
+            for layout in self.layouts
+            for place in (*layout.inputs, *layout.outputs)
+        }  # fmt: skip
+        return len(places) > 1
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """Forward seconds of each block, collectives included."""
+        return self.blocks.forward_s + self.blocks.comm_forward_s
+
+    @cached_property
+    def backward_s(self) -> Floats:
+        """Backward seconds of each block without recompute."""
+        return self.blocks.backward_s + self.blocks.comm_backward_s
+
+    @cached_property
+    def ties(self) -> tuple[tuple[int, int, float], ...]:
+        """(i, j, local bytes): blocks i < j share trainable parameters, j being the next user."""
+        last_user: dict[str, int] = {}
+        shared: dict[tuple[int, int], float] = {}
+        for block in self.graph.blocks:
+            layout = self.by_class.get(block.class_index)
+            for position, name in enumerate(block.params):
+                meta = self.graph.tensor[name]
+                if meta.kind != "param" or not meta.requires_grad:
+                    continue
+                if name in last_user and last_user[name] != block.index:
+                    split = layout is not None and layout.params[position].startswith("S")
+                    size = meta.bytes_at(1) // (self.tp if split else 1)
+                    pair = (last_user[name], block.index)
+                    shared[pair] = shared.get(pair, 0.0) + size
+                last_user[name] = block.index
+        return tuple((i, j, size) for (i, j), size in shared.items())
+
+    def band(self, width: int) -> StageLoad:
+        """Return loads of all runs of up to `width` blocks, arrays by (length - 1, first)."""
+        if width not in self._bands:
+            self._bands[width] = self._build_band(width)
+        return self._bands[width]
+
+    def _build_band(self, width: int) -> StageLoad:
+        n = self.num_blocks
+        run = self.blocks
+        rows = [run]
+        for length in range(1, width):
+            # The block that a run starting at column j takes in; past the end any will do.
+            index = np.minimum(np.arange(n) + length, n - 1)
+            run = run + StageLoad(
+                **{
+                    f.name: getattr(self.blocks, f.name)[index]
+                    for f in fields(StageLoad)
+                    if f.name not in _UNUSED
+                }
+            )
+            rows.append(run)
+        stacked = {
+            f.name: np.stack([getattr(row, f.name) for row in rows])
+            for f in fields(StageLoad)
+            if f.name not in _UNUSED
+        }
+        start = np.arange(n)[None, :]
+        end = start + np.arange(1, width + 1)[:, None]
+        for i, j, size in self.ties:
+            stacked["param_bytes"] = stacked["param_bytes"] - size * ((start <= i) & (end > j))
+        return StageLoad(**stacked)
+
+    @cached_property
+    def arrival_bytes(self) -> Floats:
+        """Bytes a stage that starts at block i receives per microbatch (n + 1; 0 at the ends).
+
+        What block i itself takes from earlier blocks: all of it in a chain, the least of it
+        where skips reach further.
+        """
+        made = output_placements(self.graph, self.by_class)
+        result = np.zeros(self.num_blocks + 1)
+        for block in self.graph.blocks:
+            for name in dict.fromkeys(block.inputs):
+                if self.graph.producer.get(name, block.index) < block.index:
+                    size = self.graph.tensor[name].bytes_at(self.microbatch_size)
+                    split = isinstance(made[name], Shard)
+                    result[block.index] += size // (self.tp if split else 1)
+        return result
+
+    def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
+        """Seconds of one transfer into a stage that starts at block i (n + 1)."""
+        group = hop_group(self.profile.cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
+        sizes, inverse = np.unique(self.arrival_bytes, return_inverse=True)
+        seconds = np.array([hop_seconds(self.profile, group, float(size)) for size in sizes])
+        return seconds[inverse]
+
+    def with_replicas(self, *, dp: int, cp: int, zero: int, choices: tuple[str, ...]) -> RankStages:
+        """Return the stages as ranks hold them under these degrees."""
+        return RankStages(table=self, dp=dp, cp=cp, zero=zero, choices=choices)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBand:
+    """A band (see `chain_dp.Band`) for one dp degree and ZeRO stage."""
+
+    load: StageLoad
+    forward_s: Floats
+    backward_s: Floats
+    tail_s: Floats
+    arrival_bytes: Floats
+    stages: RankStages
+
+    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Bytes of a rank holding each run with this many microbatches in flight."""
+        return stage_memory(
+            self.load,
+            in_flight=in_flight,
+            recompute=self.stages.choices[choice] == "full",
+            dp=self.stages.dp * self.stages.cp,
+            zero_stage=self.stages.zero,
+            profile=self.stages.table.profile,
+            receive_bytes=self.arrival_bytes,
+        ).total
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankStages:
+    """`chain_dp.Stages` of a table under dp, cp and ZeRO."""
+
+    table: StageTable
+    dp: int
+    cp: int
+    zero: int
+    choices: tuple[str, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the chain."""
+        return self.table.num_blocks
+
+    def band(self, width: int) -> RankBand:
+        """Return the costs of every run of at most `width` blocks."""
+        load = self.table.band(width)
+        per_forward, per_backward, tail = self._replica_seconds(load)
+        forward = load.forward_s + load.comm_forward_s
+        backward = load.backward_s + load.comm_backward_s + per_backward
+        again = {"none": 0.0, "full": forward}
+        return RankBand(
+            load=load,
+            forward_s=np.stack([forward + per_forward] * len(self.choices)),
+            backward_s=np.stack([backward + again[choice] for choice in self.choices]),
+            tail_s=tail,
+            arrival_bytes=self.table.arrival_bytes[: self.num_blocks][None, :],
+            stages=self,
+        )
+
+    def _replica_seconds(self, load: StageLoad) -> tuple[Floats, Floats, Floats]:
+        """Return per-forward, per-backward and after-the-last-job seconds of each run.
+
+        Runs of equal bytes, blocks and tensors cost the same, so each kind is asked once.
+        """
+        profile = self.table.profile
+        group = dp_group(profile.cluster, dp=self.dp, cp=self.cp, tp=self.table.tp)
+        kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
+        unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
+        sharded = self.dp if self.zero else 1
+        answers = np.zeros((3, unique.shape[1]))
+        for column, (param_bytes, num_blocks, num_params) in enumerate(unique.T):
+            seconds = data_parallel_seconds(
+                profile, group, zero_stage=self.zero, param_bytes=float(param_bytes),
+                num_blocks=int(num_blocks),
+            )  # fmt: skip
+            update = adamw_seconds(
+                profile, param_bytes=float(param_bytes) / sharded, num_tensors=int(num_params)
+            )
+            answers[:, column] = (
+                seconds.per_forward_s,
+                seconds.per_backward_s,
+                seconds.after_s + seconds.first_forward_s + update,
+            )
+        shaped = answers[:, np.ravel(inverse)].reshape(3, *load.param_bytes.shape)
+        return shaped[0], shaped[1], shaped[2]

@@ -1,0 +1,123 @@
+"""Chains of made-up blocks for the searchers: sums over blocks, nothing of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from search.chain_dp import FAMILIES, ChainProblem
+
+
+@dataclass(frozen=True, eq=False)
+class SumBand:
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    tail_s: np.ndarray
+    kept: np.ndarray
+    working: np.ndarray
+    resident: np.ndarray
+
+    def peak_bytes(self, in_flight: int, choice: int) -> np.ndarray:
+        return self.resident + in_flight * self.kept[choice] + self.working[choice]
+
+
+@dataclass(frozen=True, eq=False)
+class SumStages:
+    """Arrays by block; those of two axes have the recompute choice first. Kept bytes are of
+    one microbatch, working bytes a peak; `tied` bytes count once when the first and the last
+    block share a stage."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    kept: np.ndarray
+    working: np.ndarray
+    resident: np.ndarray
+    tail_s: np.ndarray
+    tied: float = 0.0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.forward_s.shape[-1]
+
+    def band(self, width: int) -> SumBand:
+        n = self.num_blocks
+
+        def runs(values: np.ndarray, combine) -> np.ndarray:
+            result = np.zeros((*values.shape[:-1], width, n))
+            for length in range(1, width + 1):
+                for first in range(n - length + 1):
+                    part = values[..., first : first + length]
+                    result[..., length - 1, first] = combine(part, axis=-1)
+            return result
+
+        resident = runs(self.resident, np.sum)
+        if width == n:
+            resident[n - 1, 0] -= self.tied
+        return SumBand(
+            forward_s=runs(self.forward_s, np.sum),
+            backward_s=runs(self.backward_s, np.sum),
+            tail_s=runs(self.tail_s, np.sum),
+            kept=runs(self.kept, np.sum),
+            working=runs(self.working, np.max),
+            resident=resident,
+        )
+
+
+def chain(stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", hop_s=None):
+    n = stages.num_blocks
+    hops = np.zeros(n + 1) if hop_s is None else hop_s
+    return ChainProblem(
+        stages=stages,
+        block_forward_s=stages.forward_s.min(axis=0),
+        block_backward_s=stages.backward_s.min(axis=0),
+        hop_s=hops,
+        in_flight=tuple(in_flight),
+        num_microbatches=m,
+        memory_limit_bytes=limit,
+        family=family,
+        choices=("none", "full")[: stages.forward_s.shape[0]],
+    )
+
+
+def random_chain(rng: np.random.Generator) -> ChainProblem:
+    n = int(rng.integers(1, 9))
+    stages = int(rng.integers(1, min(n, 4) + 1))
+    m = int(rng.integers(stages, 12))
+    forward = rng.uniform(0.1, 3.0, n) if rng.integers(2) else rng.integers(1, 4, n).astype(float)
+    backward = 2 * forward * rng.uniform(0.8, 1.2)
+    kept, inputs = rng.uniform(1, 9, n), rng.uniform(0.1, 1, n)
+    both = [np.stack(pair) for pair in (
+        (forward, forward), (backward, backward + forward), (kept, inputs), (0 * kept, kept),
+    )]  # fmt: skip
+    if rng.integers(2):
+        both = [pair[:1] for pair in both]
+    family = FAMILIES[int(rng.integers(len(FAMILIES)))]
+    hops = rng.uniform(0, 0.5, n + 1)
+    hops[0] = 0.0
+    return chain(
+        SumStages(
+            *both,
+            resident=rng.uniform(3, 30, n),
+            tail_s=rng.uniform(0, 4.0, n),
+            tied=2.0 * float(rng.integers(2)),
+        ),
+        in_flight=[m if family == "FThenB" else min(m, stages - s) for s in range(stages)],
+        m=m,
+        limit=float(rng.uniform(30, 160)),
+        family=family,
+        hop_s=hops,
+    )
+
+
+def uniform_chain(
+    n: int, stages: int, m: int, *, limit: float = float("inf"), tail_s: float = 0.0
+) -> ChainProblem:
+    """Blocks of 1 s forward, 2 s backward, 1 B kept per microbatch and 4 B resident."""
+    ones = np.ones((1, n))
+    return chain(
+        SumStages(ones, 2 * ones, ones, 0 * ones, 4 * ones[0], tail_s * ones[0]),
+        in_flight=[min(m, stages - s) for s in range(stages)],
+        m=m,
+        limit=limit,
+    )
