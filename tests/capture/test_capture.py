@@ -1,5 +1,6 @@
 """Capture turns unmodified modules into graphs whose sizes follow the microbatch size."""
 
+import functools
 import json
 import operator
 from pathlib import Path
@@ -14,12 +15,8 @@ from planner.errors import CaptureError, ModelError
 from planner.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
 from planner.model_file import load_model_file
 from tests.builders import (
-    MlpWithTarget,
     PlainGPT,
-    UNet,
     gpt_batch,
-    image_batch,
-    mlp_batch,
     tiny_models,
 )
 
@@ -28,6 +25,12 @@ def capture(build, batch, **options):
     with torch.device("meta"):
         module = build()
     return capture_module(module, batch(2), batch(3), **options)
+
+
+@functools.cache
+def graph_of(name):
+    tiny = tiny_models()[name]
+    return capture(tiny.build, tiny.batch, loss=tiny.loss)
 
 
 def interpret(graph, module, batch):
@@ -87,7 +90,7 @@ def test_a_graph_computes_what_its_module_computes(name, size):
         pytest.skip("batch statistics of one sample do not exist")
     torch.manual_seed(0)
     module = tiny.build()
-    graph = capture(tiny.build, tiny.batch, loss=tiny.loss)
+    graph = graph_of(name)
     batch = tiny.batch(size)
     output = module(**batch) if isinstance(batch, dict) else module(*batch)
     expected = output if isinstance(output, torch.Tensor) else output.loss
@@ -95,7 +98,7 @@ def test_a_graph_computes_what_its_module_computes(name, size):
 
 
 def test_layers_of_a_gpt_are_blocks_of_one_class():
-    graph = capture(PlainGPT, gpt_batch)
+    graph = graph_of("gpt")
     assert [block.name for block in graph.blocks] == [
         "token",
         "layers.0",
@@ -111,7 +114,7 @@ def test_layers_of_a_gpt_are_blocks_of_one_class():
 
 
 def test_sizes_follow_the_microbatch():
-    graph = capture(PlainGPT, gpt_batch)
+    graph = graph_of("gpt")
     tail = graph.classes[2]
     merged = next(t for t in tail.tensors if t.shape == (Affine(16), 64))
     assert merged.shape_at(3) == (48, 64)
@@ -121,8 +124,7 @@ def test_sizes_follow_the_microbatch():
 
 def test_tied_weights_are_one_parameter_with_two_names():
     pytest.importorskip("transformers")
-    tiny = tiny_models()["hf-gpt2"]
-    graph = capture(tiny.build, tiny.batch)
+    graph = graph_of("hf-gpt2")
     (tied,) = (t for t in graph.params if t.aliases)
     assert {tied.fqn, *tied.aliases} == {"transformer.wte.weight", "lm_head.weight"}
     users = [block.index for block in graph.blocks if tied.name in block.params]
@@ -132,8 +134,7 @@ def test_tied_weights_are_one_parameter_with_two_names():
 def test_masks_and_rotary_tables_are_computed_by_every_stage():
     """G8: values of the batch alone are side inputs in the preamble, not sent."""
     pytest.importorskip("transformers")
-    tiny = tiny_models()["hf-llama"]
-    graph = capture(tiny.build, tiny.batch)
+    graph = graph_of("hf-llama")
     assert len(graph.preamble.outputs) == 3  # cos, sin, mask
     assert not any(t.requires_grad for t in graph.preamble.tensors)
     assert all(t.kind != "param" for t in graph.preamble.tensors)
@@ -143,7 +144,7 @@ def test_masks_and_rotary_tables_are_computed_by_every_stage():
 
 def test_skips_reach_the_block_that_uses_them():
     """G8: a value may be used by several later blocks, not only by the next."""
-    graph = capture(UNet, image_batch)
+    graph = graph_of("unet")
     first = graph.producer[graph.blocks[0].outputs[0]]
     users = [b.index for b in graph.blocks if set(b.inputs) & set(graph.blocks[first].outputs)]
     assert max(users) > first + 1
@@ -160,20 +161,20 @@ def test_capture_leaves_the_module_alone_and_needs_no_copy_of_its_weights():
 
 
 def test_fingerprint_is_of_the_structure():
-    graph = capture(PlainGPT, gpt_batch)
+    graph = graph_of("gpt")
     assert graph.fingerprint == capture(PlainGPT, gpt_batch).fingerprint
     assert graph.fingerprint != capture(lambda: PlainGPT(layers=3), gpt_batch).fingerprint
 
 
 def test_json_round_trip_keeps_everything():
-    graph = capture(UNet, image_batch)
+    graph = graph_of("unet")
     again = from_json(json.loads(json.dumps(to_json(graph))))
     assert again == graph
     assert again.fingerprint == graph.fingerprint
 
 
 def test_a_batch_can_be_made_again_from_its_spec():
-    graph = capture(MlpWithTarget, mlp_batch)
+    graph = graph_of("mlp")
     batch = batch_from_spec(input_spec(graph), graph.batch_tree, 7)
     assert isinstance(batch, tuple)
     assert [tuple(t.shape) for t in batch] == [(7, 8), (7, 4)]
