@@ -11,12 +11,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from planner.errors import PlanError
 from planner.placement import OpSharding, Placement, parse_placement
+
+if TYPE_CHECKING:
+    from planner.graph import ModelGraph
 
 PLAN_VERSION = 1
 
@@ -101,9 +104,10 @@ class Plan(_Record):
     """How to train: degrees, microbatches, schedule, stages and layouts.
 
     `num_microbatches` counts per dp replica, so the global batch is
-    dp * microbatch_size * num_microbatches samples. `estimate` is what the search
-    predicted, in named parts (seconds and bytes), kept for `show` and `compare`; running
-    ignores it.
+    dp * microbatch_size * num_microbatches samples. `table` holds the jobs of each pp rank
+    where the schedule was synthesised (see `planner.schedule.schedule_of`). `estimate` is
+    what the search predicted, in named parts (seconds and bytes), kept for `show` and
+    `compare`; running ignores it.
     """
 
     format: Literal["planner-plan"] = "planner-plan"
@@ -118,6 +122,7 @@ class Plan(_Record):
     microbatch_size: int = Field(ge=1)
     num_microbatches: int = Field(ge=1)
     schedule: str
+    table: tuple[str, ...] = ()
     zero_stage: ZeroStage
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
@@ -183,6 +188,16 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "plan"
         raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
+
+
+def validate_model(plan: Plan, graph: ModelGraph) -> None:
+    """Raise PlanError when a graph is not of the model that the plan was made for."""
+    if graph.fingerprint != plan.model.fingerprint:
+        raise PlanError(
+            f"the plan is for {plan.model.name} from {plan.model.file} "
+            f"({plan.model.fingerprint[:12]}) and the model given is {graph.name} "
+            f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own"
+        )
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:

@@ -32,6 +32,7 @@ from planner.schedule.jobs import (
     forward,
     full_backward,
 )
+from planner.schedule.of_plan import schedule_of
 from planner.schedule.placements import fold_placement, loop_placement
 from planner.schedule.registry import (
     SCHEDULES,
@@ -69,6 +70,7 @@ __all__ = [
     "in_flight_per_stage",
     "loop_placement",
     "register_schedule",
+    "schedule_of",
     "stage_to_pp_rank",
     "time_schedule",
     "validate_communication",
