@@ -303,6 +303,25 @@ def show(
     _print(*describe_plan(loaded, graph))
 
 
+@app.command()
+def estimate(
+    plan: PlanFile,
+    model: ModelFile,
+    profile: ProfileOption = None,
+) -> None:
+    """Predict a plan's step time and memory, in parts, on any profiled or described cluster."""
+    from costmodel import estimate as estimate_plan
+    from planner.describe import describe_estimate
+    from planner.plan import load_plan, validate_model
+
+    loaded, cluster = load_plan(plan), _profile(profile, None)
+    with _progress("estimating"):
+        graph = _graph(model)
+        validate_model(loaded, graph)
+        result = estimate_plan(graph, cluster, loaded)
+    _print(*describe_estimate(result.to_dict()))
+
+
 def _graph(model: Path) -> Any:
     from planner.capture_cache import load_graph
 

@@ -10,9 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from planner.errors import PlanError
 from planner.graph import ModelGraph
-from planner.plan import ClassLayout, Plan, StagePlan
+from planner.plan import ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import build_schedule, draw_schedule
 from planner.sharding import ops_without_rule
 from planner.units import format_bytes, format_seconds
@@ -26,11 +25,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
 
     Raises PlanError when `graph` is another model than the plan's.
     """
-    if graph is not None and graph.fingerprint != plan.model.fingerprint:
-        raise PlanError(
-            f"the plan is for {plan.model.name} ({plan.model.fingerprint[:12]}), the model given "
-            f"is {graph.name} ({graph.fingerprint[:12]}); search again for this model"
-        )
+    if graph is not None:
+        validate_model(plan, graph)
     parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
     if plan.layouts and plan.tp > 1:
         parts.append(_layouts(plan, graph))
