@@ -116,7 +116,7 @@ class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         probabilities, local, is_here, kept = ctx.saved_tensors
-        taken = torch.where(is_here, ctx.smoothing - 1, 0.0).to(probabilities.dtype)
+        taken = is_here.to(probabilities.dtype) * (ctx.smoothing - 1)
         slopes = probabilities - ctx.smoothing / ctx.num_classes
         slopes = slopes.scatter_add(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
         scaled = slopes * grad.masked_fill(~kept, 0).unsqueeze(-1)

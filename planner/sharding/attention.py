@@ -13,7 +13,7 @@ from planner.sharding.registry import rule
 
 @rule("aten.scaled_dot_product_attention")
 def attention(call: Call) -> Iterator[OpSharding]:
-    """attention(q[b, h, q, d], k[b, h, k, d], v[b, h, k, e], mask broadcast to [b, h, q, k]).
+    """Queries [b, h, q, d], keys [b, h, k, d], values [b, h, k, e], mask over [b, h, q, k].
 
     With grouped queries k and v have fewer heads; equal contiguous shares of both keep
     each query head with its own key head. Queries can be divided only without is_causal,

@@ -58,7 +58,10 @@ class Call:
 
     def fits(self, sharding: OpSharding) -> bool:
         """Whether every shard of this sharding has an equal, whole size."""
-        pairs = (*zip(sharding.inputs, self.inputs), *zip(sharding.outputs, self.outputs))
+        pairs = (
+            *zip(sharding.inputs, self.inputs, strict=True),
+            *zip(sharding.outputs, self.outputs, strict=True),
+        )
         return all(divides(placement, shape, self.axis_size) for placement, shape in pairs)
 
 

@@ -12,7 +12,7 @@ from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
 @rule("aten.embedding")
 def embedding(call: Call) -> Iterator[OpSharding]:
-    """embedding(weight[vocabulary, hidden], indices[…]) -> […, hidden]."""
+    """Weight [vocabulary, hidden], indices […], output […, hidden]."""
     if call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False):
         return  # gradients that depend on the whole batch, or are sparse
     indices = list(range(len(call.inputs[1])))

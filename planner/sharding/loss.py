@@ -16,7 +16,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 @rule("aten.cross_entropy_loss")
 def cross_entropy(call: Call) -> Iterator[OpSharding]:
-    """cross_entropy(logits[n, c, …], target[n, …] or probabilities, weight[c]).
+    """Logits [n, c, …] or [c], target [n, …]; not probabilities as target.
 
     Classes can be divided when targets are indices and classes have no weights: ranks
     exchange three numbers a sample instead of the logits. Samples can be divided too; a
@@ -57,7 +57,7 @@ def cross_entropy_on_shard(placed: Placed) -> LocalForm:
 
 @rule("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
 def nll_loss(call: Call) -> Iterator[OpSharding]:
-    """nll_loss(log_probabilities[n, c, …], target[n, …]) summed or per sample."""
+    """Log-probabilities [n, c, …], target [n, …]; summed or per sample."""
     reduction = call.arg(3, "reduction", MEAN)
     if reduction == MEAN or isinstance(call.arg(2, "weight"), Ref):
         return

@@ -12,7 +12,7 @@ from planner.sharding.registry import rule
 
 @rule("aten.linear")
 def linear(call: Call) -> Iterator[OpSharding]:
-    """x[..., i] @ weight[o, i].T + bias[o]: column (o), row (i) and data (…) splits."""
+    """Input […, i], weight [o, i], bias [o]: column (o), row (i) and data (…) splits."""
     batch = list(range(len(call.inputs[0]) - 1))
     weight = ["o", "i"] if len(call.inputs[1]) == 2 else ["i"]
     out = [*batch, *weight[:-1]]
@@ -23,14 +23,14 @@ def linear(call: Call) -> Iterator[OpSharding]:
 
 @rule("aten.mm", "aten.bmm", "aten.matmul", "aten.mv", "aten.dot")
 def matmul(call: Call) -> Iterator[OpSharding]:
-    """a @ b with broadcast batch dims."""
+    """Two factors with broadcast batch dims."""
     first, second, out = _product_letters(*call.inputs)
     yield from by_letters([first, second], [out], summed="k")
 
 
 @rule("aten.addmm", "aten.baddbmm", "aten.addmv")
 def addmm(call: Call) -> Iterator[OpSharding]:
-    """beta * c + alpha * a @ b, c broadcast to the product."""
+    """The addend comes first and is broadcast to the product."""
     first, second, out = _product_letters(*call.inputs[1:])
     aligned = broadcast(call.inputs[0], call.outputs[0])
     addend = [None if i is None else out[i] for i in aligned]
@@ -52,7 +52,14 @@ def einsum(call: Call) -> Iterator[OpSharding]:
     stretched = {
         letter
         for letter in joined
-        if len({s[i] for t, s in zip(inputs, call.inputs) for i, c in enumerate(t) if c == letter})
+        if len(
+            {
+                s[i]
+                for t, s in zip(inputs, call.inputs, strict=True)
+                for i, c in enumerate(t)
+                if c == letter
+            }
+        )
         > 1
     }
     letters = [[None if c in stretched else c for c in term] for term in (*inputs, out)]
@@ -66,7 +73,7 @@ def _product_letters(a: Shape, b: Shape) -> tuple[Letters, Letters, Letters]:
     batch_a, batch_b = a[:-2], b[:-2]
     rank = max(len(batch_a), len(batch_b))
     padded = [(1,) * (rank - len(batch)) + batch for batch in (batch_a, batch_b)]
-    whole = tuple(max(sizes) for sizes in zip(*padded)) if rank else ()
+    whole = tuple(max(sizes) for sizes in zip(*padded, strict=True)) if rank else ()
     first = [*broadcast(batch_a, whole), *rows, "k"]
     second = [*broadcast(batch_b, whole), "k", *columns]
     return first, second, [*range(rank), *rows, *columns]

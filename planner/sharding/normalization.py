@@ -12,7 +12,7 @@ from planner.sharding.registry import rule
 
 @rule("aten.layer_norm", "aten.native_layer_norm", "aten.rms_norm", "aten._fused_rms_norm")
 def layer_norm(call: Call) -> Iterator[OpSharding]:
-    """layer_norm(x, normalized_shape, weight, bias); further outputs are the statistics."""
+    """Tensor, normalized_shape, weight, bias; further outputs are the statistics."""
     shape = call.inputs[0]
     outer = len(shape) - len(call.op.args[1])  # type: ignore[arg-type]
     letters = [*range(outer), *[None] * (len(shape) - outer)]

@@ -24,7 +24,9 @@ threshold trunc xlogy addcmul addcdiv
 bitwise_and bitwise_not bitwise_or bitwise_xor logical_and logical_not logical_or logical_xor
 eq ge gt le lt ne greater greater_equal less less_equal not_equal isfinite isinf isnan isclose
 __and__ __or__ __xor__ __lshift__ __rshift__
-""".split()
+""".split()  # noqa: SIM905 - sixty names read better as text
+
+_LINEAR = ["neg", "clone", "contiguous", "detach", "alias", "positive", "to"]
 
 
 @rule(*(f"aten.{name}" for name in _NONLINEAR))
@@ -33,7 +35,7 @@ def nonlinear(call: Call) -> Iterator[OpSharding]:
     yield from pointwise(call)
 
 
-@rule(*(f"aten.{name}" for name in "neg clone contiguous detach alias positive to".split()))
+@rule(*(f"aten.{name}" for name in _LINEAR))
 def linear_unary(call: Call) -> Iterator[OpSharding]:
     """Keeps the tensor as it is up to its sign, memory or dtype."""
     yield from pointwise(call)

@@ -161,7 +161,7 @@ class _Propagation:
 
     def run(self, placement: dict[str, Placement], outputs: dict[str, Placement]) -> _State:
         """Return the cheapest state that ends with `outputs` placed as asked."""
-        last_use = {name: -1 for name in self.program.tensor}
+        last_use = dict.fromkeys(self.program.tensor, -1)
         for position, op in enumerate(self.program.ops):
             last_use.update(dict.fromkeys(op.inputs, position))
         last_use.update(dict.fromkeys(self.program.outputs, len(self.program.ops)))

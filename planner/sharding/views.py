@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
-from planner.placement import OpSharding, Shard
-from planner.sharding.call import Call, P, R, Shape, normal_dim, normal_dims
+from planner.placement import OpSharding
+from planner.sharding.call import Call, P, Shape, normal_dim, normal_dims
 from planner.sharding.letters import Letters, broadcast, by_letters, same_dims
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
@@ -125,7 +125,7 @@ def _order(call: Call, rank: int) -> list[int]:
         source = normal_dims(call.op.args[1], rank)
         target = normal_dims(call.op.args[2], rank)
         rest = iter(d for d in order if d not in source)
-        placed = dict(zip(target, source))
+        placed = dict(zip(target, source, strict=True))
         return [placed[d] if d in placed else next(rest) for d in order]
     if packet in ("t", "mT", "adjoint"):
         a, b = (rank - 2, rank - 1) if rank > 1 else (0, 0)
@@ -232,7 +232,7 @@ def repeat(call: Call) -> Iterator[OpSharding]:
 
 @rule("aten.repeat_interleave")
 def repeat_interleave(call: Call) -> Iterator[OpSharding]:
-    """repeat_interleave(x, n, dim) keeps neighbours together, so even `dim` can be sharded."""
+    """Copies of an entry stay neighbours, so even the repeated dim can be sharded."""
     if not isinstance(call.arg(1, "repeats"), int) or call.arg(2, "dim") is None:
         return
     yield from by_letters([range(len(call.inputs[0]))], [range(len(call.outputs[0]))])

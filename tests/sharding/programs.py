@@ -1,0 +1,164 @@
+"""Small programs for sharding tests, and the placements of real tensors on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.graph import Op, Program, Ref, Symbol, TensorMeta
+from planner.placement import Placement, Replicate, Shard
+from planner.program_fx import aten_overload, to_graph_module
+from tests.sharding.ranks import on_ranks
+
+
+def meta_of(name: str, tensor: Tensor, kind: str = "activation") -> TensorMeta:
+    return TensorMeta(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        kind=kind,
+        requires_grad=tensor.is_floating_point(),
+    )
+
+
+@dataclass(frozen=True)
+class OneOp:
+    """A program of one op and the tensors it is tried on."""
+
+    program: Program
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def op(self) -> Op:
+        return self.program.ops[0]
+
+
+def one_op(target: str, *args: Any, **kwargs: Any) -> OneOp:
+    """Record one call of an ATen op on real tensors."""
+    tensors: list[Tensor] = []
+
+    def record(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            position = next((i for i, t in enumerate(tensors) if t is arg), len(tensors))
+            if position == len(tensors):
+                tensors.append(arg)
+            return Ref(f"x{position}")
+        if isinstance(arg, list | tuple):
+            return tuple(record(item) for item in arg)
+        if isinstance(arg, torch.dtype):
+            return Symbol("dtype", str(arg).removeprefix("torch."))
+        return arg
+
+    recorded = tuple(record(arg) for arg in args)
+    keywords = tuple((key, record(value)) for key, value in kwargs.items())
+    result = aten_overload(target)(*args, **kwargs)
+    outputs = tuple(result) if isinstance(result, list | tuple) else (result,)
+    names = tuple(f"y{i}" for i in range(len(outputs)))
+    inputs = tuple(f"x{i}" for i in range(len(tensors)))
+    program = Program(
+        name=target.split(".")[1],
+        inputs=inputs,
+        params=(),
+        outputs=names,
+        tensors=(
+            *(meta_of(n, t) for n, t in zip(inputs, tensors, strict=True)),
+            *(meta_of(n, t) for n, t in zip(names, outputs, strict=True)),
+        ),
+        ops=(Op(name="op", target=target, args=recorded, kwargs=keywords, outputs=names),),
+    )
+    return OneOp(program, tuple(tensors))
+
+
+def place(tensor: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
+    """Return one rank's part; terms of a Partial are random and add up to the tensor."""
+    if isinstance(placement, Shard):
+        return tensor.chunk(world_size, placement.dim)[rank].clone()
+    if isinstance(placement, Replicate):
+        return tensor.clone()
+    generator = torch.Generator().manual_seed(tensor.numel())
+    terms = [
+        torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        for _ in range(world_size - 1)
+    ]
+    return [tensor - sum(terms), *terms][rank] if terms else tensor.clone()
+
+
+def whole(parts: Sequence[Tensor], placement: Placement) -> list[Tensor]:
+    """Return the whole tensor as each rank knows it: all must agree with the dense one."""
+    if isinstance(placement, Shard):
+        return [torch.cat(list(parts), placement.dim)]
+    if isinstance(placement, Replicate):
+        return list(parts)
+    return [torch.stack(list(parts)).sum(0)]
+
+
+def run_dense(program: Program, tensors: Mapping[str, Tensor], cotangents: Sequence[Tensor | None]):
+    """Outputs and gradients of a program in one process."""
+    values = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
+    module = to_graph_module(program, {"tp": None}, torch.device("cpu"))
+    names = (*program.inputs, *program.params)
+    outputs = module(*(values[name] for name in names))
+    backward(outputs, cotangents)
+    return outputs, {name: values[name].grad for name in names}
+
+
+def backward(outputs: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
+    pairs = [
+        (y, g)
+        for y, g in zip(outputs, cotangents, strict=True)
+        if g is not None and y.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+
+
+def run_local(
+    program: Program,
+    tensors: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
+    cotangents: Sequence[Tensor | None],
+    output_placements: Sequence[Placement],
+    world_size: int,
+):
+    """Outputs and gradients of a local program on every rank: lists by rank."""
+    names = (*program.inputs, *program.params)
+
+    def body(rank: int):
+        values = {
+            n: place(tensors[n], placements[n], rank, world_size).requires_grad_(
+                tensors[n].is_floating_point()
+            )
+            for n in names
+        }
+        module = to_graph_module(program, {"tp": dist.group.WORLD}, torch.device("cpu"))
+        outputs = module(*(values[name] for name in names))
+        parts = [
+            # The gradient of a Partial value is whole on each rank.
+            None
+            if g is None
+            else place(g, p if isinstance(p, Shard) else Replicate(), rank, world_size)
+            for g, p in zip(cotangents, output_placements, strict=True)
+        ]
+        backward(outputs, parts)
+        return [y.detach() for y in outputs], {name: values[name].grad for name in names}
+
+    return on_ranks(world_size, body)
+
+
+def random_cotangents(program: Program, seed: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    found: list[Tensor | None] = []
+    for name in program.outputs:
+        meta = program.tensor[name]
+        floating = meta.dtype.startswith("float")
+        found.append(
+            torch.randn(meta.shape, generator=generator, dtype=getattr(torch, meta.dtype))
+            if floating
+            else None
+        )
+    return found
