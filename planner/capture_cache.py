@@ -68,8 +68,9 @@ def _versions() -> dict[str, str]:
 def _own_digest() -> str:
     """Digest of the modules that decide what a capture looks like."""
     here = Path(__file__).parent
-    names = ("graph.py", "capture.py", "blocks.py", "batch.py", "model_file.py")
-    return _digest(b"".join((here / name).read_bytes() for name in names))[:16]
+    files = [here / name for name in ("graph.py", "blocks.py", "batch.py", "model_file.py")]
+    files += sorted((here / "capture").glob("*.py"))
+    return _digest(b"".join(file.read_bytes() for file in files))[:16]
 
 
 def _read(entry: Path) -> ModelGraph | None:

@@ -123,7 +123,6 @@ class Plan(_Record):
     num_microbatches: int = Field(ge=1)
     schedule: str
     table: tuple[str, ...] = ()
-    table: tuple[str, ...] = ()
     zero_stage: ZeroStage
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]

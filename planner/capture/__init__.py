@@ -1,0 +1,21 @@
+"""Capture: an unmodified nn.Module and two example batches → ModelGraph.
+
+The module is exported on the meta device (`export`) at two batch sizes; each export is read
+into plain ops (`read`, with in-place writes made pure by `writes`). Aligning the two
+(`align`) gives every size and every integer argument as an affine function of the
+microbatch size, without symbolic shapes and their guards; an alignment that fails names the
+op and the user's line (`diagnose`). The merged list of ops is then cut into a preamble and
+a chain of blocks (`planner.blocks`).
+"""
+
+from planner.capture.module import batch_from_spec, capture_module, capture_source, input_spec
+from planner.model_file import ModelSource, load_model_file
+
+__all__ = [
+    "ModelSource",
+    "batch_from_spec",
+    "capture_module",
+    "capture_source",
+    "input_spec",
+    "load_model_file",
+]

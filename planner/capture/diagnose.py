@@ -1,0 +1,76 @@
+"""What went wrong with a capture, in one line: the user's code, the reason, what to change."""
+
+from __future__ import annotations
+
+import linecache
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from planner.errors import ModelError
+
+
+def explain(error: BaseException) -> str:
+    """One line for an export failure: the user's line, what is wrong with it, what to do."""
+    for cause in _chain(error):
+        if isinstance(cause, ModelError):
+            return str(cause)
+    line = user_line(error)
+    text = " ".join(str(e) for e in _chain(error))
+    if "data-dependent" in text or "DataDependent" in text or "item()" in text:
+        advice = (
+            "a Python value depends on a tensor's values, which are unknown when the model is "
+            "captured; use torch.where or a mask instead of if, int(), .item() or boolean indexing"
+        )
+    elif "meta tensor" in text.lower() or "Meta" in type(error).__name__:
+        advice = "it needs a tensor's values while the model is captured; compute with tensors"
+    else:
+        advice = f"torch.export says {first_line(error)}"
+    return f"the model can't be captured{line}: {advice}"
+
+
+def _chain(error: BaseException | None) -> Iterable[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+_TORCH_DIR = str(Path(torch.__file__).parent)
+_OWN_DIR = str(Path(__file__).parent.parent)
+
+
+def user_line(error: BaseException) -> str:
+    """Return `` at file:line: `code``` of the innermost frame of user code, or nothing."""
+    for cause in _chain(error):
+        frames = traceback.extract_tb(cause.__traceback__)
+        for frame in reversed(frames):
+            if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+                code = linecache.getline(frame.filename, frame.lineno or 0).strip()
+                return f" at {frame.filename}:{frame.lineno}: `{code}`"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its text."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+def node_line(node: torch.fx.Node) -> str:
+    """Return `` at file:line: `code``` of the user's code that made a node, if known."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = trace.strip().splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        text = lines[index].strip()
+        if text.startswith('File "') and not text.startswith(
+            (f'File "{_TORCH_DIR}', f'File "{_OWN_DIR}')
+        ):
+            file, _, rest = text.removeprefix('File "').partition('", line ')
+            number = rest.split(",")[0]
+            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            return f" at {file}:{number}: `{code}`"
+    return ""

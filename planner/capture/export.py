@@ -1,0 +1,101 @@
+"""torch.export of a module and its loss, on the meta device and without noise."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
+from planner.capture.diagnose import explain
+from planner.capture.read import Reader
+from planner.capture.record import Exported
+from planner.errors import CaptureError, ModelError
+
+
+def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Copy a module with every tensor on the meta device; ties kept, weights not copied."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        held = itertools.chain(
+            part._parameters.values(),
+            part._buffers.values(),
+            (v for v in vars(part).values() if isinstance(v, torch.Tensor)),
+        )
+        for tensor in held:
+            if tensor is None or id(tensor) in memo:
+                continue
+            local = tensor.detach().to("meta")
+            if isinstance(tensor, torch.nn.Parameter):
+                local = torch.nn.Parameter(local, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = local
+    return copy.deepcopy(module, memo)
+
+
+class _LossModule(torch.nn.Module):
+    """The user's module with its loss: tensors in, scalar out."""
+
+    def __init__(self, user: torch.nn.Module, tree: Tree, paths: tuple[str, ...], loss: Any):
+        super().__init__()
+        self.user = user
+        self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        leaves = dict(zip(self._planner_paths, tensors, strict=True))
+        batch = unflatten_batch(self._planner_tree, leaves)
+        return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
+
+
+def export_batch(
+    module: torch.nn.Module, tensors: Mapping[str, Any], tree: Tree, loss: Any
+) -> Exported:
+    """Export a module on meta tensors shaped like `tensors` and read the result.
+
+    Raises CaptureError in one line, or ModelError when batch and forward do not fit.
+    """
+    args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
+    wrapped = _LossModule(module, tree, tuple(tensors), loss)
+    try:
+        with _quiet(), _no_gc():
+            program = torch.export.export(wrapped, args, strict=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise CaptureError(explain(error)) from error
+    return Reader(program, module, tuple(tensors)).read()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hold back warnings, logs and the graph dumps that a failing export prints to stderr.
+
+    What went wrong reaches the user as one line instead (`_explain`).
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _no_gc() -> Iterator[None]:
+    """Hold back the cyclic collector: tracing only adds objects, and scanning them costs 25%."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

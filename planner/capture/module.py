@@ -1,0 +1,109 @@
+"""The front door: a module or a model file in, a graph out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from planner.batch import Tree, flatten_batch, unflatten_batch
+from planner.blocks import build_graph
+from planner.capture.align import BATCH_SIZES, align
+from planner.capture.diagnose import first_line, user_line
+from planner.capture.export import export_batch, meta_copy
+from planner.errors import ModelError
+from planner.graph import Affine, ModelGraph
+from planner.model_file import ModelSource
+
+
+def capture_source(source: ModelSource) -> ModelGraph:
+    """Capture the model of a model file.
+
+    Raises CaptureError naming the user's line, or ModelError when model() or batch()
+    themselves fail or do not fit together.
+    """
+    try:
+        with torch.device("meta"):
+            module = source.build()
+    except Exception as meta_error:
+        try:  # some constructors compute with values; build for real, then drop the values
+            module = source.build()
+        except Exception as error:
+            where = user_line(error)
+            raise ModelError(
+                f"{source.path.name}: model() failed{where}: {first_line(error)}"
+            ) from meta_error
+    if not isinstance(module, torch.nn.Module):
+        raise ModelError(
+            f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
+        )
+    batches = []
+    for size in BATCH_SIZES:
+        try:
+            batches.append(source.batch(size))
+        except Exception as error:
+            where = user_line(error)
+            raise ModelError(
+                f"{source.path.name}: batch({size}) failed{where}: {first_line(error)}"
+            ) from error
+    return capture_module(module, *batches, loss=source.loss, name=source.name)
+
+
+def capture_module(
+    module: torch.nn.Module,
+    batch2: Any,
+    batch3: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    name: str = "model",
+) -> ModelGraph:
+    """Capture a module on example batches of two and of three samples.
+
+    The module may hold real or meta tensors; it is not changed, and its weights are not
+    copied. Raises CaptureError when it can't be captured at all, or not as a function of
+    the batch size; ModelError when the batches do not fit.
+    """
+    meta = meta_copy(module)
+    leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
+    if leaves[0][1] != leaves[1][1]:
+        raise ModelError(
+            f"batch(2) and batch(3) of {name} differ in structure; "
+            "batch(size) must return the same keys for every size"
+        )
+    if all(
+        a.shape == b.shape
+        for a, b in zip(leaves[0][0].values(), leaves[1][0].values(), strict=True)
+    ):
+        raise ModelError(
+            f"batch(2) and batch(3) of {name} have the same shapes; "
+            "batch(size) must return `size` samples, usually as the first dim of each tensor"
+        )
+    raws = [export_batch(meta, tensors, tree, loss) for tensors, tree in leaves]
+    merged = align(*raws)
+    return build_graph(merged, name=name, batch_tree=leaves[0][1])
+
+
+def input_spec(graph: ModelGraph) -> tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]:
+    """Return the batch leaves as (path, dtype, shape); an affine size is (per_sample, fixed)."""
+    return tuple(
+        (
+            t.fqn,
+            t.dtype,
+            tuple((s.per_sample, s.fixed) if isinstance(s, Affine) else s for s in t.shape),
+        )
+        for t in (graph.tensor[name] for name in graph.batch_inputs)
+    )
+
+
+def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:
+    """Return a meta batch of `size` samples from what a plan stores of its inputs."""
+    leaves = {
+        path: torch.empty(
+            [s[0] * size + s[1] if isinstance(s, tuple | list) else s for s in shape],
+            dtype=getattr(torch, dtype),
+            device="meta",
+        )
+        for path, dtype, shape in spec
+    }
+    return unflatten_batch(tree, leaves)

@@ -1,0 +1,107 @@
+"""The record of one export: tensors, ops and their user lines, as they are read."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.blocks import RawOp
+from planner.capture.diagnose import node_line
+from planner.errors import CaptureError
+from planner.graph import Op, TensorMeta, iter_refs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """One export as our ops with plain integers; `lines` is the user's line of each op."""
+
+    tensors: dict[str, TensorMeta]
+    inputs: tuple[str, ...]
+    ops: tuple[RawOp, ...]
+    loss: str
+    lines: tuple[str, ...]
+
+
+class Recorder:
+    """Grows while an export is read; mutable for that reason.
+
+    `maker` is the op behind each activation; `stale` the views of tensors that were written
+    in place after the view was taken, which nothing may read any more.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, TensorMeta] = {}
+        self.ops: list[RawOp] = []
+        self.lines: list[str] = []
+        self.maker: dict[str, Op] = {}
+        self.stale: set[str] = set()
+        self._names: set[str] = set()
+
+    def tensor(self, name: str, value: Any, **fields: Any) -> None:
+        """Note a tensor shaped like `value`."""
+        self._names.add(name)
+        self.tensors[name] = TensorMeta(
+            name=name,
+            shape=tuple(int(s) for s in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            **fields,
+        )
+
+    def fresh(self, name: str) -> str:
+        """Return an unused name like this one."""
+        candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+        fresh = next(c for c in candidates if c not in self._names)
+        self._names.add(fresh)
+        return fresh
+
+    def emit(
+        self,
+        node: torch.fx.Node,
+        target: str,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        outputs: tuple[str, ...],
+    ) -> None:
+        """Note an op made for `node`. Raises CaptureError if it reads a stale view."""
+        stack = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
+        path = stack[-1].removeprefix("user").removeprefix(".") if stack else ""
+        op = Op(
+            name=name.replace(".", "_"), target=target, args=args, kwargs=kwargs, outputs=outputs
+        )
+        used_stale = self.stale.intersection(op.inputs)
+        if used_stale:
+            raise CaptureError(
+                f"the model reads a view{node_line(node)} after its tensor was written in place; "
+                "take the view again after the write, or write the out-of-place form"
+            )
+        self.ops.append(RawOp(op=op, module=path.split("@")[0]))
+        self.maker.update(dict.fromkeys(outputs, op))
+        self.lines.append(node_line(node))
+
+    def needs_grad(self, packet: str, args: Any, kwargs: Any) -> bool:
+        """Whether an op's outputs need a gradient."""
+        if packet in ("detach", "argmax", "argmin", "zeros_like", "ones_like", "full_like"):
+            return False
+        refs = iter_refs((args, tuple(v for _, v in kwargs)))
+        return any(self.tensors[ref.name].requires_grad for ref in refs)
+
+    def views_of(self, name: str) -> set[str]:
+        """Names of the views taken so far of a tensor, views of views included."""
+        found = {name}
+        for raw in self.ops:
+            if is_view(raw.op.target) and found.intersection(raw.op.inputs):
+                found.update(raw.op.outputs)
+        return found - {name}
+
+
+@functools.cache
+def is_view(target: str) -> bool:
+    """Whether an op returns a view of an input."""
+    schema = operator.attrgetter(target)(torch.ops)._schema
+    return any(r.alias_info is not None for r in schema.returns)
