@@ -5,3 +5,8 @@ solver chooses op placements (`layouts`), across blocks dynamic programming cuts
 (`chain_dp`), and outside branch and bound goes through degrees, microbatches and schedules
 (`find_plan`). Torch-free.
 """
+
+from search.find_plan import find_plan
+from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
+
+__all__ = ["Certificate", "RunnerUp", "SearchRequest", "SearchResult", "find_plan"]

@@ -8,15 +8,16 @@ Given n blocks in order and S = pp stages (one per pp rank), choose cuts
 
 `path` is the length of a chain of jobs that every run of the schedule must pass, one after
 the other, so the minimum is a lower bound of the step time. With t = f + b a stage's seconds
-per microbatch, m microbatches, d = S - 1 - s, and `before`, `after` the seconds that one
+per microbatch, m microbatches, and `before`, `after` the seconds that one
 microbatch spends in earlier and later stages, hops and both directions included:
 
     path = forward part of before + m t + wait + end
 
     wait    any schedule  0
-            1F1B          max(0, after - d f) + max(0, after - d b)     (when m > d + 1)
-                          the first backward returns `after` seconds after the first forward,
-                          d more forwards fit in between; the last backward likewise
+            1F1B          max(0, after - w f) + max(0, after - w b)     (when m > w + 1)
+                          with w = in_flight(s) - 1: the first backward returns `after` seconds
+                          after the first forward, w more forwards fit in between; the last
+                          backward likewise
             FThenB        after
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
@@ -174,9 +175,10 @@ class Paths:
         until = problem.before_f[:n][None, :] + hops_in + m * (f + b)
         if depth:
             after = self.after + 2 * (self.hop_out + (depth - 1) * problem.least_hop)
-            if problem.family == "1F1B" and m > depth + 1:
-                until = until + np.maximum(0.0, after - depth * f)
-                until = until + np.maximum(0.0, after - depth * b)
+            warmup = problem.in_flight[stage] - 1
+            if problem.family == "1F1B" and m > warmup + 1:
+                until = until + np.maximum(0.0, after - warmup * f)
+                until = until + np.maximum(0.0, after - warmup * b)
             elif problem.family == "FThenB":
                 until = until + after
         return until, problem.before_b[:n][None, :] + hops_in

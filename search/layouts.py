@@ -12,9 +12,9 @@ seconds. When that saves next to nothing, only the fast one is returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from planner.sharding import strategies
 from profiles import Profile
 from search.block_problem import BlockProblem, build_block_problem, read_layouts
 from search.eliminate import Choice, TooWide, solve_by_elimination
+from search.request import SearchRequest
 
 FAST, LEAN = "fast", "lean"
 
@@ -62,6 +63,11 @@ class LayoutSolver:
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
+
+    @cached_property
+    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Groups of class parameters that are one parameter of the model."""
+        return shared_params(self.graph)
 
     def program(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program with every size a number."""
@@ -115,14 +121,14 @@ class LayoutSolver:
             op_seconds=seconds,
             redistribute_seconds=redistribute,
             pins=self.pins,
-            shared=[group for group in shared_params(self.graph) if group[0][0] in classes],
+            shared=[members for members in self.shared if members[0][0] in classes],
         )
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
         seconds, sizes = dict.fromkeys(ends, 0.0), dict.fromkeys(ends, 0.0)
         solvers = set()
-        for classes in class_groups(self.graph):
+        for classes in class_groups(self.graph, self.shared):
             problem = self.problem(tp, microbatch_size, classes)
             price = _FAST_PRICE
             for name in ends:
@@ -158,7 +164,6 @@ def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]
         return choice, "cpsat"
 
 
-@lru_cache(maxsize=16)
 def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
     """Return groups of (class, param) names that are one parameter of the model somewhere.
 
@@ -179,12 +184,18 @@ def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
     return tuple(tuple(sorted(group)) for group in merged if len(group) > 1)
 
 
-@lru_cache(maxsize=16)
-def class_groups(graph: ModelGraph) -> tuple[tuple[int, ...], ...]:
+def class_groups(
+    graph: ModelGraph, shared: Sequence[Sequence[tuple[int, str]]]
+) -> tuple[tuple[int, ...], ...]:
     """Return the classes to solve together: those tied by a shared parameter."""
     groups = [{index} for index in range(len(graph.classes))]
-    for shared in shared_params(graph):
-        classes = {class_index for class_index, _ in shared}
+    for members in shared:
+        classes = {class_index for class_index, _ in members}
         touching = [g for g in groups if g & classes]
         groups = [g for g in groups if not g & classes] + [set().union(*touching)]
     return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def parse_pins_of(request: SearchRequest) -> dict[tuple[int, str], Placement]:
+    """Return a request's pins as placements; raise LayoutError on a malformed one."""
+    return {(index, name): parse_placement(text) for index, name, text in request.pins}

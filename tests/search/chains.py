@@ -45,21 +45,22 @@ class SumStages:
 
         def runs(values: np.ndarray, combine) -> np.ndarray:
             result = np.zeros((*values.shape[:-1], width, n))
-            for length in range(1, width + 1):
-                for first in range(n - length + 1):
-                    part = values[..., first : first + length]
-                    result[..., length - 1, first] = combine(part, axis=-1)
+            result[..., 0, :] = values
+            for row in range(1, width):
+                result[..., row, : n - row] = combine(
+                    result[..., row - 1, : n - row], values[..., row:]
+                )
             return result
 
-        resident = runs(self.resident, np.sum)
+        resident = runs(self.resident, np.add)
         if width == n:
             resident[n - 1, 0] -= self.tied
         return SumBand(
-            forward_s=runs(self.forward_s, np.sum),
-            backward_s=runs(self.backward_s, np.sum),
-            tail_s=runs(self.tail_s, np.sum),
-            kept=runs(self.kept, np.sum),
-            working=runs(self.working, np.max),
+            forward_s=runs(self.forward_s, np.add),
+            backward_s=runs(self.backward_s, np.add),
+            tail_s=runs(self.tail_s, np.add),
+            kept=runs(self.kept, np.add),
+            working=runs(self.working, np.maximum),
             resident=resident,
         )
 

@@ -1,0 +1,151 @@
+"""Configurations made concrete: tables, chain problems, plans and their estimates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from costmodel import Estimate, estimate
+from costmodel.cache import CostCache
+from planner.graph import ModelGraph
+from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
+from planner.plan_defaults import model_ref
+from planner.schedule import build_schedule, in_flight_per_stage, stage_to_pp_rank
+from profiles import Profile
+from search.chain_dp import ChainProblem, Cut
+from search.layouts import LayoutSolver
+from search.space import Configuration
+from search.stage_table import StageTable
+
+# Schedules whose critical path `chain_dp` knows more of than any schedule's.
+_FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB"}
+
+
+@dataclass(kw_only=True)
+class Candidates:
+    """Everything about one model on one machine that configurations share; remembers answers."""
+
+    graph: ModelGraph
+    profile: Profile
+    solver: LayoutSolver
+    costs: CostCache
+    model_file: str = ""
+    _tables: dict[tuple[int, int], tuple[StageTable, ...]] = field(default_factory=dict)
+
+    def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
+        """Return one table per layout worth trying at this degree and microbatch size."""
+        key = (tp, microbatch_size)
+        if key not in self._tables:
+            layouts = (
+                [found.by_class for found in self.solver.layouts(tp, microbatch_size)]
+                if tp > 1
+                else [()]
+            )
+            self._tables[key] = tuple(
+                StageTable(
+                    costs=self.costs, layouts=by_class, tp=tp, microbatch_size=microbatch_size
+                )
+                for by_class in layouts
+            )
+        return self._tables[key]
+
+    def problem(
+        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+    ) -> ChainProblem:
+        """Return the chain problem of a configuration.
+
+        With virtual stages (vpp > 1) a rank's memory is shared by its stages: each gets an
+        equal part of what the context leaves. That finds good cuts but proves nothing.
+        """
+        choices = ("none", "full") if configuration.recompute == "mixed" else (
+            configuration.recompute,
+        )  # fmt: skip
+        again = table.forward_s if choices == ("full",) else 0.0
+        limit = memory_limit_bytes
+        if configuration.vpp > 1:
+            context = float(self.profile.context_bytes)
+            limit = context + max(0.0, limit - context) / configuration.vpp
+        return ChainProblem(
+            stages=table.with_replicas(
+                dp=configuration.dp, cp=configuration.cp, zero=configuration.zero, choices=choices
+            ),
+            block_forward_s=table.forward_s,
+            block_backward_s=table.backward_s + again,
+            hop_s=table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
+            in_flight=_in_flight(
+                configuration.schedule,
+                configuration.pp,
+                configuration.vpp,
+                configuration.num_microbatches,
+            ),
+            num_microbatches=configuration.num_microbatches,
+            memory_limit_bytes=limit,
+            family=_FAMILIES.get(configuration.schedule, "any"),
+            choices=choices,
+        )
+
+    def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
+        """Return the plan, without its estimate."""
+        choices = ("none", "full") if configuration.recompute == "mixed" else (
+            configuration.recompute,
+        )  # fmt: skip
+        homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
+        return Plan(
+            model=self.model,
+            cluster=ClusterRef(
+                name=self.profile.name,
+                device=self.profile.cluster.device,
+                devices_per_node=self.profile.cluster.devices_per_node,
+            ),
+            dp=configuration.dp,
+            cp=configuration.cp,
+            tp=configuration.tp,
+            pp=configuration.pp,
+            vpp=configuration.vpp,
+            microbatch_size=configuration.microbatch_size,
+            num_microbatches=configuration.num_microbatches,
+            schedule=configuration.schedule,
+            zero_stage=configuration.zero,  # type: ignore[arg-type]
+            stages=tuple(
+                StagePlan(
+                    pp_rank=homes[stage],
+                    first_block=cut.cuts[stage],
+                    last_block=cut.cuts[stage + 1] - 1,
+                    recompute=choices[choice],  # type: ignore[arg-type]
+                )
+                for stage, choice in enumerate(cut.choices)
+            ),
+            layouts=table.layouts,
+        )
+
+    @cached_property
+    def model(self) -> ModelRef:
+        """How plans name the model."""
+        return model_ref(self.graph, file=self.model_file)
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """Return the cost model's answer for a plan."""
+        return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def with_estimate(plan: Plan, answer: Estimate) -> Plan:
+    """Return the plan with the estimate's parts written in."""
+    return plan.model_copy(update={"estimate": answer.to_dict()})
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Return the most microbatches each stage holds, read off the schedule's own table.
+
+    Most schedules hold no more after their warm-up however many microbatches follow; where
+    the numbers of two short tables agree, the long one is not built.
+    """
+
+    def at(count: int) -> tuple[int, ...]:
+        return in_flight_per_stage(build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=count))
+
+    if num_microbatches > 6 * pp:
+        short = at(4 * pp)
+        if short == at(6 * pp):
+            return short
+    return at(num_microbatches)

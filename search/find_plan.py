@@ -1,0 +1,297 @@
+"""find_plan: branch and bound over configurations, the cost model deciding.
+
+Every configuration passes up to three gates, each with a lower bound of its step time that is
+no smaller than the one before:
+
+    1. arithmetic (`bounds`): no stage boundaries needed; prunes by time and by memory
+    2. the chain DP (`chain_dp`): the best boundaries under the memory limit, and the
+       longest path of jobs that no run of them can avoid
+    3. the cost model's estimate of that plan, simulated job by job: what decides
+
+Configurations wait in a heap by their bound, so when the smallest bound is no less than the
+best estimate the search ends and the best is proved, except for what gate 2 leaves open: other
+boundaries of an estimated configuration may take as little as its DP bound. The smallest of
+those is the certificate's lower bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from costmodel import Estimate
+from costmodel.cache import CostCache
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from planner.units import format_bytes, format_seconds
+from profiles import Profile
+from search.bounds import least_peak_bytes, least_step_s
+from search.candidates import Candidates, with_estimate
+from search.chain_dp import Cut, solve_chain
+from search.layouts import LayoutSolver, parse_pins_of
+from search.nothing_fits import explain_nothing_fits
+from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
+from search.space import Configuration, Refusals, list_configurations
+from search.stage_table import StageTable
+
+Progress = Callable[[float, str], None]
+
+MOST_RUNNERS_UP = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """A configuration with one layout, at some gate; `bound` is below its step time."""
+
+    configuration: Configuration
+    table: StageTable
+    bound: float
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Finished:
+    """An estimated configuration; `bound` is what its other stage boundaries might take."""
+
+    configuration: Configuration
+    plan: Plan
+    answer: Estimate
+    bound: float
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """State of one search; mutable because branch and bound is a walk."""
+
+    candidates: Candidates
+    request: SearchRequest
+    memory_limit_bytes: float
+    started: float
+    heap: list[tuple[float, int, Entry]] = field(default_factory=list)
+    ticket: count[int] = field(default_factory=count)
+    pruned: Counter[str] = field(default_factory=Counter)
+    finished: list[Finished] = field(default_factory=list)
+    best: Finished | None = None
+    stopped_early: str = ""
+
+    @property
+    def best_s(self) -> float:
+        """Step time of the best so far."""
+        return self.best.answer.step_s if self.best else float("inf")
+
+    def push(self, entry: Entry) -> None:
+        """Add a configuration, unless its bound already rules it out."""
+        if entry.bound >= self.best_s:
+            self.pruned["bound: cannot beat the best"] += 1
+            return
+        heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
+
+    def out_of_time(self) -> bool:
+        """Whether the request's time limit has passed."""
+        limit = self.request.time_limit_s
+        return limit is not None and time.perf_counter() - self.started > limit
+
+
+def find_plan(
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Return the fastest plan under the cost model that fits, with its certificate.
+
+    When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
+    the request itself cannot be met: degrees that do not divide, an unknown schedule.
+    """
+    started = time.perf_counter()
+    solver = LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request))
+    candidates = Candidates(
+        graph=graph,
+        profile=profile,
+        solver=solver,
+        costs=CostCache(graph, profile),
+        model_file=request.model_file,
+    )
+    refusals = Refusals()
+    configurations = list_configurations(
+        request, graph, profile.cluster, can_split=solver.can_split, refusals=refusals
+    )
+    search = _Search(
+        candidates=candidates,
+        request=request,
+        memory_limit_bytes=float(request.memory_limit_bytes or profile.memory_bytes),
+        started=started,
+    )
+    considered = _first_gate(search, configurations, progress)
+    _walk(search, progress)
+    if search.best is None:
+        reasons, smallest = explain_nothing_fits(
+            candidates, configurations, request, search.memory_limit_bytes
+        )
+        return SearchResult(
+            plan=None,
+            reasons=reasons,
+            smallest_memory_bytes=smallest,
+            search_s=time.perf_counter() - started,
+        )
+    best = search.best
+    certificate = _certificate(search, best, considered, refusals)
+    plan = with_estimate(best.plan, best.answer)
+    plan = plan.model_copy(
+        update={"estimate": {**plan.estimate, "certificate": certificate.to_dict()}}
+    )
+    return SearchResult(
+        plan=plan,
+        runners_up=_runners_up(search, best),
+        certificate=certificate,
+        search_s=time.perf_counter() - started,
+    )
+
+
+def _first_gate(
+    search: _Search, configurations: list[Configuration], progress: Progress | None
+) -> int:
+    """Push every configuration whose arithmetic bounds allow it; return how many there were."""
+    groups: dict[tuple[int, int], list[Configuration]] = {}
+    for configuration in configurations:
+        key = (configuration.tp, configuration.microbatch_size)
+        groups.setdefault(key, []).append(configuration)
+    too_big: dict[int, int] = {}
+    considered = 0
+    for done, (tp, size) in enumerate(sorted(groups)):
+        members = groups[tp, size]
+        if progress:
+            progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
+        if size > too_big.get(tp, size):
+            considered += len(members)
+            search.pruned["memory: a smaller microbatch does not fit either"] += len(members)
+            continue
+        fitted = False
+        for table in search.candidates.tables(tp, size):
+            considered += len(members)
+            for configuration in members:
+                if least_peak_bytes(table, configuration) > search.memory_limit_bytes:
+                    search.pruned["memory: parameters or one block alone"] += 1
+                    continue
+                fitted = True
+                bound = least_step_s(table, configuration)
+                search.push(Entry(configuration=configuration, table=table, bound=bound))
+        if not fitted:
+            too_big[tp] = size
+    return considered
+
+
+def _walk(search: _Search, progress: Progress | None) -> None:
+    """Take configurations by bound until none can beat the best."""
+    total = max(1, len(search.heap))
+    while search.heap:
+        bound, _, entry = search.heap[0]
+        if bound >= search.best_s * (1.0 - search.request.max_gap):
+            if bound < search.best_s:
+                search.stopped_early = f"--gap {search.request.max_gap} reached"
+            return
+        if search.best is not None and search.out_of_time():
+            search.stopped_early = f"--time-limit {search.request.time_limit_s} s passed"
+            return
+        heapq.heappop(search.heap)
+        if progress:
+            done = 1.0 - len(search.heap) / total
+            progress(0.5 + 0.5 * max(0.0, done), f"cutting {entry.configuration.label}")
+        if entry.cut is None:
+            _second_gate(search, entry)
+        else:
+            _third_gate(search, entry, entry.cut)
+
+
+def _second_gate(search: _Search, entry: Entry) -> None:
+    configuration = entry.configuration
+    problem = search.candidates.problem(configuration, entry.table, search.memory_limit_bytes)
+    exact = configuration.vpp == 1
+    cut = solve_chain(problem, ceiling=search.best_s if exact else float("inf"))
+    if cut is None:
+        rule = "memory: no stage boundaries fit"
+        if exact and search.best is not None:
+            rule = "stage boundaries: none fits and beats the best"
+        search.pruned[rule] += 1
+        return
+    bound = max(entry.bound, cut.value) if exact else entry.bound
+    search.push(Entry(configuration=configuration, table=entry.table, bound=bound, cut=cut))
+
+
+def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
+    plan = search.candidates.plan(entry.configuration, entry.table, cut)
+    answer = search.candidates.estimate(plan)
+    if answer.peak_bytes > search.memory_limit_bytes:
+        search.pruned["memory: the whole plan, rank by rank"] += 1
+        return
+    done = Finished(configuration=entry.configuration, plan=plan, answer=answer, bound=entry.bound)
+    search.finished.append(done)
+    if answer.step_s < search.best_s:
+        search.best = done
+
+
+def _certificate(
+    search: _Search, best: Finished, considered: int, refusals: Refusals
+) -> Certificate:
+    left = [bound for bound, _, _ in search.heap]
+    open_bounds = [done.bound for done in search.finished]
+    ended = not search.stopped_early
+    beaten = len(left) if ended else 0
+    if beaten:
+        search.pruned["bound: cannot beat the best"] += beaten
+    lower = min([search.best_s, *open_bounds, *(() if ended else left)])
+    return Certificate(
+        best_s=search.best_s,
+        lower_bound_s=min(lower, search.best_s),
+        considered=considered,
+        evaluated=len(search.finished),
+        unexplored=0 if ended else len(left),
+        pruned=tuple(sorted(search.pruned.items())),
+        proved_by=(
+            ("degrees, microbatches and schedules", "branch and bound"),
+            ("stage boundaries", "chain dynamic programming, path bound"),
+            ("placements in blocks", "elimination, replicated block boundaries"),
+            ("order of the best", "event simulator"),
+        ),
+        stopped_early=search.stopped_early,
+    )
+
+
+def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
+    """Return the next best configurations with the parts that make them slower."""
+    seen = {best.configuration.label}
+    runners = []
+    for done in sorted(search.finished, key=lambda one: one.answer.step_s):
+        if done.configuration.label in seen:
+            continue
+        seen.add(done.configuration.label)
+        runners.append(
+            RunnerUp(
+                label=done.configuration.label,
+                step_s=done.answer.step_s,
+                peak_bytes=float(done.answer.peak_bytes),
+                reason=why_slower(done.answer, best.answer),
+            )
+        )
+    return tuple(runners[:MOST_RUNNERS_UP])
+
+
+def why_slower(answer: Estimate, best: Estimate) -> str:
+    """Say by how much an estimate is slower, and through which parts, largest first."""
+    extra = answer.step_s - best.step_s
+    mine, theirs = answer.to_dict()["time"], best.to_dict()["time"]
+    parts = sorted(((mine[name] - theirs[name], name) for name in mine), reverse=True)
+    shown = [
+        f"{'+' if gain > 0 else '-'}{format_seconds(abs(gain))} {name.removesuffix('_s')}"
+        for gain, name in parts
+        if abs(gain) > 0.02 * max(abs(extra), 1e-12)
+    ]
+    percent = 100.0 * extra / best.step_s if best.step_s else 0.0
+    return (
+        f"{percent:.1f}% slower ({format_seconds(extra)}): {', '.join(shown)}; "
+        f"peak {format_bytes(answer.peak_bytes)}"
+    )
