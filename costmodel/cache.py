@@ -49,3 +49,19 @@ class CostCache:
                 group=tp_group(self.profile.cluster, tp=tp),
             )
         return self._blocks[key]
+
+    def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
+        """Return bytes of preamble values: per microbatch, and of those that are always the same.
+
+        A value that depends on no batch input (positions, a causal mask) is computed once.
+        """
+        each = once = 0
+        for name in names:
+            if name not in self.graph.preamble.outputs:
+                continue
+            num_bytes = self.graph.tensor[name].bytes_at(microbatch_size)
+            if self.graph.preamble.only((name,)).inputs:
+                each += num_bytes
+            else:
+                once += num_bytes
+        return each, once

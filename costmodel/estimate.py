@@ -40,7 +40,7 @@ from costmodel.stage import StageLoad, block_load, join
 from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.schedule import build_schedule
+from planner.schedule import build_schedule, schedule_of
 from profiles import Profile
 
 
@@ -120,7 +120,7 @@ def estimate(
         stage_load(costs, stage.blocks, layouts, tp=plan.tp, microbatch_size=plan.microbatch_size)
         for stage in plan.stages
     ]
-    table = _job_table(plan.schedule, plan.pp, plan.vpp, plan.num_microbatches)
+    table = _table_of(plan)
     syncs = [_sync(plan, profile, load) for load in loads]
     seconds = _job_seconds(plan, costs, layouts, loads, syncs)
     timeline = simulate(table, seconds)
@@ -144,10 +144,13 @@ def stage_load(
     group = tp_group(costs.profile.cluster, tp=tp)
     loads = []
     held: set[str] = set()
+    side: set[str] = set()
     for index in blocks:
         block = graph.blocks[index]
         layout = layouts.get(block.class_index)
-        load = block_load(costs.block(block.class_index, tp, microbatch_size, layout))
+        cost = costs.block(block.class_index, tp, microbatch_size, layout)
+        side.update(block.inputs[position] for position in cost.side_positions)
+        load = block_load(cost)
         there, back = block_entry_seconds(
             graph, index, layouts, costs.profile, group=group, microbatch_size=microbatch_size
         )
@@ -160,7 +163,9 @@ def stage_load(
         )
         held.update(block.params)
         loads.append(load)
-    return join(loads)
+    total = join(loads)
+    each, once = costs.side_bytes(frozenset(side), microbatch_size)
+    return replace(total, side_bytes=each, frozen_bytes=total.frozen_bytes + once)
 
 
 def _trained_bytes(
@@ -180,6 +185,16 @@ def _trained_bytes(
 @lru_cache(maxsize=64)
 def _job_table(name: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
     return build_job_table(build_schedule(name, pp=pp, vpp=vpp, num_microbatches=num_microbatches))
+
+
+def _table_of(plan: Plan) -> JobTable:
+    """The plan's job table; those that follow from a name are kept, for searches."""
+    if plan.table:
+        return build_job_table(schedule_of(plan))
+    table = _job_table(plan.schedule, plan.pp, plan.vpp, plan.num_microbatches)
+    if table.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
+        schedule_of(plan)  # raises: the stages sit on other ranks than the schedule's
+    return table
 
 
 def _sync(plan: Plan, profile: Profile, load: StageLoad) -> DataParallelSeconds:

@@ -62,7 +62,7 @@ def _forward_peak(program: Program, saved: SavedTensors) -> int:
                 alive[owner.root] = owner.num_bytes
                 live += owner.num_bytes
         live += saved.by_op.get(op.name, ((), 0))[1]
-        peak = max(peak, live)
+        peak = max(peak, live + _scratch_bytes(op, program, forward=True))
         for root in dying.get(index, ()):
             if root in alive and root not in kept:
                 live -= alive.pop(root)
@@ -82,7 +82,7 @@ def _backward_peak(program: Program, saved: SavedTensors) -> int:
         arriving = [name for name in op.outputs if name in grads.of]
         if arriving:
             needing = [n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad]
-            scratch = _scratch_bytes(op, program)
+            scratch = _scratch_bytes(op, program, forward=False)
             for name in needing:
                 if tensor[name].kind == "param":
                     scratch += _bytes(program, name)
@@ -161,10 +161,18 @@ def _passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool
     return output in saved.storages.views and same_size
 
 
-def _scratch_bytes(op: Op, program: Program) -> int:
-    """Bytes a backward kernel holds only while it runs."""
-    if base_name(op.target) == "cross_entropy_loss":
-        return _bytes(program, op.inputs[0])  # the gradient of the log-softmax, then the logits'
+def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
+    """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
+    name = base_name(op.target)
+    if name in ("cross_entropy_loss", "mean_cross_entropy"):
+        # Backward: the gradient of the log-softmax, then the logits'.
+        return 0 if forward else _bytes(program, op.inputs[0])
+    if name == "vocab_cross_entropy":
+        logits = program.tensor[op.inputs[0]]
+        wide = prod(logits.shape_at(1)) * max(4, DTYPE_BYTES[logits.dtype])
+        # Forward: shifted logits and their exponentials beside the probabilities; backward:
+        # the gradient before and after the targets' share is added.
+        return 2 * wide if forward else wide
     return 0
 
 

@@ -22,9 +22,9 @@ class ProgramCost:
     device waits for the host; `*_comm_s` are collectives, which run exposed.
     Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
     `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
-    inputs that need no gradient (rotary tables, masks), which all blocks of a stage share and
-    `saved_bytes` leaves out; `input_bytes` are its activation inputs, all that full recompute
-    keeps; peaks as in `liveness.Peaks`.
+    inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
+    of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
+    all that full recompute keeps; peaks as in `liveness.Peaks`.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
@@ -41,6 +41,7 @@ class ProgramCost:
     saved_input_bytes: int
     saved_output_bytes: int
     side_bytes: int
+    side_positions: tuple[int, ...]
     input_bytes: int
     output_bytes: int
     forward_peak_bytes: int
@@ -101,6 +102,11 @@ def price_program(local: Program, profile: Profile, *, tp: int, group: Group) ->
         saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
         saved_output_bytes=_bytes(local, saved.outputs),
         side_bytes=side_bytes,
+        side_positions=tuple(
+            position
+            for position, name in enumerate(local.inputs)
+            if name in saved.inputs and name not in activations
+        ),
         input_bytes=_bytes(local, activations),
         output_bytes=_bytes(local, local.outputs),
         forward_peak_bytes=peaks.forward_bytes,

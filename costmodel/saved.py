@@ -9,7 +9,7 @@ op and is listed by `unknown_targets`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from costmodel.storage import (
@@ -248,19 +248,79 @@ def _cross_entropy(op: Op, context: _Context) -> Kept:
 def _attention(op: Op, context: _Context) -> Kept:
     """Fused attention keeps query, key, value, output and the log-sum-exp of each row.
 
-    A boolean mask is turned into an additive one, which is kept besides.
+    A boolean mask is turned into an additive one, which is kept besides. The CPU has no
+    fused kernel for a mask that needs a gradient (T5's position bias): it keeps scaled
+    copies of query and key, and the whole matrix of probabilities.
     """
-    query = op.inputs[0]
+    query, key, value = op.inputs[:3]
+    mask = op.inputs[3] if len(op.inputs) > 3 else None
+    dtype_bytes = DTYPE_BYTES[context.program.tensor[query].dtype]
     rows = prod(context.shape(query)[:-1])
-    extra = rows * max(4, DTYPE_BYTES[context.program.tensor[query].dtype])
-    kept = [*op.inputs[:3], op.outputs[0]]
-    if len(op.inputs) > 3:
-        mask = context.program.tensor[op.inputs[3]]
-        if mask.dtype == "bool":
-            extra += prod(mask.shape_at(1)) * DTYPE_BYTES[context.program.tensor[query].dtype]
+    if context.device_type == "cpu" and mask is not None and context.needs_grad(mask):
+        matrix = rows * context.shape(key)[-2] * dtype_bytes
+        copies = sum(context.num_bytes(name) for name in (query, key, value))
+        return Kept(extra_bytes=copies + matrix)
+    extra = rows * max(4, dtype_bytes)
+    kept = [query, key, value, op.outputs[0]]
+    if mask is not None:
+        if context.program.tensor[mask].dtype == "bool":
+            extra += prod(context.shape(mask)) * dtype_bytes
         else:
-            kept.append(op.inputs[3])
+            kept.append(mask)
     return Kept(tensors=tuple(kept), extra_bytes=extra)
+
+
+def _group_norm(op: Op, context: _Context) -> Kept:
+    """Input, mean and reciprocal deviation of each group of each sample."""
+    source, groups = op.inputs[0], int(op.args[1])  # type: ignore[arg-type]
+    rows = context.shape(source)[0] * groups
+    return Kept(tensors=(source,), extra_bytes=2 * rows * context.stat_bytes(source))
+
+
+def _batch_norm(op: Op, context: _Context) -> Kept:
+    """Input, and in training the batch's mean and reciprocal deviation of each channel."""
+    source = op.inputs[0]
+    channels = context.shape(source)[1] if bool(op.args[5]) else 0
+    return Kept(tensors=(source,), extra_bytes=2 * channels * context.stat_bytes(source))
+
+
+def _max_pool(op: Op, context: _Context) -> Kept:
+    """Input and, for each output, the position (int64) of its maximum."""
+    return Kept(tensors=op.inputs[:1], extra_bytes=8 * prod(context.shape(op.outputs[0])))
+
+
+def _adaptive_pool(op: Op, context: _Context) -> Kept:
+    """Pooling to one value is a mean, which keeps nothing."""
+    spatial = prod(context.shape(op.outputs[0])[2:])
+    return Kept() if spatial == 1 else Kept(tensors=op.inputs[:1])
+
+
+def _top_values(op: Op, context: _Context) -> Kept:
+    """Where the chosen values came from: the op's second output."""
+    return Kept(tensors=op.outputs[1:2])
+
+
+def _vocab_embedding(op: Op, context: _Context) -> Kept:
+    """Indices counted from this rank's first row (int64) and which of them lie elsewhere."""
+    return Kept(extra_bytes=9 * prod(context.shape(op.inputs[1])))
+
+
+def _vocab_cross_entropy(op: Op, context: _Context) -> Kept:
+    """Probabilities of the local classes in fp32 or wider; per sample an int64 and two flags."""
+    logits, labels = op.inputs[:2]
+    element = max(4, DTYPE_BYTES[context.program.tensor[logits].dtype])
+    samples = prod(context.shape(labels))
+    return Kept(extra_bytes=element * prod(context.shape(logits)) + 10 * samples + 8)
+
+
+def _own_random_stream(op: Op, context: _Context) -> Kept:
+    """What the op it runs keeps: `args[0]` is that op's target, `args[2:]` its arguments."""
+    inner = replace(op, target=str(op.args[0]), args=op.args[2:])
+    return _kept(inner, context)
+
+
+def _both(op: Op, context: _Context) -> Kept:
+    return Kept(tensors=op.inputs[:2])
 
 
 def _indices(op: Op, context: _Context) -> Kept:
@@ -287,6 +347,12 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     "mul": _product,
     "div": _quotient,
     "pow": _power,
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss"), _both),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d", "conv_transpose2d"), _linear),
+    **dict.fromkeys(("max_pool1d", "max_pool2d"), _max_pool),
+    "adaptive_avg_pool2d": _adaptive_pool,
+    "group_norm": _group_norm,
+    "batch_norm": _batch_norm,
     "linear": _linear,
     "mm": _linear,
     "bmm": _linear,
@@ -298,20 +364,14 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     "dropout": _dropout,
     "cross_entropy_loss": _cross_entropy,
     "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("topk", "sort", "kthvalue", "cummax"), _top_values),
+    "vocab_embedding": _vocab_embedding,
+    "vocab_cross_entropy": _vocab_cross_entropy,
+    "mean_cross_entropy": _cross_entropy,
+    "with_own_random_stream": _own_random_stream,
     "index": _indices,
     "gather": _indices,
     "index_select": _indices,
     "where": _where,
     "masked_fill": _masked_fill,
 }
-
-
-def keeps(*targets: str) -> Callable[[Callable[[Op, _Context], Kept]], Callable]:
-    """Register a rule for ops by base name, for local ops of our own."""
-
-    def register(rule: Callable[[Op, _Context], Kept]) -> Callable:
-        for target in targets:
-            _RULES[target] = rule
-        return rule
-
-    return register

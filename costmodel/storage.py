@@ -54,11 +54,13 @@ def map_storages(program: Program) -> StorageMap:
         storage[name] = Storage(root=name, num_bytes=_num_bytes(meta), kind=meta.kind)
         strides[name] = contiguous_strides(meta.shape_at(1))
     for op in program.ops:
-        for output in op.outputs:
+        for position, output in enumerate(op.outputs):
             meta = program.tensor[output]
             shape = meta.shape_at(1)
-            source = op.inputs[0] if op.inputs else None
-            viewed = _view_strides(op, output, program, strides) if source else None
+            source = _viewed_input(op, position)
+            viewed = None
+            if source is not None:
+                viewed = _view_strides(op, source, output, program, strides)
             if viewed is not None and source is not None:
                 storage[output], strides[output] = storage[source], viewed
                 views.add(output)
@@ -135,11 +137,18 @@ def _num_bytes(meta: TensorMeta) -> int:
     return prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype]
 
 
+def _viewed_input(op: Op, output_position: int) -> str | None:
+    """The input an output would be a view of: the first, but for pairwise broadcasting."""
+    if not op.inputs:
+        return None
+    return op.inputs[output_position if base_name(op.target) == "broadcast_tensors" else 0]
+
+
 def _view_strides(
-    op: Op, output: str, program: Program, strides: Mapping[str, Strides]
+    op: Op, source: str, output: str, program: Program, strides: Mapping[str, Strides]
 ) -> Strides | None:
-    """Return the strides of an output that is a view of the op's first input, else None."""
-    name, source = base_name(op.target), op.inputs[0]
+    """Return the strides of an output that is a view of `source`, else None."""
+    name = base_name(op.target)
     before, after = program.tensor[source], program.tensor[output]
     shape, new_shape, old = before.shape_at(1), after.shape_at(1), strides[source]
     args = op.args
@@ -149,7 +158,7 @@ def _view_strides(
         return old
     if name in _PERMUTES:
         return _permuted(name, args, shape, old)
-    if name in {"expand", "expand_as", "broadcast_to"}:
+    if name in {"expand", "expand_as", "broadcast_to", "broadcast_tensors"}:
         lead = (0,) * (len(new_shape) - len(shape))
         kept = zip(shape, new_shape[len(lead) :], old, strict=True)
         return lead + tuple(0 if was != now else stride for was, now, stride in kept)
@@ -206,17 +215,25 @@ def _fresh_strides(
 ) -> Strides:
     """Strides of newly allocated outputs: pointwise ops keep the order of a dense input."""
     name = base_name(op.target)
-    if name == "scaled_dot_product_attention" and len(shape) == 4:
-        # The fused kernels compute (batch, sequence, heads, head_dim) and return it transposed.
-        batch, heads, sequence, head_dim = shape
-        b, s, h, d = contiguous_strides((batch, sequence, heads, head_dim))
-        return b, h, s, d
+    if name == "scaled_dot_product_attention":
+        # Fused kernels allocate the output like the query: its order of dims, without gaps.
+        return densified_strides(shape, strides[op.inputs[0]])
     if name in _POINTWISE:
         for source in op.inputs:
             same_shape = tensor[source].shape_at(1) == tuple(shape)
             if same_shape and is_dense(shape, strides[source]):
                 return strides[source]
     return contiguous_strides(shape)
+
+
+def densified_strides(shape: Sequence[int], strides: Strides) -> Strides:
+    """Return strides without gaps that keep the order of dims in memory."""
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
+    dense, step = [0] * len(shape), 1
+    for dim in order:
+        dense[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(dense)
 
 
 def is_dense(shape: Sequence[int], strides: Strides) -> bool:

@@ -1,0 +1,82 @@
+"""Counted saved activations against what autograd really saves."""
+
+import pytest
+import torch
+
+from costmodel.liveness import find_peaks
+from costmodel.saved import saved_tensors
+from planner.capture import capture_module
+from planner.graph import Program, TensorMeta
+from planner.program_fx import to_graph_module
+from tests.builders import tiny_models
+
+CPU = torch.device("cpu")
+
+
+def value(meta: TensorMeta) -> torch.Tensor:
+    dtype, shape = getattr(torch, meta.dtype), meta.shape_at(1)
+    if meta.data is not None:
+        return torch.tensor(meta.data, dtype=dtype).reshape(shape)
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype).requires_grad_(meta.requires_grad)
+    return (
+        torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.zeros(shape, dtype=dtype)
+    )
+
+
+def really_saved_bytes(program: Program) -> int:
+    """Run the program's forward and add up the distinct storages autograd packs."""
+    module = to_graph_module(program, {"tp": None}, CPU)
+    names = (*program.inputs, *program.params)
+    values = [value(program.tensor[name]) for name in names]
+    held = {
+        v.untyped_storage().data_ptr()
+        for name, v in zip(names, values, strict=True)
+        if program.tensor[name].kind != "activation"
+    }
+    packed = []  # kept alive, so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t):
+        module(*values)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in packed}
+    return sum(num_bytes for address, num_bytes in storages.items() if address not in held)
+
+
+@pytest.mark.parametrize("name", tiny_models())
+def test_saved_bytes_equal_autograds(name):
+    """M16: every block class of every test model, to the byte."""
+    model = tiny_models()[name]
+    if model.needs_transformers:
+        pytest.importorskip("transformers")
+    graph = capture_module(
+        model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name
+    )
+    for program in (c.bind(2) for c in graph.classes):
+        counted = saved_tensors(program, device_type="cpu")
+        assert counted.num_bytes == really_saved_bytes(program), program.name
+
+
+def test_views_of_one_storage_count_once():
+    """Query, key and value cut out of one projection keep that projection once."""
+    model = tiny_models()["hf-gpt2"]
+    pytest.importorskip("transformers")
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt2")
+    layer = max(graph.classes, key=lambda c: len(c.ops)).bind(2)
+    saved = saved_tensors(layer, device_type="cpu")
+    attention = next(op for op in layer.ops if "attention" in op.target)
+    storages, _ = saved.by_op[attention.name]
+    roots = {saved.storages.storage[name].root for name in attention.inputs[:3]}
+    assert len(roots) == 1
+    assert sum(s.root in roots for s in storages) == 1
+
+
+def test_backward_peak_holds_everything_saved_and_the_arriving_gradient():
+    model = tiny_models()["gpt"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+    layer = max(graph.classes, key=lambda c: len(c.ops)).bind(2)
+    saved = saved_tensors(layer, device_type="cpu")
+    peaks = find_peaks(layer, saved)
+    gradient = layer.tensor[layer.outputs[0]].bytes_at(1)
+    assert peaks.backward_bytes >= saved.num_bytes + gradient
+    assert peaks.forward_bytes >= saved.num_bytes - sum(
+        layer.tensor[name].bytes_at(1) for name in saved.inputs
+    )
