@@ -7,7 +7,7 @@ from typing import Any
 from planner.blocks import RawGraph, RawOp
 from planner.capture.record import Exported
 from planner.errors import CaptureError
-from planner.graph import Affine, Op, TensorMeta
+from planner.graph import Affine, Op, Size, TensorMeta
 
 # Two sizes above one: a size of one would be specialised (broadcast, squeeze) by PyTorch.
 BATCH_SIZES = (2, 3)
@@ -49,7 +49,8 @@ def align(first: Exported, second: Exported) -> RawGraph:
 
 
 def _affine(one: Size, two: Size) -> Size:
-    assert isinstance(one, int) and isinstance(two, int)
+    assert isinstance(one, int)
+    assert isinstance(two, int)
     if one == two:
         return one
     (small, large) = BATCH_SIZES
