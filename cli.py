@@ -261,14 +261,20 @@ def launch(
         list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
     ] = None,
     device: DeviceOption = None,
+    num_nodes: Annotated[int, typer.Option(help="Nodes that run this same command.")] = 1,
+    rendezvous: Annotated[
+        str, typer.Option(help="host:port of one of the nodes, the same on all.")
+    ] = "localhost:0",
 ) -> int:
-    """Run a training script on this machine, one process per rank of the plan.
+    """Run a training script, one process per rank of the plan.
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
     from planner.runtime.launch import launch as launch_ranks
 
-    return launch_ranks(plan, script, arguments or [], device)
+    return launch_ranks(
+        plan, script, arguments or [], device, num_nodes=num_nodes, rendezvous=rendezvous
+    )
 
 
 @app.command()
@@ -279,11 +285,16 @@ def verify(
     device: DeviceOption = None,
 ) -> int:
     """Prove that a plan computes what one process computes, in fp64; exit 1 if it does not."""
+    from planner.describe import describe_verification
+    from planner.plan import load_plan, validate_model
     from planner.runtime.verify import verify as verify_plan
 
+    loaded = load_plan(plan)
     with _progress("verifying") as progress:
+        progress(0.0, "capturing the model")
+        validate_model(loaded, _graph(model))
         report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
-    _print(report.describe())
+    _print(*describe_verification(report))
     return 0 if report.passed else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -15,6 +15,9 @@ from planner.plan import ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import build_schedule, draw_schedule
 from planner.sharding import ops_without_rule
 from planner.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from planner.runtime.verify import Difference, VerifyReport
 
 MAX_DRAWN_COLUMNS = 40
 """A wider timetable does not fit a terminal."""
@@ -161,6 +164,24 @@ def describe_estimate(estimate: Mapping[str, Any]) -> list[RenderableType]:
     if error is not None:
         basis += f"; expected to be within {error:.0%}"
     return [share, memory, Text(basis)]
+
+
+def describe_verification(report: VerifyReport) -> list[RenderableType]:
+    """Return how far a plan's training is from one process's, and the verdict."""
+    table = Table("", "largest relative difference", "in", "at step")
+    for name in ("loss", "gradient", "parameter"):
+        found: Difference = getattr(report, name)
+        table.add_row(name, f"{found.relative:.2e}", Text(found.name), str(found.step))
+    verdict = "the same" if report.passed else "NOT the same"
+    parts: list[RenderableType] = [table, *(Text(f"note: {note}") for note in report.notes)]
+    parts.append(
+        Text(
+            f"{report.num_ranks} ranks compute {verdict} as one process: {report.largest:.2e} "
+            f"is {'within' if report.passed else 'beyond'} {report.tolerance:.0e}, in fp64 "
+            f"over {report.steps} steps"
+        )
+    )
+    return parts
 
 
 def _label(key: str) -> str:
