@@ -6,6 +6,7 @@ it runs on; profiles of common GPU machines are shipped in profiles/data.
 """
 
 from profiles.catalog import default_profile, load_profile, own_profile_dir, shipped_names
+from profiles.measure import measure_profile
 from profiles.profile import Profile
 from profiles.records import Group, Lookup, OpQuery
 
@@ -16,6 +17,7 @@ __all__ = [
     "Profile",
     "default_profile",
     "load_profile",
+    "measure_profile",
     "own_profile_dir",
     "shipped_names",
 ]

@@ -14,6 +14,7 @@ taken as log2 n, twice for all_reduce.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import exp, log, log2, sqrt
 
 from planner.cluster import ClusterSpec
@@ -48,9 +49,8 @@ class CollectiveModel:
         wire_share(kind, 2)
         if group.size == 1 or num_bytes <= 0:
             return Lookup(seconds=0.0, source="nothing to send", relative_error=0.0)
-        if records := self._measured.get((kind, group)):
-            if found := _between(records, num_bytes):
-                return found
+        if found := _between(self._measured.get((kind, group), ()), num_bytes):
+            return found
         if fit := self._nearest(kind, group):
             return self._scaled(fit, kind, num_bytes, group)
         return self._from_link(kind, num_bytes, group)
@@ -152,7 +152,7 @@ def _between(records: Sequence[CollectiveRecord], num_bytes: float) -> Lookup | 
         if record.num_bytes == num_bytes:
             error = record.spread / sqrt(record.repeats)
             return Lookup(seconds=record.seconds, source="measured", relative_error=error)
-    for low, high in zip(records, records[1:], strict=False):
+    for low, high in pairwise(records):
         if low.num_bytes < num_bytes < high.num_bytes:
             part = log(num_bytes / low.num_bytes) / log(high.num_bytes / low.num_bytes)
             seconds = exp((1 - part) * log(low.seconds) + part * log(high.seconds))

@@ -8,22 +8,55 @@ from __future__ import annotations
 
 from math import log2, prod
 
+from planner.flops import ATTENTION as _ATTENTION_PACKETS
+from planner.flops import CONVOLUTIONS, MATMULS
 from profiles.records import OpQuery
 
 MATMUL = "matmul"
+CONVOLUTION = "convolution"
 ATTENTION = "attention"
 MEMORY = "memory"
 
-_MATMUL_NAMES = {"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "convolution", "einsum"}
+_POINTWISE = frozenset(
+    (
+        *("add", "sub", "mul", "div", "neg", "pow", "exp", "sqrt", "rsqrt", "clone", "to"),
+        *("gelu", "silu", "relu", "tanh", "sigmoid", "dropout", "_to_copy", "copy"),
+    )
+)
+_ROWWISE = frozenset(("layer_norm", "rms_norm", "native_layer_norm"))
+
+
+def packet_of(target: str) -> str:
+    """Return ``linear`` of ``aten.linear.default``; a name without dots is its own packet."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
 
 
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
-    parts = target.split(".")
-    name = parts[1] if len(parts) > 1 else target
-    if name in _MATMUL_NAMES:
+    name = packet_of(target)
+    if name in MATMULS:
         return MATMUL
-    return ATTENTION if "attention" in name else MEMORY
+    if name in CONVOLUTIONS:
+        return CONVOLUTION
+    return ATTENTION if name in _ATTENTION_PACKETS else MEMORY
+
+
+def canonical_shapes(
+    target: str, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Return shapes in the form in which equal ones take equal time.
+
+    A linear layer and a row-wise norm see only how many rows there are; a pointwise op on
+    equal shapes only how many elements.
+    """
+    name = packet_of(target)
+    if name == "linear" or (name in _ROWWISE and shapes and len(shapes[0]) > 1):
+        first = shapes[0]
+        return ((prod(first[:-1]), first[-1]), *shapes[1:])
+    if name in _POINTWISE and len(set(shapes)) == 1:
+        return ((prod(shapes[0]),),) * len(shapes)
+    return shapes
 
 
 def matmul_sizes(shapes: tuple[tuple[int, ...], ...], target: str) -> tuple[int, int, int, int]:
@@ -31,7 +64,7 @@ def matmul_sizes(shapes: tuple[tuple[int, ...], ...], target: str) -> tuple[int,
 
     linear takes x (..., K) and weight (N, K); addmm and baddbmm take a bias first.
     """
-    name = target.split(".")[1] if "." in target else target
+    name = packet_of(target)
     operands = shapes[1:3] if name in ("addmm", "baddbmm") else shapes[:2]
     left, right = operands
     if name == "linear":

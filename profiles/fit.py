@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,7 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
             alpha_s=lines[start, stop][0][0],
             beta_s_per_byte=lines[start, stop][0][1],
         )
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        for start, stop in pairwise(cuts)
     )
     predicted = np.array([piecewise_at(pieces, n) for n in num_bytes])
     return pieces, float(np.median(np.abs(predicted / seconds - 1)))

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec
-from profiles.families import family_of, features
+from profiles.families import canonical_shapes, family_of, features
 from profiles.records import Lookup, OpFit, OpQuery, OpRecord
 
 LENGTH_SCALE = 2.0
@@ -45,7 +45,7 @@ class OpModel:
         self._fits = {(fit.family, fit.dtype, fit.direction): fit for fit in fits}
         self._exact: dict[tuple, list[OpRecord]] = {}
         for record in records:
-            self._exact.setdefault(_key(record), []).append(record)
+            self._exact.setdefault(record_key(record), []).append(record)
         self._surfaces = self._build_surfaces(records)
         self._answers: dict[OpQuery, Lookup] = {}
 
@@ -57,7 +57,7 @@ class OpModel:
         return answer
 
     def _look_up(self, query: OpQuery) -> Lookup:
-        if same := self._exact.get(_key(query)):
+        if same := self._exact.get(record_key(query)):
             record = min(same, key=lambda r: abs(r.flop - query.flop))
             return Lookup(
                 seconds=record.seconds,
@@ -170,8 +170,10 @@ def query_of(record: OpRecord) -> OpQuery:
     )
 
 
-def _key(item: OpRecord | OpQuery) -> tuple:
-    return item.target, item.shapes, item.dtype, item.direction
+def record_key(item: OpRecord | OpQuery) -> tuple:
+    """Return what must be equal for a record to answer a query exactly."""
+    shapes = canonical_shapes(item.target, item.shapes)
+    return item.target, shapes, item.dtype, item.direction
 
 
 def _correlation(a: _Floats, b: _Floats) -> _Floats:

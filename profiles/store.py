@@ -22,6 +22,8 @@ from profiles.records import (
 PROFILE_FILE = "profile.json"
 OPS_FILE = "ops.csv"
 COLLECTIVES_FILE = "collectives.csv"
+SESSION_FILE = "measuring.json"
+"""There while a measurement is under way or was stopped: the conditions it runs under."""
 
 _R = TypeVar("_R", OpRecord, CollectiveRecord)
 
@@ -32,6 +34,11 @@ def read_profile_file(directory: Path) -> ProfileFile:
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
+        if (directory / SESSION_FILE).exists():
+            raise ProfileError(
+                f"the measurement in {directory} was stopped before its end; "
+                "run the same planner profile command again to resume it"
+            ) from None
         raise ProfileError(
             f"{directory} has no {PROFILE_FILE}, so it is not a profile; "
             "make one with: planner profile --out DIR"
@@ -78,6 +85,30 @@ def write_ops(directory: Path, records: Iterable[OpRecord]) -> None:
 def write_collectives(directory: Path, records: Iterable[CollectiveRecord]) -> None:
     """Write collectives.csv atomically."""
     _write_csv(directory / COLLECTIVES_FILE, CollectiveRecord, records)
+
+
+def read_session(directory: Path) -> dict[str, Any] | None:
+    """Return the conditions of the measurements in a directory; None if there are none."""
+    try:
+        return dict(json.loads((directory / SESSION_FILE).read_text()))
+    except FileNotFoundError:
+        if (directory / PROFILE_FILE).exists():
+            return dict(read_profile_file(directory).conditions)
+        return None
+    except (ValueError, OSError) as error:
+        raise ProfileError(
+            f"{directory / SESSION_FILE} is not readable JSON ({error}); delete it and run again"
+        ) from None
+
+
+def write_session(directory: Path, conditions: dict[str, Any]) -> None:
+    """Note that a measurement under these conditions is under way."""
+    _write_atomically(directory / SESSION_FILE, json.dumps(conditions, indent=1) + "\n")
+
+
+def remove_session(directory: Path) -> None:
+    """Note that the measurement has ended."""
+    (directory / SESSION_FILE).unlink(missing_ok=True)
 
 
 def _columns(record_type: type[BaseModel]) -> list[str]:

@@ -1,0 +1,175 @@
+"""Probes that do not come from a model: the standard grid, and every machine's basics."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from planner.graph import Ref
+from planner.units import KIB, MIB
+from profiles.probes import CollectiveProbe, OpProbe, meta, plain_probe
+from profiles.records import COLLECTIVE_KINDS, Group
+
+COPY_BYTES = 32 * MIB
+
+
+def base_probes() -> tuple[OpProbe, ...]:
+    """Return the probes of issue overhead, memory rate and matmul rate, always measured."""
+    always = float("inf")
+    one = meta("x", (1,))
+    # In place, so that the rate is that of memory, not of getting pages from the system.
+    copied = {n: meta(n, (COPY_BYTES // 4,), requires_grad=False) for n in ("x", "z")}
+    a = meta("a", (512, 512))
+    return (
+        plain_probe(
+            "aten.neg.default",
+            Ref("x"),
+            tensors={"x": one},
+            output=meta("y", (1,)),
+            weight=always,
+        ),
+        plain_probe(
+            "aten.copy_.default",
+            Ref("x"),
+            Ref("z"),
+            tensors=copied,
+            output=meta("y", copied["x"].shape, requires_grad=False),
+            weight=always,
+        ),
+        plain_probe(
+            "aten.mm.default",
+            Ref("a"),
+            Ref("b"),
+            tensors={"a": a, "b": meta("b", (512, 512))},
+            output=meta("y", (512, 512)),
+            weight=always,
+        ),
+    )
+
+
+def collective_probes(nproc: int) -> tuple[CollectiveProbe, ...]:
+    """Return every kind on every group size that divides `nproc`, from 1 KiB to 64 MiB.
+
+    In an order in which a short budget still spans the range: 1 KiB, 256 KiB and 16 MiB
+    first, then what lies between, and 64 MiB last because it takes longest.
+    """
+    ordered = [KIB * 4**k for k in (0, 4, 7, 2, 6, 5, 1, 3, 8)]
+    groups = [size for size in range(2, nproc + 1) if nproc % size == 0]
+    return tuple(
+        CollectiveProbe(kind=kind, num_bytes=num_bytes, group=Group(ranks_per_node=size))
+        for size in groups
+        for num_bytes in ordered
+        for kind in COLLECTIVE_KINDS
+        if kind != "send_recv" or size == 2
+    )
+
+
+# Rows are batch times sequence; widths those of small to middling layers.
+_ROWS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192, 32768)}
+_WIDTHS = {"cpu": (64, 256, 1024), "cuda": (1024, 4096, 16384)}
+_DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16", "float32")}
+_SEQUENCES = {"cpu": (64, 256), "cuda": (1024, 4096, 16384)}
+_HEADS = {"cpu": (4, 16), "cuda": (8, 64)}
+_HEAD_SIZES = {"cpu": (32, 64), "cuda": (64, 128)}
+_BATCHES = {"cpu": (1, 4), "cuda": (1, 4)}
+_VOCABULARIES = {"cpu": (256, 8192), "cuda": (32768, 131072)}
+
+
+def standard_grid(device: str) -> tuple[OpProbe, ...]:
+    """Return matmuls tall, wide and square, attention, and memory-bound ops.
+
+    The backward of a linear layer covers the transposed layouts of its input's and its
+    weight's gradient.
+    """
+    probes = []
+    for dtype in _DTYPES[device]:
+        probes += [
+            _linear(m, n, k, dtype)
+            for m, n, k in product(_ROWS[device], _WIDTHS[device], _WIDTHS[device])
+        ]
+        probes += [
+            _attention(batch, heads, sequence, size, causal, dtype)
+            for batch, heads, sequence, size, causal in product(
+                _BATCHES[device],
+                _HEADS[device],
+                _SEQUENCES[device],
+                _HEAD_SIZES[device],
+                (False, True),
+            )
+        ]
+        for rows, width in product(_ROWS[device], _WIDTHS[device]):
+            probes += _memory_bound(rows, width, dtype)
+        for rows, vocabulary in product(_ROWS[device], _VOCABULARIES[device]):
+            probes += _vocabulary(rows, vocabulary, _WIDTHS[device][1], dtype)
+    return tuple(probes)
+
+
+def _linear(m: int, n: int, k: int, dtype: str) -> OpProbe:
+    tensors = {"x": meta("x", (m, k), dtype), "w": meta("w", (n, k), dtype)}
+    return plain_probe(
+        "aten.linear.default",
+        Ref("x"),
+        Ref("w"),
+        tensors=tensors,
+        output=meta("y", (m, n), dtype),
+    )
+
+
+def _attention(
+    batch: int, heads: int, sequence: int, size: int, causal: bool, dtype: str
+) -> OpProbe:
+    shape = (batch, heads, sequence, size)
+    return plain_probe(
+        "aten.scaled_dot_product_attention.default",
+        Ref("q"),
+        Ref("k"),
+        Ref("v"),
+        None,
+        0.0,
+        causal,
+        tensors={name: meta(name, shape, dtype) for name in "qkv"},
+        output=meta("y", shape, dtype),
+    )
+
+
+def _memory_bound(rows: int, width: int, dtype: str) -> list[OpProbe]:
+    x, y = meta("x", (rows, width), dtype), meta("y", (rows, width), dtype)
+    gain = meta("g", (width,), dtype)
+    other = meta("z", (rows, width), dtype)
+    return [
+        plain_probe("aten.gelu.default", Ref("x"), tensors={"x": x}, output=y),
+        plain_probe("aten.silu.default", Ref("x"), tensors={"x": x}, output=y),
+        plain_probe("aten.add.Tensor", Ref("x"), Ref("z"), tensors={"x": x, "z": other}, output=y),
+        plain_probe("aten.mul.Tensor", Ref("x"), Ref("z"), tensors={"x": x, "z": other}, output=y),
+        plain_probe("aten.softmax.int", Ref("x"), -1, tensors={"x": x}, output=y),
+        plain_probe(
+            "aten.layer_norm.default",
+            Ref("x"),
+            (width,),
+            Ref("g"),
+            Ref("b"),
+            tensors={"x": x, "g": gain, "b": meta("b", (width,), dtype)},
+            output=y,
+        ),
+    ]
+
+
+def _vocabulary(rows: int, vocabulary: int, width: int, dtype: str) -> list[OpProbe]:
+    index = meta("i", (rows,), "int64")
+    table = meta("w", (vocabulary, width), dtype)
+    logits = meta("x", (rows, vocabulary), dtype)
+    return [
+        plain_probe(
+            "aten.embedding.default",
+            Ref("w"),
+            Ref("i"),
+            tensors={"w": table, "i": index},
+            output=meta("y", (rows, width), dtype),
+        ),
+        plain_probe(
+            "aten.cross_entropy_loss.default",
+            Ref("x"),
+            Ref("i"),
+            tensors={"x": logits, "i": index},
+            output=meta("y", (), dtype),
+        ),
+    ]

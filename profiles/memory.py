@@ -1,0 +1,54 @@
+"""Memory beside the tensors themselves: what a process holds before any, and the allocator."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+
+LIVE_BYTES = {"cpu": 192 * 2**20, "cuda": 4 * 2**30}
+"""How much the allocator is made to hold: enough that page and segment sizes do not show."""
+
+ROUNDS = 4
+
+
+def used_bytes(device: torch.device) -> float:
+    """Return the bytes this process holds: resident memory, or memory taken from the GPU.
+
+    On a GPU other processes count too, so a device must be this process's own.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free)
+    with open("/proc/self/statm") as file:
+        return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def allocator_overhead(device: torch.device) -> float:
+    """Return peak memory held over peak bytes of live tensors, minus 1.
+
+    The pattern is that of training: a forward that keeps some tensors and drops others, a
+    backward that frees the kept ones from the last to the first, a few times over with
+    sizes that do not repeat exactly.
+    """
+    chance = random.Random(0)
+    before = used_bytes(device)
+    peak_live = peak_used = 0.0
+    for _ in range(ROUNDS):
+        kept: list[torch.Tensor] = []
+        live = 0.0
+        while live < LIVE_BYTES[device.type]:
+            num_bytes = int(2 ** chance.uniform(12, 23))
+            tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+            scratch = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+            peak_live = max(peak_live, live + 2 * num_bytes)
+            kept.append(tensor)
+            live += num_bytes
+            del scratch
+        peak_used = max(peak_used, used_bytes(device) - before)
+        while kept:
+            tensor = kept.pop()
+            gradient = tensor.clone()
+            del tensor, gradient
+    return max(0.0, peak_used / peak_live - 1)

@@ -1,0 +1,147 @@
+"""Probes: the questions put to a machine, as data that travels to worker processes as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planner.flops import backward_work, op_work
+from planner.graph import Op, Ref, TensorMeta, map_refs, to_json
+from profiles.families import canonical_shapes
+from profiles.records import CollectiveKind, Group, OpQuery
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeTensor:
+    """A tensor that a probe makes up: what matters of it is its form, not its values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpProbe:
+    """One operator to time, forward and (where an input needs a gradient) backward.
+
+    `op` names its tensors t0, t1, … in order of first appearance, described by `tensors`.
+    `weight` says how much of a training step hangs on it (seconds on some machine; only
+    ratios matter).
+    """
+
+    op: Op
+    tensors: tuple[ProbeTensor, ...]
+    forward: OpQuery
+    backward: OpQuery | None
+    weight: float = 1.0
+
+    @property
+    def queries(self) -> tuple[OpQuery, ...]:
+        """What the probe answers."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
+    def arguments(self) -> str:
+        """The op's arguments without tensors, as JSON text."""
+        return json.dumps([to_json(self.op.args), to_json(self.op.kwargs)], separators=(",", ":"))
+
+    @property
+    def key(self) -> tuple:
+        """Equal for probes that measure the same thing: the *signature* of the op."""
+        return (
+            self.op.target,
+            canonical_shapes(self.forward.target, self.forward.shapes),
+            tuple((t.dtype, t.requires_grad) for t in self.tensors),
+            self.arguments,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a worker needs to run the probe."""
+        return {"op": to_json(self.op), "tensors": [asdict(t) for t in self.tensors]}
+
+    def __str__(self) -> str:
+        shapes = " ".join("x".join(map(str, shape)) or "()" for shape in self.forward.shapes)
+        return f"{self.op.target} {shapes} {self.forward.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveProbe:
+    """One collective to time on every group of one shape at once."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    group: Group
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.num_bytes} bytes on {self.group}"
+
+
+def probe_of(op: Op, tensor: Mapping[str, TensorMeta], *, weight: float = 1.0) -> OpProbe:
+    """Return the probe of an op on the (bound, local) shapes in `tensor`."""
+    names = list(dict.fromkeys(op.inputs))
+    rename = {name: f"t{index}" for index, name in enumerate(names)}
+    metas = [tensor[name] for name in names]
+    inputs = [tensor[name] for name in op.inputs]
+    forward, backward = op_work(op, tensor), backward_work(op, tensor)
+    query = OpQuery(
+        target=op.target,
+        shapes=tuple(meta.shape_at(1) for meta in inputs),
+        dtype=query_dtype(op, tensor),
+        direction="forward",
+        flop=forward.flop,
+        num_bytes=forward.num_bytes,
+    )
+    back = replace(query, direction="backward", flop=backward.flop, num_bytes=backward.num_bytes)
+    return OpProbe(
+        op=replace(
+            op,
+            name="op",
+            outputs=tuple(f"out{i}" for i in range(len(op.outputs))),
+            module="",
+            args=map_refs(op.args, lambda ref: Ref(rename[ref.name])),
+            kwargs=tuple(
+                (key, map_refs(value, lambda ref: Ref(rename[ref.name])))
+                for key, value in op.kwargs
+            ),
+        ),
+        tensors=tuple(
+            ProbeTensor(shape=m.shape_at(1), dtype=m.dtype, requires_grad=m.requires_grad)
+            for m in metas
+        ),
+        forward=query,
+        backward=back if backward.num_bytes else None,
+        weight=weight,
+    )
+
+
+def query_dtype(op: Op, tensor: Mapping[str, TensorMeta]) -> str:
+    """Return the dtype that decides an op's speed: of its first floating input, else output."""
+    floating = [tensor[name].dtype for name in op.inputs if "float" in tensor[name].dtype]
+    return floating[0] if floating else tensor[op.outputs[0]].dtype
+
+
+def plain_probe(
+    target: str,
+    *args: Any,
+    tensors: Mapping[str, TensorMeta],
+    output: TensorMeta,
+    weight: float = 1.0,
+) -> OpProbe:
+    """Return the probe of an op written by hand; `args` may hold Refs to `tensors`."""
+    op = Op(name="op", target=target, args=args, outputs=(output.name,))
+    return probe_of(op, {**tensors, output.name: output}, weight=weight)
+
+
+def meta(
+    name: str, shape: tuple[int, ...], dtype: str = "float32", *, requires_grad: bool = True
+) -> TensorMeta:
+    """Return a tensor's description for `plain_probe`."""
+    return TensorMeta(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        kind="activation",
+        requires_grad=requires_grad and dtype.startswith(("float", "bfloat")),
+    )

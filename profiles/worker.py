@@ -1,0 +1,150 @@
+"""One rank of a measurement: `python -m profiles.worker`, started by `profiles.workers`.
+
+It joins a process group with its peers, then takes tasks from the measuring process, one
+JSON line each, and answers with one line. Whatever goes wrong in a task is answered as an
+error, or ends this process, which the other side notices; it never ends the measurement.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from profiles.memory import allocator_overhead, used_bytes
+from profiles.timing import Clock, time_collective, time_op
+
+
+def main() -> None:
+    """Serve tasks until the measuring process hangs up."""
+    host, port = os.environ["PLANNER_PROFILE_ADDRESS"].rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as connection:
+        lines = connection.makefile("rw", encoding="utf-8", newline="\n")
+        rank = int(os.environ["RANK"])
+        _say(lines, {"rank": rank, "token": os.environ["PLANNER_PROFILE_TOKEN"]})
+        worker = Worker(rank=rank, device_type=os.environ["PLANNER_PROFILE_DEVICE"])
+        for line in lines:
+            task = json.loads(line)
+            try:
+                answer = worker.run(task)
+            except Exception as error:
+                answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            _say(lines, answer)
+    # Peers may already be gone, so the process group is not torn down in turn.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+class Worker:
+    """A rank with its device and process groups. Mutable: groups are made when first used."""
+
+    def __init__(self, *, rank: int, device_type: str) -> None:
+        self.rank = rank
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if device_type == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device(device_type)
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        self.clock = Clock(self.device)
+        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self._tasks: Mapping[str, Callable[[Any], Any]] = {
+            "describe": lambda _: describe(self.device),
+            "op": self._time_op,
+            "collective": self._time_collective,
+            "memory": self._memory,
+        }
+
+    def run(self, task: Mapping[str, Any]) -> Any:
+        """Do one task, such as ``{"task": "op", …}``, and return its JSON answer."""
+        return self._tasks[task["task"]](task)
+
+    def _time_op(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        return time_op(
+            task["probe"], clock=self.clock, seconds=task["seconds"], begin_together=dist.barrier
+        )
+
+    def _time_collective(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        layout = tuple(tuple(ranks) for ranks in task["groups"])
+        if layout not in self._groups:
+            # Every rank makes every group, in the same order.
+            made = [dist.new_group(list(ranks)) for ranks in layout]
+            mine = [g for g, ranks in zip(made, layout, strict=True) if self.rank in ranks]
+            self._groups[layout] = mine[0] if mine else None
+        group = self._groups[layout]
+        if group is None:
+            return {"seconds": []}
+        return time_collective(
+            task["kind"], task["num_bytes"], group, clock=self.clock, seconds=task["seconds"]
+        )
+
+    def _memory(self, task: Mapping[str, Any]) -> dict[str, float]:
+        # What a training rank has loaded before its first tensor.
+        import planner.runtime.engine  # noqa: F401
+
+        context = used_bytes(self.device)
+        return {
+            "context_bytes": context,
+            "allocator_overhead_fraction": allocator_overhead(self.device),
+        }
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what this rank runs on."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "driver": f"CUDA {torch.version.cuda}",
+            "torch": torch.__version__,
+            "node": socket.gethostname(),
+        }
+    return {
+        "device": _cpu_name(),
+        "memory_bytes": _host_memory_bytes(),
+        "driver": f"{sys.platform} {os.uname().release}",
+        "torch": torch.__version__,
+        "node": socket.gethostname(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+        return names[0]
+    except (OSError, IndexError):
+        import platform
+
+        return platform.processor() or platform.machine() or "CPU"
+
+
+def _host_memory_bytes() -> int:
+    """Return the memory of this machine, or of the container if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):  # no such limit, or "max"
+            continue
+    return total
+
+
+def _say(lines: Any, answer: Any) -> None:
+    lines.write(json.dumps(answer) + "\n")
+    lines.flush()
+
+
+if __name__ == "__main__":
+    main()
