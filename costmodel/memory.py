@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -139,7 +139,7 @@ _OUTSIDE = {"allocator_bytes", "context_bytes"}
 
 
 def activation_peak(
-    schedule: Schedule, pp_rank: int, *, kept: Sequence[float], peak: Mapping[int, float]
+    schedule: Schedule, pp_rank: int, *, kept: Sequence[float], peak: Sequence[float]
 ) -> tuple[float, float]:
     """Play one rank's row: return (bytes kept, bytes on top) at its worst moment.
 

@@ -1,0 +1,177 @@
+"""estimate as a whole: parts add up, more work takes longer, limits are what they must be."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel import CostCache, StageLoad, block_load, estimate, join
+from costmodel.memory import activation_peak, job_peak_bytes, kept_bytes
+from planner.capture import capture_module
+from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
+from planner.schedule import build_schedule
+from planner.sharding import propagate_graph
+from profiles import Group, Lookup, load_profile
+from tests.builders import tiny_models
+
+
+@pytest.fixture(scope="module")
+def graph():
+    model = tiny_models()["gpt"]
+    return capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return load_profile("h100-sxm5-80gb")
+
+
+class FreeLinks:
+    """A profile whose links are infinitely fast."""
+
+    def __init__(self, profile):
+        self._profile = profile
+
+    def __getattr__(self, name):
+        return getattr(self._profile, name)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        return Lookup(seconds=0.0, source="infinite bandwidth", relative_error=0.0)
+
+
+def make_plan(graph, *, dp=1, tp=1, pp=1, m=4, size=2, schedule="1f1b", zero=0, recompute="none"):
+    n = len(graph.blocks)
+    cuts = [s * n // pp for s in range(pp + 1)]
+    layouts = ()
+    if tp > 1:
+        layouts = propagate_graph(graph, microbatch_size=size, axis_size=tp)
+        layouts = tuple(layouts.values()) if isinstance(layouts, dict) else tuple(layouts)
+    return Plan(
+        model=ModelRef(
+            name=graph.name, file="m.py", fingerprint=graph.fingerprint, inputs=(), batch_tree=None
+        ),
+        cluster=ClusterRef(name="h100-sxm5-80gb", device="cuda", devices_per_node=8),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vpp=1,
+        microbatch_size=size,
+        num_microbatches=m,
+        schedule=schedule,
+        zero_stage=zero,
+        stages=tuple(
+            StagePlan(
+                pp_rank=s, first_block=cuts[s], last_block=cuts[s + 1] - 1, recompute=recompute
+            )
+            for s in range(pp)
+        ),
+        layouts=layouts,
+    )
+
+
+LAYOUTS = [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2, "zero": 3}]
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
+def test_parts_add_up_to_the_step(graph, profile, degrees):
+    """M16: an estimate is a sum of named parts, none negative, and not below the table's end."""
+    result = estimate(graph, profile, make_plan(graph, **degrees))
+    parts = result.to_dict()["time"]
+    assert sum(parts.values()) == pytest.approx(result.step_s)
+    assert min(parts.values()) >= -1e-12
+    assert result.step_s >= result.timeline.makespan_s
+    for memory in result.to_dict()["memory"]:
+        total = memory.pop("total_bytes")
+        assert sum(memory.values()) == pytest.approx(total, abs=len(memory))
+
+
+def test_one_device_communicates_nothing(graph, profile):
+    time = estimate(graph, profile, make_plan(graph)).time
+    assert (time.tp_comm_s, time.dp_comm_s, time.pp_comm_s, time.bubble_s) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS[1:], ids=str)
+def test_infinite_bandwidth_leaves_compute(graph, profile, degrees):
+    time = estimate(graph, FreeLinks(profile), make_plan(graph, **degrees)).time
+    assert time.tp_comm_s + time.dp_comm_s + time.pp_comm_s == pytest.approx(0.0, abs=1e-12)
+    assert time.compute_s > 0
+
+
+def test_more_work_takes_longer_and_more_memory(graph, profile):
+    """M16: monotone in microbatches, microbatch size and recompute."""
+    costs = CostCache(graph, profile)
+    base = estimate(graph, profile, make_plan(graph), costs=costs)
+    more = estimate(graph, profile, make_plan(graph, m=8), costs=costs)
+    wide = estimate(graph, profile, make_plan(graph, size=4), costs=costs)
+    again = estimate(graph, profile, make_plan(graph, recompute="full"), costs=costs)
+    assert more.step_s > base.step_s
+    assert wide.time.compute_s > base.time.compute_s  # the host is the limit of so tiny a step
+    assert wide.step_s >= base.step_s * (1 - 1e-9)
+    assert wide.peak_bytes > base.peak_bytes
+    assert again.step_s > base.step_s
+    assert again.memory[0].activation_bytes < base.memory[0].activation_bytes
+
+
+def test_zero_shards_what_it_says(graph, profile):
+    """ZeRO 1 shards optimizer state, 2 gradients too, 3 parameters too."""
+    by_stage = {
+        z: estimate(graph, profile, make_plan(graph, dp=4, zero=z)).memory[0] for z in (0, 1, 2, 3)
+    }
+    whole = by_stage[0]
+    for z in (1, 2, 3):
+        assert by_stage[z].optimizer_bytes == pytest.approx(whole.optimizer_bytes / 4)
+    assert by_stage[1].gradient_bytes == whole.gradient_bytes
+    assert by_stage[2].gradient_bytes == pytest.approx(whole.gradient_bytes / 4)
+    assert by_stage[3].parameter_bytes < whole.parameter_bytes
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
+def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
+    """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
+    kept = peak = [1.0] * pp
+    plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
+    all_first = build_schedule("fthenb", pp=pp, vpp=1, num_microbatches=m)
+    for rank in range(pp):
+        assert activation_peak(plain, rank, kept=kept, peak=peak) == (min(m, pp - rank), 0.0)
+        assert activation_peak(all_first, rank, kept=kept, peak=peak) == (m, 0.0)
+
+
+def test_loads_add_up_in_any_grouping(graph, profile):
+    """M16: a run's load does not depend on how it was put together."""
+    costs = CostCache(graph, profile)
+    loads = [block_load(costs.block(b.class_index, 1, 2)) for b in graph.blocks]
+    left = join(loads)
+    right = loads[-1]
+    for load in reversed(loads[:-1]):
+        right = load + right
+    for name in StageLoad.__dataclass_fields__:
+        assert getattr(left, name) == pytest.approx(getattr(right, name)), name
+
+
+def test_recompute_keeps_block_inputs_only(graph, profile):
+    costs = CostCache(graph, profile)
+    layer = max(graph.blocks, key=lambda b: len(graph.classes[b.class_index].ops))
+    load = block_load(costs.block(layer.class_index, 1, 2))
+    activation = graph.tensor[layer.inputs[0]].bytes_at(2)
+    assert kept_bytes(load, recompute=True) == activation
+    assert job_peak_bytes(load, recompute=True) >= kept_bytes(load, recompute=False)
+
+
+def test_tied_parameters_of_a_stage_count_once(profile):
+    pytest.importorskip("transformers")
+    model = tiny_models()["hf-gpt2"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt2")
+    whole = estimate(graph, profile, make_plan(graph)).memory[0]
+    assert whole.parameter_bytes >= 4 * graph.num_params()
+    assert whole.optimizer_bytes == 8 * graph.num_params()
+    split = estimate(graph, profile, make_plan(graph, pp=2)).memory
+    tied = next(t for t in graph.params if t.aliases)
+    both = sum(parts.optimizer_bytes for parts in split)
+    assert both == 8 * (graph.num_params() + tied.numel_at(1))
+
+
+def test_unequal_layouts_cost_communication(graph, profile):
+    """Two tensor-parallel ranks: less compute each, and collectives that were not there."""
+    one = estimate(graph, profile, make_plan(graph, size=8)).time
+    two = estimate(graph, profile, make_plan(graph, size=8, tp=2)).time
+    assert two.tp_comm_s > one.tp_comm_s == 0.0
+    assert replace(two, tp_comm_s=0.0).step_s < two.step_s

@@ -1,0 +1,96 @@
+"""The event simulator against closed formulas, the plain evaluator, and the clock."""
+
+import time
+from fractions import Fraction
+
+import pytest
+
+from costmodel.simulate import JobSeconds, build_job_table, simulate
+from planner.errors import ScheduleError
+from planner.schedule import SCHEDULES, Schedule, StageTimes, build_schedule, time_schedule
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "fthenb"])
+@pytest.mark.parametrize(("pp", "m"), [(1, 1), (2, 4), (4, 4), (4, 8), (8, 32)])
+def test_bubble_of_equal_stages(schedule, pp, m):
+    """P4: idle part of the step is (pp-1)/(m+pp-1), whatever F and B take."""
+    table = build_schedule(schedule, pp=pp, vpp=1, num_microbatches=m)
+    timeline = simulate(table, JobSeconds.equal(pp, forward_s=1.0, backward_s=2.0))
+    assert timeline.bubble_fraction == pytest.approx(float(Fraction(pp - 1, m + pp - 1)))
+    assert timeline.makespan_s == pytest.approx(3.0 * (m + pp - 1))
+
+
+@pytest.mark.parametrize("vpp", [1, 2, 4])
+def test_virtual_stages_divide_the_bubble(vpp):
+    """V3: with v stages a rank the bubble is 1/v of the plain one, (pp-1)/(v*m+pp-1) of it all."""
+    pp, m = 4, 8
+    name = "1f1b" if vpp == 1 else "interleaved_1f1b"
+    table = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
+    timeline = simulate(
+        table, JobSeconds.equal(pp * vpp, forward_s=1.0 / vpp, backward_s=2.0 / vpp)
+    )
+    assert timeline.makespan_s - 3.0 * m == pytest.approx(3.0 * (pp - 1) / vpp)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_without_contention_it_is_the_plain_evaluator(name):
+    """A transfer much shorter than a job never queues: both evaluators must agree."""
+    pp, m = 4, 8
+    vpp = SCHEDULES[name].min_vpp
+    table = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=m)
+    n = pp * vpp
+    f, i, w = (tuple(base + 0.1 * s for s in range(n)) for base in (1.0, 1.1, 0.9))
+    hop = (0.01,) * n
+    mine = simulate(
+        table,
+        JobSeconds(
+            forward_s=f,
+            backward_input_s=i,
+            backward_weight_s=w,
+            receive_forward_s=hop,
+            receive_backward_s=hop,
+        ),
+    )
+    plain = time_schedule(
+        table,
+        StageTimes(forward_s=f, backward_input_s=i, backward_weight_s=w, transfer_s=0.01),
+    )
+    assert mine.makespan_s == pytest.approx(plain.step_s)
+    assert mine.bubble_s == pytest.approx(plain.bubble_s)
+
+
+def test_messages_over_one_link_queue_up():
+    """Hand arithmetic: F takes 1, the link 3 s a message. Four messages leave one after the
+    other at 4, 7, 10, 13; the last stage's last F starts at 13 and everything follows."""
+    table = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4)
+    timeline = simulate(table, JobSeconds.equal(2, forward_s=1.0, backward_s=1.0, hop_s=3.0))
+    assert timeline.start_s[1][:4] == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_big_tables_are_fast():
+    """64 pp ranks x 8 stages x 512 microbatches: half a million jobs in two seconds."""
+    pp, vpp, m = 64, 8, 512
+    table = build_job_table(build_schedule("interleaved_1f1b", pp=pp, vpp=vpp, num_microbatches=m))
+    start = time.process_time()
+    timeline = simulate(table, JobSeconds.equal(pp * vpp, forward_s=1.0, backward_s=2.0))
+    assert time.process_time() - start < 2.0
+    assert timeline.makespan_s == pytest.approx(3.0 * (m * vpp + pp - 1))
+
+
+def test_a_table_that_never_ends_is_refused():
+    good = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2)
+    first, *rest = good.jobs[1]
+    stuck = Schedule(
+        name="stuck",
+        stage_to_pp_rank=good.stage_to_pp_rank,
+        num_microbatches=2,
+        jobs=((*good.jobs[0][1:], good.jobs[0][0]), (first, *rest)),
+    )
+    with pytest.raises(ScheduleError, match=r"never ends: pp ranks 0, 1"):
+        simulate(stuck, JobSeconds.equal(2, forward_s=1.0, backward_s=1.0))
+
+
+def test_times_of_another_number_of_stages_are_refused():
+    table = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2)
+    with pytest.raises(ScheduleError, match=r"times of 3 stages given .* of 2 stages"):
+        simulate(table, JobSeconds.equal(3, forward_s=1.0, backward_s=1.0))
