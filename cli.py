@@ -82,11 +82,14 @@ def _progress(title: str) -> Iterator[Progress]:
         TextColumn("{task.fields[doing]}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=1.0, doing="")
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=None, doing="")  # pulses until something moves it
 
         def move(fraction: float, doing: str) -> None:
-            bar.update(task, completed=fraction, doing=doing)
+            bar.update(task, total=1.0, completed=fraction, doing=doing)
 
         yield move
 
@@ -221,7 +224,8 @@ def search(
     recompute: Annotated[str | None, typer.Option(help="Fix recompute: none or full.")] = None,
 ) -> None:
     """Find the fastest plan that fits in memory and write it to a file."""
-    from search import SearchRequest, describe_result, find_plan
+    from search import SearchRequest, find_plan
+    from search.describe import describe_result
 
     request = SearchRequest(
         num_devices=gpus,
@@ -330,7 +334,7 @@ def estimate(
         graph = _graph(model)
         validate_model(loaded, graph)
         result = estimate_plan(graph, cluster, loaded)
-    _print(*describe_estimate(result.to_dict()))
+    _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
 
 
 def _graph(model: Path) -> Any:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from planner.graph import ModelGraph
 from planner.plan import ClassLayout, Plan, StagePlan, validate_model
-from planner.schedule import build_schedule, draw_schedule
+from planner.schedule import draw_schedule, schedule_of
 from planner.sharding import ops_without_rule
 from planner.units import format_bytes, format_seconds
 
@@ -38,7 +38,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     if plan.pp > 1:
         parts.append(_timetable(plan))
     if plan.estimate:
-        parts += describe_estimate(plan.estimate)
+        parts += describe_estimate(plan.estimate, cluster=plan.cluster.name)
     return parts
 
 
@@ -127,13 +127,16 @@ def _without_rule(graph: ModelGraph) -> Text:
 
 
 def _timetable(plan: Plan) -> Text:
-    schedule = build_schedule(
-        plan.schedule, pp=plan.pp, vpp=plan.vpp, num_microbatches=plan.num_microbatches
-    )
-    return Text(draw_schedule(schedule, max_columns=MAX_DRAWN_COLUMNS), no_wrap=True)
+    return Text(draw_schedule(schedule_of(plan), max_columns=MAX_DRAWN_COLUMNS), no_wrap=True)
 
 
-def describe_estimate(estimate: Mapping[str, Any]) -> list[RenderableType]:
+_BASES = {
+    "measured": "measurements of",
+    "shipped": "the shipped description, not on measurements here, of",
+}
+
+
+def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[RenderableType]:
     """Return the expected step time and memory, each in its named parts.
 
     `estimate` is the JSON form that the search stored in the plan; parts it does not know
@@ -160,7 +163,7 @@ def describe_estimate(estimate: Mapping[str, Any]) -> list[RenderableType]:
     memory.add_row("total", *totals, style="bold")
 
     error = estimate.get("relative_error")
-    basis = f"Based on: {estimate.get('source', 'unknown')}"
+    basis = f"Based on {_BASES.get(estimate['source'], estimate['source'])} {cluster}"
     if error is not None:
         basis += f"; expected to be within {error:.0%}"
     return [share, memory, Text(basis)]

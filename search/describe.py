@@ -28,7 +28,7 @@ def _chosen(plan: Plan) -> Text:
     degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
     recompute = {stage.recompute for stage in plan.stages}
     return Text(
-        f"best plan: {degrees}, {plan.num_microbatches} microbatches of {plan.microbatch_size}, "
+        f"best plan: {degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
         f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}\n"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
         f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"

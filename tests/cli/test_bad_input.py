@@ -3,9 +3,13 @@
 import json
 import multiprocessing.process
 import subprocess
+from pathlib import Path
 
 import pytest
 
+import profiles
+
+SHIPPED = Path(profiles.__file__).parent / "data"
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")
 
 
@@ -81,9 +85,16 @@ def test_devices_that_do_not_divide_the_batch(planner, write_model):
     assert "4" in complaint
 
 
-def test_more_devices_than_the_profile_describes(planner, write_model):
-    complaint = planner("search", write_model(), *SEARCH[:2], "--gpus", 10**9).complaint
-    assert "1000000000" in complaint
+def test_more_devices_than_the_profile_describes(planner, write_model, tmp_path):
+    """A profile measured on 2 ranks says nothing of 4."""
+    folder = tmp_path / "measured-on-two"
+    folder.mkdir()
+    shipped = json.loads((SHIPPED / "h100-sxm5-80gb" / "profile.json").read_text())
+    shipped["cluster"]["max_devices"] = 2
+    (folder / "profile.json").write_text(json.dumps(shipped))
+    complaint = planner("search", write_model(), "--profile", folder, "--gpus", 4).complaint
+    assert "4" in complaint
+    assert "use --gpus 2 or fewer" in complaint
 
 
 def test_fewer_microbatches_than_stages(planner, write_model):
@@ -91,8 +102,8 @@ def test_fewer_microbatches_than_stages(planner, write_model):
     complaint = planner(
         "search", write_model(), *SEARCH, "--pp", 2, "--microbatch-size", 8
     ).complaint
-    assert "1 microbatch" in complaint
-    assert "2" in complaint
+    assert "pp=2 needs at least 2 microbatches" in complaint
+    assert "at most 1" in complaint
 
 
 def test_unknown_schedule_names_the_nearest(planner, write_model):
