@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph
-from planner.plan import ClassLayout, ClusterRef, ModelRef, Plan, Recompute, StagePlan, ZeroStage
+from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan, ZeroStage
 from planner.schedule import stage_to_pp_rank
+from planner.sharding import propagate_graph
 
 
 def default_plan(
@@ -59,7 +60,9 @@ def default_plan(
         schedule=schedule,
         zero_stage=zero_stage,
         stages=stages,
-        layouts=_layouts(graph, tp, microbatch_size) if tp > 1 else (),
+        layouts=propagate_graph(graph, microbatch_size=microbatch_size, axis_size=tp)
+        if tp > 1
+        else (),
     )
 
 
@@ -78,13 +81,4 @@ def model_ref(graph: ModelGraph, *, file: str) -> ModelRef:
             for t in (graph.tensor[name] for name in graph.batch_inputs)
         ),
         batch_tree=graph.batch_tree,
-    )
-
-
-def _layouts(graph: ModelGraph, tp: int, microbatch_size: int) -> tuple[ClassLayout, ...]:
-    from planner.sharding import propagate_layout
-
-    return tuple(
-        propagate_layout(index, program.bind(microbatch_size), tp)
-        for index, program in enumerate(graph.classes)
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
 from planner.placement import Placement
-from planner.plan import Plan, load_plan
+from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
 from planner.runtime import zero
 from planner.runtime.device import choose_device
@@ -39,7 +39,7 @@ from planner.runtime.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import build_schedule, validate_schedule
+from planner.schedule import schedule_of
 
 
 def apply_plan(
@@ -52,14 +52,17 @@ def apply_plan(
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
-    graph = _shared_capture(plan, model, loss, mesh)
+    graph = shared_capture(plan, model, loss, mesh)
     return Engine(plan, graph, model, mesh, optimizer=optimizer)
 
 
-def _shared_capture(
+def shared_capture(
     plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
 ) -> ModelGraph:
-    """Capture on rank 0 and hand the graph, which is plain JSON, to the others."""
+    """Capture on rank 0 and hand the graph, which is plain JSON, to the others.
+
+    Raises PlanError when the model is not the one the plan was made for.
+    """
     payload: list[str | None] = [None]
     graph = None
     if dist.get_rank() == 0:
@@ -68,11 +71,7 @@ def _shared_capture(
         spec, tree = plan.model.inputs, plan.model.batch_tree
         two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
         graph = capture_module(model, two, three, loss=loss, name=plan.model.name)
-        if graph.fingerprint != plan.model.fingerprint:
-            raise PlanError(
-                f"the plan is for another model than the one given (made from {plan.model.file}, "
-                "whose structure differs); search again for this one"
-            )
+        validate_model(plan, graph)
         payload = [json.dumps(to_json(graph))]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(payload, src=0, group=mesh.control)
@@ -108,15 +107,7 @@ class Engine:
             )
         self.plan, self.graph, self.mesh = plan, graph, mesh
         self._saved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-        self.schedule = build_schedule(
-            plan.schedule, pp=plan.pp, vpp=plan.vpp, num_microbatches=plan.num_microbatches
-        )
-        validate_schedule(self.schedule)
-        if self.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
-            raise PlanError(
-                f"the plan puts stages on pp ranks {plan.stage_to_pp_rank} and its schedule "
-                f"{plan.schedule!r} needs {self.schedule.stage_to_pp_rank}; search again"
-            )
+        self.schedule = schedule_of(plan)
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
         self._zero_stage = plan.zero_stage if plan.dp > 1 else 0
         self._param_placements = _param_placements(graph, plan)

@@ -14,7 +14,7 @@ from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.runtime.collectives import run_step
 from planner.runtime.mesh import Mesh, rank_at
-from planner.runtime.wiring import stage_params
+from planner.runtime.wiring import local_shape, stage_params
 
 
 def gather(
@@ -47,11 +47,27 @@ def gather(
 def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
+        tensor = _over_dp(tensor, placement, mesh)
     group = mesh.group("tp")
     if group is None or not isinstance(placement, Shard):
         return tensor
     return run_step(tensor, group.group_name, ("all_gather", placement.dim, 0))
+
+
+def _over_dp(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
+    """Gather what FSDP2 cut along dim 0, as torch.chunk does: the last pieces may be short.
+
+    DTensor's own way gathers over tp first, which for a dim cut twice is the wrong order,
+    and warns about it.
+    """
+    shape = local_shape(tuple(tensor.shape), placement, mesh.size("tp"))
+    group = mesh.group("dp")
+    assert group is not None, "FSDP2 is used only with replicas"
+    length = -(-shape[0] // mesh.size("dp"))
+    local = tensor.to_local()
+    padded = local.new_zeros((length, *shape[1:]))
+    padded[: local.shape[0]] = local
+    return run_step(padded, group.group_name, ("all_gather", 0, 0))[: shape[0]]
 
 
 def _to_rank_0(whole: Tensor | None, meta: TensorMeta, source: int, mesh: Mesh) -> Tensor | None:

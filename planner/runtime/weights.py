@@ -62,7 +62,10 @@ def synced_tensors(
     metas = [t for t in graph.tensors if t.kind in ("param", "buffer", "constant")]
     kept: dict[str, Tensor] = {}
     for bucket in _buckets(metas):
-        tensors = [module_tensor(module, meta).to(mesh.device) for meta in bucket]
+        tensors = [
+            module_tensor(module, meta).to(mesh.device, getattr(torch, meta.dtype))
+            for meta in bucket
+        ]
         if dist.get_world_size() > 1:
             flat = torch.cat([t.reshape(-1) for t in tensors])
             dist.broadcast(flat, src=0)

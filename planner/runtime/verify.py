@@ -1,0 +1,332 @@
+"""`planner verify`: a plan computes what one process computes, shown by training both.
+
+A few steps are trained under the plan, and in one process by the user's unmodified module
+called on the whole batch, from the same weights and data, in fp64 and without dropout. The
+one process knows nothing of capture, lowering, schedules or collectives. Reported is the
+largest relative difference of losses, of gradients and of updated parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.batch import call_with_batch, flatten_batch, loss_of, unflatten_batch
+from planner.blocks import mutates
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.model_file import ModelSource, load_model_file
+from planner.plan import Plan, load_plan
+from planner.runtime.engine import Engine, shared_capture
+from planner.runtime.mesh import build_mesh
+from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
+
+TOLERANCE = 1e-9
+
+Progress = Callable[[float, str], None]
+
+# Adam divides a gradient by its own size, so where a gradient is zero but for rounding
+# (a key bias in attention) rounding would become a full step; this epsilon prevents it.
+_ADAMW = {"lr": 1e-2, "eps": 1e-3}
+
+# A tensor is compared relative to its own largest entry, or to this part of the largest
+# entry of all tensors, so that one that is zero but for rounding does not count.
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The largest relative difference found, and the tensor and step it was found in."""
+
+    relative: float
+    name: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
+
+    `notes` say what was switched off or cut down to compare, as sentences.
+    """
+
+    steps: int
+    num_ranks: int
+    tolerance: float
+    loss: Difference
+    gradient: Difference
+    parameter: Difference
+    losses: tuple[float, ...]
+    reference_losses: tuple[float, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest of the three relative differences."""
+        return max(self.loss.relative, self.gradient.relative, self.parameter.relative)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all differences are within the tolerance (a NaN is not)."""
+        return self.largest <= self.tolerance
+
+
+def verify(
+    plan_path: str | os.PathLike[str],
+    model_path: str | os.PathLike[str],
+    *,
+    steps: int = 3,
+    device: str | None = "cpu",
+    tolerance: float = TOLERANCE,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Train under the plan and in one process, and return how far they are apart.
+
+    Starts the plan's ranks on this machine. Raises PlannerError for a plan or model that
+    can't run; RuntimeError, after its traceback was printed, when a rank fails.
+    """
+    from planner.runtime.launch import check_runnable
+    from planner.runtime.workers import run_workers
+
+    plan = load_plan(plan_path)
+    source = load_model_file(model_path)
+    device = check_runnable(plan, device)
+    if steps < 1:
+        raise PlanError(f"steps={steps} must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="planner-verify-") as folder:
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        request.write_text(
+            json.dumps(
+                {
+                    "plan": os.fspath(Path(plan_path).resolve()),
+                    "model": os.fspath(source.path),
+                    "steps": steps,
+                    "tolerance": tolerance,
+                    "answer": os.fspath(answer),
+                }
+            )
+        )
+        if progress is not None:
+            progress(0.1, f"training {steps} steps on {plan.world_size} ranks and on one")
+        code = run_workers(["--verify", str(request)], num_ranks=plan.world_size, device=device)
+        if progress is not None:
+            progress(1.0, "compared")
+        if code == 2:
+            raise PlanError("the plan could not be run; its rank's message is above")
+        if code or not answer.exists():
+            raise RuntimeError(f"a rank failed with code {code}; its traceback is above")
+        return report_from_json(json.loads(answer.read_text()))
+
+
+def verify_worker(request: Path) -> None:
+    """Do one rank's part of `verify`; rank 0 writes the answer."""
+    asked = json.loads(request.read_text())
+    report = compare_with_one_process(
+        load_plan(asked["plan"]),
+        load_model_file(asked["model"]),
+        steps=asked["steps"],
+        tolerance=asked["tolerance"],
+    )
+    if report is not None:
+        Path(asked["answer"]).write_text(json.dumps(asdict(report)))
+
+
+def report_from_json(data: Mapping[str, Any]) -> VerifyReport:
+    """Inverse of `dataclasses.asdict` through JSON."""
+    kinds = {key: Difference(**data[key]) for key in ("loss", "gradient", "parameter")}
+    lists = {key: tuple(data[key]) for key in ("losses", "reference_losses", "notes")}
+    return VerifyReport(**{**data, **kinds, **lists})
+
+
+def compare_with_one_process(
+    plan: Plan,
+    source: ModelSource,
+    *,
+    steps: int = 3,
+    tolerance: float = TOLERANCE,
+    make_engine: Callable[..., Engine] = Engine,
+) -> VerifyReport | None:
+    """Compare on the ranks that are running; rank 0 gets the report, others None.
+
+    Rank 0 is the one process too. `make_engine` stands in for Engine where a test breaks it.
+    """
+    from planner.runtime.device import choose_device
+
+    notes = []
+    smaller = _shortened(plan)
+    if smaller != plan:
+        run, planned = smaller.num_microbatches, plan.num_microbatches
+        notes.append(f"{run} of the plan's {planned} microbatches were run")
+    mesh = build_mesh(smaller, choose_device())
+    torch.manual_seed(0)
+    module = source.build()
+    graph = shared_capture(smaller, module, source.loss, mesh)
+    if has_dropout(graph):
+        notes.append("dropout was switched off on both sides")
+    module = module.double()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        reference = _OneProcess(module, source, _writes_buffers(graph), smaller)
+        if reference.piecewise:
+            notes.append(
+                "the model updates buffers from batch statistics, so the one process also "
+                "went microbatch by microbatch"
+            )
+        engine = make_engine(
+            smaller,
+            promote_graph(graph),
+            module,
+            mesh,
+            optimizer=lambda params: torch.optim.AdamW(params, **_ADAMW),
+        )
+        return _train_both(engine, reference, source, steps, tolerance, tuple(notes))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _shortened(plan: Plan) -> Plan:
+    """The plan with few enough microbatches for a quick proof; their number proves nothing."""
+    if plan.table:
+        return plan
+    enough = min(plan.num_microbatches, max(2, 2 * plan.pp))
+    return plan.model_copy(update={"num_microbatches": enough})
+
+
+def _writes_buffers(graph: ModelGraph) -> bool:
+    return any(mutates(op) for program in graph.classes for op in program.ops)
+
+
+class _OneProcess:
+    """The user's module trained alone on rank 0; mutable. Elsewhere it does nothing."""
+
+    def __init__(self, module: nn.Module, source: ModelSource, piecewise: bool, plan: Plan) -> None:
+        self.piecewise = piecewise
+        self._here = dist.get_rank() == 0
+        self._source, self._plan = source, plan
+        if self._here:
+            self._module = copy.deepcopy(module)
+            self._optimizer = torch.optim.AdamW(self._module.parameters(), **_ADAMW)
+
+    def step(self, batch: Any) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+        """Return loss, gradients and updated parameters of one step."""
+        if not self._here:
+            return 0.0, {}, {}
+        self._optimizer.zero_grad()
+        pieces = self._pieces(batch) if self.piecewise else [batch]
+        total = 0.0
+        with ReferenceMode():
+            for piece in pieces:
+                output = call_with_batch(self._module, piece)
+                loss = loss_of(output, piece, self._source.loss) / len(pieces)
+                loss.backward()
+                total += loss.item()
+        named = dict(self._module.named_parameters(remove_duplicate=False))
+        grads = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for n, p in named.items()
+            if p.requires_grad
+        }
+        self._optimizer.step()
+        return total, grads, {n: p.detach().clone() for n, p in named.items()}
+
+    def _pieces(self, batch: Any) -> list[Any]:
+        leaves, tree = flatten_batch(batch)
+        samples = self._plan.global_batch
+        size = self._plan.microbatch_size
+        return [
+            unflatten_batch(
+                tree,
+                {
+                    path: t[i : i + size] if t.ndim and t.shape[0] == samples else t
+                    for path, t in leaves.items()
+                },
+            )
+            for i in range(0, samples, size)
+        ]
+
+
+def _train_both(
+    engine: Engine,
+    reference: _OneProcess,
+    source: ModelSource,
+    steps: int,
+    tolerance: float,
+    notes: tuple[str, ...],
+) -> VerifyReport | None:
+    losses: list[float] = []
+    reference_losses: list[float] = []
+    worst = dict.fromkeys(
+        ("loss", "gradient", "parameter"), Difference(relative=0.0, name="", step=0)
+    )
+    for step in range(steps):
+        batch = _shared_batch(source, engine, step)
+        expected_loss, expected_grads, expected_params = reference.step(batch)
+        losses.append(engine.step(batch).item())
+        reference_losses.append(expected_loss)
+        grads, params = engine.full_gradients(), engine.full_state_dict()
+        if dist.get_rank() != 0:
+            continue
+        found = {
+            "loss": _difference({"loss": losses[-1]}, {"loss": expected_loss}, step),
+            "gradient": _difference(grads, expected_grads, step),
+            "parameter": _difference(params, expected_params, step),
+        }
+        # not (a <= b) instead of a > b: a NaN must win.
+        worst = {
+            k: d if not (d.relative <= worst[k].relative) else worst[k] for k, d in found.items()
+        }
+    if dist.get_rank() != 0:
+        return None
+    return VerifyReport(
+        steps=steps,
+        num_ranks=engine.plan.world_size,
+        tolerance=tolerance,
+        losses=tuple(losses),
+        reference_losses=tuple(reference_losses),
+        notes=notes,
+        **worst,
+    )
+
+
+def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
+    """Rank 0's batch for a step, in fp64, on every rank."""
+    payload: list[Any] = [None]
+    if dist.get_rank() == 0:
+        torch.manual_seed(1000 + step)
+        with torch.device("cpu"):
+            batch = source.batch(engine.plan.global_batch)
+        leaves, tree = flatten_batch(batch)
+        promoted = {path: t.double() if t.is_floating_point() else t for path, t in leaves.items()}
+        payload = [unflatten_batch(tree, promoted)]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(payload, src=0, group=engine.mesh.control)
+    return payload[0]
+
+
+def _difference(found: Mapping[str, Any], expected: Mapping[str, Any], step: int) -> Difference:
+    """The largest relative difference over all tensors of `expected`."""
+    as_tensors = {n: torch.as_tensor(v, dtype=torch.float64) for n, v in expected.items()}
+    sizes = {n: t.abs().max().item() if t.numel() else 0.0 for n, t in as_tensors.items()}
+    floor = max(_FLOOR * max(sizes.values(), default=0.0), torch.finfo(torch.float64).tiny)
+    worst = Difference(relative=0.0, name="", step=step)
+    for name, tensor in as_tensors.items():
+        if not tensor.numel():
+            continue
+        if name not in found:
+            return Difference(relative=float("inf"), name=f"{name} (missing)", step=step)
+        other = torch.as_tensor(found[name], dtype=torch.float64)
+        gap = (other - tensor).abs().max().item() / max(sizes[name], floor)
+        if not (gap <= worst.relative):
+            worst = Difference(relative=gap, name=name, step=step)
+    return worst

@@ -1,0 +1,102 @@
+"""One rank: ``python -m planner.runtime.worker script.py args…`` or ``… --verify request``.
+
+Runs the user's script as ``__main__``, as ``python script.py args…`` would, and sees to it
+that a failure is told once for the whole run and that the process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from planner.errors import PlannerError
+from planner.runtime.workers import FAILURE_FILE
+
+
+def main(args: list[str]) -> None:
+    """Run what the arguments ask for and end the process."""
+    _die_with_parent()
+    try:
+        if args[0] == "--verify":
+            from planner.runtime.verify import verify_worker
+
+            verify_worker(Path(args[1]))
+        else:
+            _run_script(args[0], args[1:])
+        _leave()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            _fail(code, error.code)
+        _end(code)
+    except PlannerError as error:
+        _fail(2, f"planner: {error}")
+    except BaseException as error:
+        _fail(1, _story(error))
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process should the launcher vanish without a word."""
+    if sys.platform == "linux":
+        parent = os.getppid()
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _story(error: BaseException) -> str:
+    """The traceback from the user's script on, under the rank it happened on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        frames = frames.tb_next
+    if frames is None or "runpy" in frames.tb_frame.f_code.co_filename:
+        frames = error.__traceback__
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return f"planner: rank {os.environ.get('RANK', '0')} failed\n{text.rstrip()}"
+
+
+def _fail(code: int, text: str) -> None:
+    """Tell the failure if no rank has told one, and end."""
+    claim = os.environ.get(FAILURE_FILE)
+    first = True
+    if claim:
+        try:
+            with open(claim, "x") as file:
+                file.write(str(code))
+        except FileExistsError:
+            first = False
+        except FileNotFoundError:  # the launcher is gone and has cleaned up
+            first = False
+    if first:
+        print(text, file=sys.stderr)
+    _end(code)
+
+
+def _end(code: int) -> None:
+    # Interpreter shutdown would wait for peers in process-group destructors.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
