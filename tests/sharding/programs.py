@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.graph import Op, Program, Ref, Symbol, TensorMeta
-from planner.placement import Placement, Replicate, Shard
+from planner.lowering import lower
+from planner.placement import Placement, Replicate, Shard, parse_placement
+from planner.plan import ClassLayout
 from planner.program_fx import aten_overload, to_graph_module
 from tests.sharding.ranks import on_ranks
 
@@ -99,7 +101,9 @@ def whole(parts: Sequence[Tensor], placement: Placement) -> list[Tensor]:
 
 def run_dense(program: Program, tensors: Mapping[str, Tensor], cotangents: Sequence[Tensor | None]):
     """Outputs and gradients of a program in one process."""
-    values = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tensors.items()}
+    values = {
+        n: t.clone().requires_grad_(program.tensor[n].requires_grad) for n, t in tensors.items()
+    }
     module = to_graph_module(program, {"tp": None}, torch.device("cpu"))
     names = (*program.inputs, *program.params)
     outputs = module(*(values[name] for name in names))
@@ -131,7 +135,7 @@ def run_local(
     def body(rank: int):
         values = {
             n: place(tensors[n], placements[n], rank, world_size).requires_grad_(
-                tensors[n].is_floating_point()
+                program.tensor[n].requires_grad
             )
             for n in names
         }
@@ -162,3 +166,56 @@ def random_cotangents(program: Program, seed: int) -> list[Tensor | None]:
             else None
         )
     return found
+
+
+def random_values(program: Program, seed: int) -> dict[str, Tensor]:
+    """Values for a program's inputs and params: small indices, true masks, normal floats."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name in (*program.inputs, *program.params):
+        meta = program.tensor[name]
+        dtype = getattr(torch, meta.dtype)
+        if meta.data is not None:
+            found[name] = torch.tensor(meta.data, dtype=dtype).reshape(meta.shape)
+        elif meta.dtype == "bool":
+            found[name] = torch.ones(meta.shape, dtype=dtype)
+        elif meta.dtype.startswith("int"):
+            found[name] = torch.randint(0, 2, meta.shape, generator=generator, dtype=dtype)
+        else:
+            found[name] = torch.randn(meta.shape, generator=generator, dtype=dtype) * 0.5
+    return found
+
+
+def check_lowered(program: Program, layout: ClassLayout, axis_size: int, seed: int = 0) -> Program:
+    """Compare a program lowered under a layout with the dense one; return the local program."""
+    local = lower(program, layout, axis_size=axis_size)
+    tensors = random_values(program, seed)
+    placements = {
+        name: parse_placement(text)
+        for name, text in zip(
+            (*program.inputs, *program.params), (*layout.inputs, *layout.params), strict=True
+        )
+    }
+    output_placements = [parse_placement(text) for text in layout.outputs]
+    cotangents = random_cotangents(program, seed + 1)
+    outputs, grads = run_dense(program, tensors, cotangents)
+    results = run_local(local, tensors, placements, cotangents, output_placements, axis_size)
+    for i, (dense, placement) in enumerate(zip(outputs, output_placements, strict=True)):
+        for joined in whole([values[i] for values, _ in results], placement):
+            close(joined, dense.detach(), f"output {program.outputs[i]} of {program.name}")
+    for name, grad in grads.items():
+        if grad is None:
+            continue
+        # A Partial value has a whole gradient on each rank.
+        placement = placements[name]
+        at_rest = placement if isinstance(placement, Shard) else Replicate()
+        parts = [found[name] for _, found in results]
+        for joined in whole(parts, at_rest):
+            close(joined, grad, f"gradient of {name} ({placement}) of {program.name}")
+    return local
+
+
+def close(found: Tensor, expected: Tensor, label: str) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m: f"{label}: {m}"
+    )
