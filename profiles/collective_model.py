@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import exp, log, log2, sqrt
 
+import numpy as np
+
 from planner.cluster import ClusterSpec
-from profiles.fit import piecewise_at
+from profiles.fit import piecewise_at, rising
 from profiles.records import CollectiveFit, CollectiveRecord, Group, Lookup, Piece
 
 UNMEASURED_GROUP_ERROR = 0.2
@@ -36,10 +38,11 @@ class CollectiveModel:
     ) -> None:
         self._cluster = cluster
         self._fits = tuple(fits)
-        self._measured: dict[tuple[str, Group], list[CollectiveRecord]] = {}
+        measured: dict[tuple[str, Group], list[CollectiveRecord]] = {}
         for record in sorted(records, key=lambda r: r.num_bytes):
             group = Group(ranks_per_node=record.ranks_per_node, num_nodes=record.num_nodes)
-            self._measured.setdefault((record.kind, group), []).append(record)
+            measured.setdefault((record.kind, group), []).append(record)
+        self._measured = {key: _without_descents(found) for key, found in measured.items()}
 
     def seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective whose full tensor has `num_bytes`.
@@ -144,6 +147,15 @@ def _piece_at(pieces: Sequence[Piece], num_bytes: float) -> Piece:
         key=lambda piece: piece.min_bytes,
         default=pieces[0],
     )
+
+
+def _without_descents(records: Sequence[CollectiveRecord]) -> list[CollectiveRecord]:
+    """Level out noise: a larger message never takes less time than a smaller one."""
+    seconds = rising(np.array([record.seconds for record in records]))
+    return [
+        record.model_copy(update={"seconds": float(level)})
+        for record, level in zip(records, seconds, strict=True)
+    ]
 
 
 def _between(records: Sequence[CollectiveRecord], num_bytes: float) -> Lookup | None:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from profiles.families import family_of
-from profiles.records import CollectiveFit, CollectiveRecord, OpFit, OpRecord, Piece
+from profiles.records import CollectiveFit, CollectiveRecord, Direction, OpFit, OpRecord, Piece
 
 MAX_PIECES = 4
 MIN_POINTS_PER_PIECE = 3
-MIN_SAMPLES_PER_TARGET = 4
+MIN_SAMPLES_PER_TARGET = 3
 _REWEIGHTINGS = 8
 
 _Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ def fit_nonnegative(terms: _Floats, seconds: _Floats) -> tuple[_Floats, _Floats]
 
 def fit_ops(records: Sequence[OpRecord]) -> tuple[OpFit, ...]:
     """Fit one line per family, and per target with enough samples, dtype and direction."""
-    groups: dict[tuple[str, str, str], list[OpRecord]] = defaultdict(list)
+    groups: dict[tuple[str, str, Direction], list[OpRecord]] = defaultdict(list)
     for record in records:
         for name in (family_of(record.target), record.target):
             groups[name, record.dtype, record.direction].append(record)
@@ -123,6 +123,18 @@ def piecewise_at(pieces: Sequence[Piece], num_bytes: float) -> float:
         reach = num_bytes if after is None else min(num_bytes, after.min_bytes)
         seconds = max(seconds, piece.alpha_s + reach * piece.beta_s_per_byte)
     return seconds
+
+
+def rising(seconds: _Floats) -> _Floats:
+    """Return the nearest non-decreasing sequence in log time (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in np.log(seconds):
+        mean, count = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        pools.append((mean, count))
+    return np.exp(np.concatenate([np.full(count, mean) for mean, count in pools]))
 
 
 def fit_collectives(records: Sequence[CollectiveRecord]) -> tuple[CollectiveFit, ...]:

@@ -32,7 +32,7 @@ def base_probes() -> tuple[OpProbe, ...]:
             Ref("x"),
             Ref("z"),
             tensors=copied,
-            output=meta("y", copied["x"].shape, requires_grad=False),
+            output=meta("y", (COPY_BYTES // 4,), requires_grad=False),
             weight=always,
         ),
         plain_probe(

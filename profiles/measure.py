@@ -8,6 +8,7 @@ left then goes to the probes whose uncertainty weighs most.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ import numpy as np
 
 from planner.errors import ProfileError
 from planner.graph import ModelGraph
+from profiles.fit import MIN_SAMPLES_PER_TARGET
 from profiles.grid import base_probes, collective_probes, standard_grid
 from profiles.op_model import record_key
 from profiles.probes import CollectiveProbe, OpProbe
@@ -205,7 +207,7 @@ class _Run:
         collectives = [p for p in collectives if _collective_key(p) not in known_collectives]
         self.total = len(ops) + len(collectives)
         basic = [p for p in ops if p.weight == float("inf")]
-        rest = [p for p in ops if p.weight < float("inf")]
+        rest = _spanning_first([p for p in ops if p.weight < float("inf")])
         for op in basic:
             self._time_op(op, MOST_PROBE_S / 2)
         postponed = self._collectives(collectives)
@@ -319,6 +321,20 @@ class _Run:
         if self.deadline is None:
             return PROBE_S
         return min(max(0.5 * seconds / max(count, 1), LEAST_PROBE_S), MOST_PROBE_S)
+
+
+def _spanning_first(probes: Sequence[OpProbe]) -> list[OpProbe]:
+    """Return the probes, heaviest first, but a few of each target before all others.
+
+    A short budget then leaves no target without measurements to go by.
+    """
+    seen: Counter[tuple[str, str]] = Counter()
+    order: list[tuple[bool, int, OpProbe]] = []
+    for probe in probes:
+        kind = probe.forward.target, probe.forward.dtype
+        order.append((seen[kind] >= MIN_SAMPLES_PER_TARGET, len(order), probe))
+        seen[kind] += 1
+    return [probe for _, _, probe in sorted(order, key=lambda entry: entry[:2])]
 
 
 def _collective_key(item: CollectiveProbe | CollectiveRecord) -> tuple:

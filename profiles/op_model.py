@@ -133,7 +133,7 @@ class _Surface:
         variance = max(float(np.median(np.abs(residual))) * 1.48, 0.05) ** 2
         noise = np.array([max(r.spread / sqrt(r.repeats), 0.02) ** 2 for r in records])
         covariance = variance * _correlation(points, points) + np.diag(noise)
-        inverse = np.linalg.inv(covariance)
+        inverse = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
         return cls(
             points=points,
             seconds=seconds,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from planner.errors import ProfileError
 from profiles.families import MATMUL, family_of
-from profiles.fit import fit_collectives, fit_ops
+from profiles.fit import fit_collectives, fit_nonnegative, fit_ops
 from profiles.grid import COPY_BYTES
 from profiles.records import (
     ClusterRecord,
-    CollectiveFit,
     CollectiveRecord,
     Figure,
     LinkRecord,
@@ -35,8 +36,7 @@ def summarize(
 ) -> ProfileFile:
     """Return the contents of profile.json. Raise ProfileError if the basics are missing."""
     first = about[0]
-    fits = fit_collectives(collectives)
-    link = _link(fits, nproc)
+    link = _link(collectives, nproc)
     share = nproc if device_type == "cpu" else 1
     cluster = ClusterRecord(
         device=conditions["device"],
@@ -70,7 +70,7 @@ def summarize(
             _launch_overhead(ops), "aten.neg of one element, called back to back"
         ),
         op_fits=fit_ops(ops),
-        collective_fits=fits,
+        collective_fits=fit_collectives(collectives),
         skipped=tuple(skipped),
     )
 
@@ -109,17 +109,18 @@ def _best_rates(ops: Sequence[OpRecord]) -> dict[str, Figure]:
     return rates
 
 
-def _link(fits: Sequence[CollectiveFit], nproc: int) -> LinkRecord:
+def _link(collectives: Sequence[CollectiveRecord], nproc: int) -> LinkRecord:
     """Return the link between two ranks of a node, from send_recv; free for a single rank."""
     name = "inside the node"
-    for fit in fits:
-        if fit.kind == "send_recv":
-            small, large = fit.pieces[0], fit.pieces[-1]
-            return LinkRecord(
-                name=name,
-                alpha_s=_measured(small.alpha_s, "send_recv, smallest messages"),
-                beta_s_per_byte=_measured(large.beta_s_per_byte, "send_recv, largest messages"),
-            )
+    messages = [record for record in collectives if record.kind == "send_recv"]
+    if messages:
+        terms = np.array([[1.0, record.num_bytes] for record in messages])
+        line, _ = fit_nonnegative(terms, np.array([record.seconds for record in messages]))
+        return LinkRecord(
+            name=name,
+            alpha_s=_measured(line[0], "one line through send_recv of all sizes"),
+            beta_s_per_byte=_measured(line[1], "one line through send_recv of all sizes"),
+        )
     reason = "one rank: nothing to measure" if nproc == 1 else "no send_recv probe succeeded"
     free = Figure(value=0.0, origin="assumed", detail=reason)
     return LinkRecord(name=name, alpha_s=free, beta_s_per_byte=free)

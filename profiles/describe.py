@@ -1,0 +1,221 @@
+"""What a profile holds, for people: text tables, and plots as one HTML file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from planner.units import GB, KIB, TFLOP, format_bytes, format_seconds
+from profiles.families import MATMUL, family_of
+from profiles.profile import Profile
+from profiles.records import COLLECTIVE_KINDS, CollectiveFit, Group, OpFit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WORST_FITS = 5
+MESSAGE_BYTES = tuple(KIB * 4**k for k in range(0, 11, 2))
+
+
+def describe_profile(profile: Profile) -> tuple[Any, ...]:
+    """Return rich renderables: the machine, rates, collectives per group, the worst fits."""
+    parts = [_heading(profile), _machine(profile), _rates(profile), _collectives(profile)]
+    parts += [_worst(profile), _skipped(profile), _legend(profile)]
+    return tuple(part for part in parts if part is not None)
+
+
+def _heading(profile: Profile) -> str:
+    cluster, file = profile.cluster, profile.file
+    what = "measured here" if file.source == "measured" else "shipped: not measured here"
+    state = "" if file.complete else "; not all probes fitted the budget, run again to add the rest"
+    return (
+        f"{profile.name}: {cluster.devices_per_node} x {cluster.device} a node "
+        f"({what}; {len(profile.ops)} op and {len(profile.collectives)} collective records{state})"
+    )
+
+
+def _machine(profile: Profile) -> Any:
+    from rich.table import Table
+
+    file, cluster = profile.file, profile.file.cluster
+    table = Table("figure", "value", "from", title="machine", title_justify="left")
+
+    def row(name: str, value: str, figure: Any) -> None:
+        table.add_row(name, value, f"{figure.origin}: {figure.detail}")
+
+    row("memory per device", format_bytes(cluster.memory_bytes.value), cluster.memory_bytes)
+    rate = cluster.memory_bytes_per_s
+    row("memory rate", f"{rate.value / GB:.1f} GB/s", rate)
+    for dtype, figure in cluster.peak_flop_per_s.items():
+        row(f"peak {dtype}", f"{figure.value / TFLOP:.4g} TFLOP/s", figure)
+    for link in (cluster.intra_node, cluster.inter_node):
+        beta = link.beta_s_per_byte
+        row(f"{link.name}, alpha", format_seconds(link.alpha_s.value), link.alpha_s)
+        each = f"{1 / beta.value / GB:.3g} GB/s" if beta.value else "free"
+        row(f"{link.name}, 1/beta", each, beta)
+    row("context per process", format_bytes(file.context_bytes.value), file.context_bytes)
+    overhead = file.allocator_overhead_fraction
+    row("allocator overhead", f"{overhead.value:.1%}", overhead)
+    launch = file.launch_overhead_s
+    row("launch overhead per op", format_seconds(launch.value), launch)
+    for part, figure in file.overlap_slowdown.items():
+        row(f"{part} slowed by overlap", f"x {figure.value:.2f}", figure)
+    return table
+
+
+def _rates(profile: Profile) -> Any | None:
+    from rich.table import Table
+
+    fits = [fit for fit in profile.file.op_fits if "." not in fit.family]
+    if not fits:
+        return None
+    table = Table(
+        *("family", "dtype", "direction", "overhead", "flop/s", "bytes/s", "median error"),
+        title="ops: overhead + flop/rate + bytes/rate",
+        title_justify="left",
+    )
+    for fit in fits:
+        table.add_row(
+            fit.family,
+            fit.dtype,
+            fit.direction,
+            format_seconds(fit.overhead_s),
+            f"{1 / fit.s_per_flop / TFLOP:.3g} T" if fit.s_per_flop else "-",
+            f"{1 / fit.s_per_byte / GB:.3g} G" if fit.s_per_byte else "-",
+            _error(fit),
+        )
+    return table
+
+
+def _collectives(profile: Profile) -> Any | None:
+    from rich.table import Table
+
+    cluster = profile.cluster
+    groups = {fit.group for fit in profile.file.collective_fits}
+    if not groups:
+        groups = {Group(ranks_per_node=cluster.devices_per_node)}
+    table = Table(
+        *("collective", "group", "alpha", "1/beta, large"),
+        *(format_bytes(n) for n in MESSAGE_BYTES),
+        "from",
+        title="collectives: seconds by full size",
+        title_justify="left",
+    )
+    fits = {(fit.kind, fit.group): fit for fit in profile.file.collective_fits}
+    for group in sorted(groups, key=lambda g: (g.num_nodes, g.ranks_per_node)):
+        if group.size == 1:
+            continue
+        for kind in COLLECTIVE_KINDS:
+            if kind == "send_recv" and group.size != 2:
+                continue
+            answers = [profile.collective_seconds(kind, n, group) for n in MESSAGE_BYTES]
+            fit = fits.get((kind, group))
+            last = fit.pieces[-1].beta_s_per_byte if fit else 0.0
+            table.add_row(
+                kind,
+                str(group),
+                format_seconds(fit.pieces[0].alpha_s) if fit else "-",
+                f"{1 / last / GB:.3g} GB/s" if last else "-",
+                *(format_seconds(answer.seconds) for answer in answers),
+                answers[-1].source if fit is None else f"{fit.origin}, {_error(fit)} off",
+            )
+    return table
+
+
+def _worst(profile: Profile) -> str | None:
+    fits: list[OpFit | CollectiveFit] = [
+        *profile.file.op_fits,
+        *profile.file.collective_fits,
+    ]
+    fits = sorted((f for f in fits if f.num_samples), key=lambda f: -f.relative_error)
+    if not fits:
+        return None
+    names = [
+        f"{fit.family} {fit.direction} {fit.dtype} {_error(fit)}"
+        if isinstance(fit, OpFit)
+        else f"{fit.kind} on {fit.group} {_error(fit)}"
+        for fit in fits[:WORST_FITS]
+    ]
+    return "worst fits (median residual): " + "; ".join(names)
+
+
+def _skipped(profile: Profile) -> str | None:
+    skipped = profile.file.skipped
+    if not skipped:
+        return None
+    lines = [f"  {skip.probe}: {skip.reason}" for skip in skipped]
+    return "\n".join(["probes that gave no number:", *lines])
+
+
+def _legend(profile: Profile) -> str | None:
+    notes = profile.file.notes
+    return "\n".join(notes) or None
+
+
+def _error(fit: OpFit | CollectiveFit) -> str:
+    return f"{fit.relative_error:.1%}" if fit.num_samples else "not measured"
+
+
+def write_plots(profile: Profile, path: Path) -> None:
+    """Write one HTML file: achieved flop/s by size, bus bandwidth by message size.
+
+    Points are records, lines are what `op_seconds` and `collective_seconds` answer. The
+    file needs no network: the plotting library is inside it.
+    """
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(
+        rows=1, cols=2, subplot_titles=("matmul and attention", "bus bandwidth of collectives")
+    )
+    _plot_rates(figure, profile)
+    _plot_collectives(figure, profile)
+    figure.update_xaxes(type="log", title_text="flop", row=1, col=1)
+    figure.update_yaxes(title_text="TFLOP/s", row=1, col=1)
+    figure.update_xaxes(type="log", title_text="bytes of the full tensor", row=1, col=2)
+    figure.update_yaxes(type="log", title_text="GB/s", row=1, col=2)
+    figure.update_layout(title_text=_heading(profile))
+    figure.write_html(str(path), include_plotlyjs=True)
+
+
+def _plot_rates(figure: Any, profile: Profile) -> None:
+    from plotly import graph_objects as go
+
+    series: dict[str, list[tuple[float, float, str]]] = {}
+    for record in profile.ops:
+        family = family_of(record.target)
+        if family in (MATMUL, "attention") and record.flop:
+            name = f"{family} {record.dtype} {record.direction}"
+            point = record.flop, record.flop / record.seconds / TFLOP, str(record.shapes)
+            series.setdefault(name, []).append(point)
+    for name, points in series.items():
+        x, y, text = zip(*sorted(points), strict=True)
+        figure.add_trace(go.Scatter(x=x, y=y, text=text, mode="markers", name=name), row=1, col=1)
+    if not series:  # a shipped profile: its fits as lines
+        for fit in profile.file.op_fits:
+            if fit.family in (MATMUL, "attention"):
+                flop = [2.0**k for k in range(24, 46)]
+                rates = [f / (fit.overhead_s + f * fit.s_per_flop) / TFLOP for f in flop]
+                name = f"{fit.family} {fit.dtype} {fit.direction}"
+                figure.add_trace(go.Scatter(x=flop, y=rates, name=name), row=1, col=1)
+
+
+def _plot_collectives(figure: Any, profile: Profile) -> None:
+    from plotly import graph_objects as go
+
+    from profiles.collective_model import wire_share
+
+    sizes = [KIB * 2.0**k for k in range(21 if profile.source == "shipped" else 17)]
+    for fit in profile.file.collective_fits:
+        share = wire_share(fit.kind, fit.group.size)
+        seconds = [profile.collective_seconds(fit.kind, n, fit.group).seconds for n in sizes]
+        rates = [share * n / s / GB for n, s in zip(sizes, seconds, strict=True)]
+        name = f"{fit.kind} {fit.group}"
+        figure.add_trace(go.Scatter(x=sizes, y=rates, mode="lines", name=name), row=1, col=2)
+        points = [
+            (r.num_bytes, share * r.num_bytes / r.seconds / GB)
+            for r in profile.collectives
+            if (r.kind, r.ranks_per_node, r.num_nodes)
+            == (fit.kind, fit.ranks_per_node, fit.num_nodes)
+        ]
+        if points:
+            x, y = zip(*points, strict=True)
+            figure.add_trace(go.Scatter(x=x, y=y, mode="markers", name=name), row=1, col=2)
