@@ -42,6 +42,7 @@ from planner.schedule.registry import (
     register_schedule,
     stage_to_pp_rank,
 )
+from planner.schedule.synthesize import Pipeline, Synthesis, lower_bound_s, synthesize_schedule
 from planner.schedule.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 
@@ -49,9 +50,11 @@ __all__ = [
     "SCHEDULES",
     "Job",
     "JobKind",
+    "Pipeline",
     "Schedule",
     "ScheduleSpec",
     "StageTimes",
+    "Synthesis",
     "Timetable",
     "Transfer",
     "backward_input",
@@ -69,9 +72,11 @@ __all__ = [
     "in_flight_at_rank_peak",
     "in_flight_per_stage",
     "loop_placement",
+    "lower_bound_s",
     "register_schedule",
     "schedule_of",
     "stage_to_pp_rank",
+    "synthesize_schedule",
     "time_schedule",
     "validate_communication",
     "validate_schedule",

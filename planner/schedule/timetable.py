@@ -8,7 +8,7 @@ one that waits for it. That is exact for the published bubble formulas and for d
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,13 +20,14 @@ from planner.schedule.jobs import Job, JobKind, Schedule
 class StageTimes:
     """What the jobs of each stage take; a full backward takes input plus weight gradient.
 
-    `transfer_s` is the time of one boundary tensor between two pp ranks, either way.
+    `transfer_s` is the time of one boundary tensor between two pp ranks, either way: one
+    number, or one for each boundary, the i-th between stages i and i+1.
     """
 
     forward_s: tuple[float, ...]
     backward_input_s: tuple[float, ...]
     backward_weight_s: tuple[float, ...]
-    transfer_s: float = 0.0
+    transfer_s: float | tuple[float, ...] = 0.0
 
     def __post_init__(self) -> None:
         """Raise ScheduleError when lengths differ or a time is negative."""
@@ -36,7 +37,13 @@ class StageTimes:
                 "stage times need one entry for each stage in all three lists; "
                 f"{len(parts[0])} F, {len(parts[1])} I and {len(parts[2])} W times given"
             )
-        if min((self.transfer_s, *(t for part in parts for t in part))) < 0:
+        transfers = self.transfer_s if isinstance(self.transfer_s, tuple) else (self.transfer_s,)
+        if isinstance(self.transfer_s, tuple) and len(transfers) != len(parts[0]) - 1:
+            raise ScheduleError(
+                f"transfer_s has {len(transfers)} entries; {len(parts[0])} stages have "
+                f"{len(parts[0]) - 1} boundaries"
+            )
+        if min((*transfers, *(t for part in parts for t in part)), default=0.0) < 0:
             raise ScheduleError("stage times must not be negative")
 
     @classmethod
@@ -47,7 +54,7 @@ class StageTimes:
         forward_s: float = 1.0,
         backward_input_s: float = 1.0,
         backward_weight_s: float = 1.0,
-        transfer_s: float = 0.0,
+        transfer_s: float | tuple[float, ...] = 0.0,
     ) -> StageTimes:
         """Return the same times for every stage; by default one second for F, I and W."""
         return cls(
@@ -56,6 +63,15 @@ class StageTimes:
             backward_weight_s=(backward_weight_s,) * num_stages,
             transfer_s=transfer_s,
         )
+
+    def boundary_s(self, stage_to_pp_rank: Sequence[int]) -> list[float]:
+        """Return the transfer time into each stage from the one before; 0 within a rank."""
+        seconds = [0.0] * len(stage_to_pp_rank)
+        for stage in range(1, len(stage_to_pp_rank)):
+            if stage_to_pp_rank[stage] != stage_to_pp_rank[stage - 1]:
+                given = self.transfer_s
+                seconds[stage] = given[stage - 1] if isinstance(given, tuple) else given
+        return seconds
 
     def by_kind(self) -> dict[JobKind, tuple[float, ...]]:
         """Return the seconds of each stage for each job kind."""
@@ -137,11 +153,7 @@ class Playback:
         size = schedule.num_stages * num_microbatches
         forward_end: list[float | None] = [None] * size
         gradient_end: list[float | None] = [None] * size
-        # For each stage, the delay of its input from the stage before it.
-        placed = schedule.stage_to_pp_rank
-        delay = [0.0] + [
-            times.transfer_s if placed[s] != placed[s - 1] else 0.0 for s in range(1, len(placed))
-        ]
+        delay = times.boundary_s(schedule.stage_to_pp_rank)
         seconds = times.by_kind()
         waiting: dict[tuple[str, int], int] = {}
         clock = [0.0] * schedule.pp
