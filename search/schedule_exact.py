@@ -67,7 +67,7 @@ def solve_schedule_exactly(
     step_s = hint.step_s / _STEPS
     horizon = 2 * _STEPS
     model = cp_model.CpModel()
-    kinds = (JobKind.FORWARD, JobKind.FULL_BACKWARD)
+    kinds: tuple[JobKind, ...] = (JobKind.FORWARD, JobKind.FULL_BACKWARD)
     if split_backward:
         kinds = (JobKind.FORWARD, JobKind.BACKWARD_INPUT, JobKind.BACKWARD_WEIGHT)
     gradient, last = kinds[1], kinds[-1]
