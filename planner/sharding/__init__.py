@@ -19,6 +19,7 @@ from planner.sharding import (  # noqa: F401 - importing a family registers its 
     views,
 )
 from planner.sharding.call import divides, local_shape
+from planner.sharding.pins import Pin, parse_pin
 from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
     grad_is_partial,
@@ -30,12 +31,14 @@ from planner.sharding.registry import (
 )
 
 __all__ = [
+    "Pin",
     "divides",
     "grad_is_partial",
     "has_rule",
     "local_ops",
     "local_shape",
     "ops_without_rule",
+    "parse_pin",
     "propagate_graph",
     "propagate_layout",
     "rule",
