@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from planner.errors import PlanError
-from planner.placement import OpSharding, Placement, parse_placement
+from planner.placement import OpSharding, Partial, Placement, parse_placement
 
 if TYPE_CHECKING:
     from planner.graph import ModelGraph
@@ -93,8 +93,11 @@ class ClassLayout(_Record):
 
     @model_validator(mode="after")
     def _parses(self) -> ClassLayout:
-        for text in (*self.inputs, *self.params, *self.outputs):
+        for text in (*self.inputs, *self.outputs):
             parse_placement(text)
+        for text in self.params:
+            if isinstance(parse_placement(text), Partial):
+                raise ValueError("a parameter rests whole or sharded (R or S(dim)), never partial")
         for _, text in self.ops:
             OpSharding.parse(text)
         return self
