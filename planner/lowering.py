@@ -8,6 +8,7 @@ backward of q, k and v projections costs one all-reduce, not three.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
@@ -151,7 +152,9 @@ class _Lowering:
         self.tensors[name] = replace(meta, name=name, shape=local, kind=kind)
 
 
-def _with_inputs(op: Op, names, made: set[str]) -> Op:  # type: ignore[no-untyped-def]
+def _with_inputs(op: Op, names: Iterator[str], made: set[str]) -> Op:
+    """Return the op with its references, but to what a local form made, replaced in order."""
+
     def rename(ref: Ref) -> Ref:
         return ref if ref.name in made else Ref(next(names))
 

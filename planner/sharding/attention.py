@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.graph import Ref
 from planner.placement import OpSharding
 from planner.sharding.call import Call
-from planner.sharding.letters import broadcast, by_letters
+from planner.sharding.letters import Letters, broadcast, by_letters
 from planner.sharding.registry import rule
 
 
@@ -27,7 +27,7 @@ def attention(call: Call) -> Iterator[OpSharding]:
     if not grouped:  # batch and head dims broadcast as in a product
         names = [broadcast(s[:-2], call.outputs[0][:-2]) for s in (query, key, value)]  # type: ignore[misc]
     positions = None if call.arg(5, "is_causal", False) else "q"
-    letters = [
+    letters: list[Letters] = [
         [*names[0], positions, None],
         [*names[1], None, None],
         [*names[2], None, None],
@@ -36,5 +36,5 @@ def attention(call: Call) -> Iterator[OpSharding]:
         scores = (*call.outputs[0][:-1], key[-2])
         aligned = broadcast(call.inputs[3], scores)
         all_letters = [*batch, positions, None]
-        letters.append([None if i is None else all_letters[i] for i in aligned])  # type: ignore[index]
+        letters.append([None if i is None else all_letters[i] for i in aligned])
     yield from by_letters(letters, [[*batch, positions, None]])

@@ -8,12 +8,13 @@ otherwise the letter can't be sharded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from planner.placement import OpSharding, Placement, Shard
 from planner.sharding.call import Call, P, R, Shape
 
-Letters = Sequence[Hashable | None]
+Letter = int | str
+Letters = Sequence[Letter | None]
 """A letter for each dim of a tensor; None for a dim that can't be sharded."""
 
 
@@ -21,7 +22,7 @@ def by_letters(
     inputs: Sequence[Letters],
     outputs: Sequence[Letters],
     *,
-    summed: Collection[Hashable] = (),
+    summed: Collection[Letter] = (),
     addends: Collection[int] = (),
 ) -> Iterator[OpSharding]:
     """Yield the sharding of each letter in turn.
@@ -31,13 +32,13 @@ def by_letters(
     ranks adds them once.
     """
     summed = set(summed)
-    letters: dict[Hashable, None] = {}
+    letters: dict[Letter, None] = {}
     for tensor in (*inputs, *outputs):
         letters.update(dict.fromkeys(letter for letter in tensor if letter is not None))
     for letter in letters:
         if any(list(tensor).count(letter) > 1 for tensor in (*inputs, *outputs)):
             continue  # a diagonal
-        is_summed = letter in tuple(summed)
+        is_summed = letter in summed
         if not is_summed and any(letter not in tensor for tensor in outputs):
             continue
         yield OpSharding(
@@ -51,11 +52,11 @@ def by_letters(
         )
 
 
-def _place(letter: Hashable, tensor: Letters) -> Placement:
+def _place(letter: Letter, tensor: Letters) -> Placement:
     return Shard(list(tensor).index(letter)) if letter in tensor else R
 
 
-def broadcast(shape: Shape, out_shape: Shape) -> Letters:
+def broadcast(shape: Shape, out_shape: Shape) -> list[int | None]:
     """Letter a tensor's dims by the output dim each is aligned with under broadcasting.
 
     A dim of size one that is stretched gets None: it is whole on every rank.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from planner.graph import Ref
 from planner.placement import OpSharding, Partial, Shard
 from planner.sharding.call import Call, R
-from planner.sharding.letters import by_letters
+from planner.sharding.letters import Letters, by_letters
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -31,7 +31,7 @@ def cross_entropy(call: Call) -> Iterator[OpSharding]:
     out = samples if reduction == NONE else []
     whole = (R,) if reduction != NONE else tuple(R for _ in call.outputs)
     yield OpSharding(inputs=(Shard(min(1, rank - 1)), R), outputs=whole)
-    inputs = [[d if d in samples else None for d in logits], samples]
+    inputs: list[Letters] = [[d if d in samples else None for d in logits], samples]
     yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
 
 
@@ -64,7 +64,7 @@ def nll_loss(call: Call) -> Iterator[OpSharding]:
     rank = len(call.inputs[0])
     classes = min(1, rank - 1)
     samples = [d for d in range(rank) if d != classes]
-    inputs = [[d if d in samples else None for d in range(rank)], samples]
+    inputs: list[Letters] = [[d if d in samples else None for d in range(rank)], samples]
     out = samples if reduction == NONE else []
     yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
 

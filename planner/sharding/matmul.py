@@ -13,12 +13,11 @@ from planner.sharding.registry import rule
 @rule("aten.linear")
 def linear(call: Call) -> Iterator[OpSharding]:
     """Input […, i], weight [o, i], bias [o]: column (o), row (i) and data (…) splits."""
-    batch = list(range(len(call.inputs[0]) - 1))
-    weight = ["o", "i"] if len(call.inputs[1]) == 2 else ["i"]
-    out = [*batch, *weight[:-1]]
-    yield from by_letters(
-        [[*batch, "i"], weight, ["o"]][: len(call.inputs)], [out], summed="i", addends=(2,)
-    )
+    batch = range(len(call.inputs[0]) - 1)
+    x: Letters = [*batch, "i"]
+    weight: Letters = ["o", "i"] if len(call.inputs[1]) == 2 else ["i"]
+    out: Letters = [*batch, *weight[:-1]]
+    yield from by_letters([x, weight, ["o"]][: len(call.inputs)], [out], summed="i", addends=(2,))
 
 
 @rule("aten.mm", "aten.bmm", "aten.matmul", "aten.mv", "aten.dot")

@@ -63,11 +63,11 @@ def class_pins(graph: ModelGraph, pins: Sequence[Pin]) -> dict[int, dict[str, Pl
         program = graph.classes[block.class_index]
         here = found.setdefault(block.class_index, {})
         for name, local in zip(block.params, program.params, strict=True):
-            pin = next(iter(by_name.get(name, ())), None)
-            first, other = here.setdefault(local, (graph.tensor[name].fqn, pin))
-            if (other and other.placement) != (pin and pin.placement):
+            mine = next(iter(by_name.get(name, ())), None)
+            first, other = here.setdefault(local, (graph.tensor[name].fqn, mine))
+            if (other and other.placement) != (mine and mine.placement):
                 raise LayoutError(
-                    f"pin {pin or other} holds for one of {first} and {graph.tensor[name].fqn} "
+                    f"pin {mine or other} holds for one of {first} and {graph.tensor[name].fqn} "
                     "only, but equal blocks share one layout; widen it with *"
                 )
     return {

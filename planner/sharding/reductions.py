@@ -95,7 +95,7 @@ def other_reductions(call: Call) -> Iterator[OpSharding]:
     given = call.arg(2 if call.packet in _DIM_SECOND else 1, "dim")
     dims = normal_dims(given if isinstance(given, int | tuple) else None, rank)
     letters, out = _reduced(call, dims)
-    inner = [None if d in dims else d for d in letters]  # type: ignore[operator]
+    inner = [None if d in dims else d for d in letters]
     yield from by_letters([inner], [out] * len(call.outputs))
 
 

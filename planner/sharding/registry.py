@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from planner.errors import LayoutError
-from planner.graph import Op, Program, TensorMeta
+from planner.graph import Arg, Op, Program, TensorMeta
 from planner.placement import OpSharding, Placement, Replicate
 from planner.sharding.call import Call, local_shape
 
@@ -50,7 +50,7 @@ class Placed:
         whole, placement = self.call.inputs[index], self.sharding.inputs[index]
         return local_shape(whole, placement, self.call.axis_size)
 
-    def with_args(self, *args: object, target: str = "", kwargs: tuple = ()) -> LocalForm:
+    def with_args(self, *args: Arg, target: str = "", kwargs: tuple = ()) -> LocalForm:
         """Return the op with other arguments (and another target)."""
         op = replace(self.op, args=args, kwargs=kwargs, target=target or self.op.target)
         return LocalForm((op,))

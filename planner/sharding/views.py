@@ -21,7 +21,8 @@ def dim_groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[i
     """
     i = j = 0
     while i < len(source) or j < len(target):
-        left, right = [], []
+        left: list[int] = []
+        right: list[int] = []
         size_left = size_right = 1
         while True:
             if size_left == size_right and left and right:
@@ -157,8 +158,8 @@ def take_along(call: Call) -> Iterator[OpSharding]:
     """Takes a part along one dim, which stays whole; the others can be sharded."""
     rank = len(call.inputs[0])
     dim = normal_dim(call.arg(1, "dim", 0), rank)
-    letters = [None if d == dim else d for d in range(rank)]
-    out: Letters = letters
+    letters: Letters = [None if d == dim else d for d in range(rank)]
+    out = letters
     if call.packet == "aten.select":
         out = [d for d in range(rank) if d != dim]
     elif call.packet == "aten.unfold":
