@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,9 +101,14 @@ def _note(text: str) -> None:
 
 
 def _print(*renderables: Any) -> None:
+    import os
+
     from rich.console import Console
 
-    Console().print(*renderables, sep="\n")
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=120)  # a file or a log has room
+    console.print(*renderables, sep="\n")
 
 
 def _profile(name: str | None, device: str | None) -> Profile:
@@ -159,6 +165,9 @@ def profile(
         Path | None, typer.Option(help="Directory to write. Default: this machine's own profile.")
     ] = None,
     check: Annotated[Path | None, typer.Option(help="Only check this profile directory.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="With show: also write plots to this HTML file.")
+    ] = None,
 ) -> int:
     """Measure this machine once; the same command resumes where it was stopped."""
     import profiles as room
@@ -170,7 +179,11 @@ def profile(
     if models and str(models[0]) == "show":
         if len(models) != 2:
             raise PlannerError("planner profile show takes one directory or shipped name")
-        _print(*room.describe_profile(room.load_profile(str(models[1]))))
+        loaded = room.load_profile(str(models[1]))
+        _print(*room.describe_profile(loaded))
+        if plots is not None:
+            room.write_plots(loaded, plots)
+            print(f"wrote {plots}")
         return 0
     device = device or _found_device()
     folder = out or room.own_profile_dir(device)
@@ -184,8 +197,8 @@ def profile(
             budget_s=None if budget is None else _seconds(budget),
             progress=progress,
         )
-    _print(*room.describe_profile(measured))
-    print(f"wrote {folder}")
+    _print(room.describe_profile(measured)[0])
+    print(f"wrote {folder}; see all of it with: planner profile show {folder}")
     return 0
 
 
@@ -222,6 +235,16 @@ def search(
     schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None,
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Fix recompute: none or full.")] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
+    ] = None,
+    gap: Annotated[
+        float, typer.Option(help="Stop when proved within this fraction of the best.")
+    ] = 0.0,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
+    ] = None,
 ) -> None:
     """Find the fastest plan that fits in memory and write it to a file."""
     from search import SearchRequest, find_plan
@@ -241,10 +264,13 @@ def search(
         zero=zero,
         recompute=recompute,
         model_file=str(model),
+        max_gap=gap,
+        time_limit_s=None if time_limit is None else _seconds(time_limit),
     )
     cluster = _profile(profile, None)
-    with _progress("capturing") as progress:
+    with _progress("searching") as progress:
         graph = _graph(model)
+        request = replace(request, pins=_pins(graph, pin or ()))
         result = find_plan(graph, cluster, request, progress=progress)
     if result.plan is None:
         raise PlannerError(result.reasons[0])
@@ -335,6 +361,18 @@ def estimate(
         validate_model(loaded, graph)
         result = estimate_plan(graph, cluster, loaded)
     _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
+
+
+def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
+    """Return pins as (class index, parameter name in its program, placement)."""
+    from planner.sharding.pins import class_pins, parse_pin
+
+    by_class = class_pins(graph, [parse_pin(text) for text in texts])
+    return tuple(
+        (index, name, str(placement))
+        for index, names in by_class.items()
+        for name, placement in names.items()
+    )
 
 
 def _graph(model: Path) -> Any:
