@@ -1,0 +1,83 @@
+"""Seconds of GPU kernels from a few physical parameters of a device, fused or eager.
+
+A captured model is priced op by op from a profile's lookups. Published runs come without a
+graph, so their layers are written down as matrix products, attention and passes over
+memory, and priced with `DeviceRates`: the data sheet's peaks times a few fitted
+efficiencies that all runs of a device share. They are kept in the shipped profiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from profiles import Profile
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
+"""Output tiles of the matrix-product kernels that libraries choose from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRates:
+    """What a device sustains inside a training step.
+
+    Peaks and counts are of the data sheet; the rest is fitted. `matmul_efficiency` is the
+    part of the peak a large product reaches, `matmul_half_k` the inner size at which the
+    start and end of a tile cost as much as its middle, `memory_efficiency` the part of the
+    bandwidth of passes over memory, `attention_efficiency` the part of the matmul rate that
+    fused attention reaches, `kernel_s` the least time of a kernel, `host_op_s` the time an
+    eager Python framework needs to issue one, and `link_efficiency` and
+    `network_efficiency` the parts of the collective rates reached while the device computes.
+    """
+
+    peak_flop_per_s: dict[str, float]
+    memory_bytes_per_s: float
+    num_multiprocessors: int
+    matmul_efficiency: float
+    matmul_half_k: float
+    memory_efficiency: float
+    attention_efficiency: float
+    kernel_s: float
+    host_op_s: float
+    link_efficiency: float
+    network_efficiency: float
+    low_precision_efficiency: float
+
+    def matmul_seconds(self, m: int, n: int, k: int, *, dtype: str, batch: int = 1) -> float:
+        """Return seconds of `batch` products of (m, k) and (k, n) in one kernel.
+
+        Whole tiles are computed by whole waves of multiprocessors; the kernel with the
+        least waste is taken.
+        """
+        rate = self.peak_flop_per_s[dtype] * self.matmul_efficiency
+        if dtype.startswith("float8"):
+            rate *= self.low_precision_efficiency
+        waves_s = min(
+            self._tiled_seconds(m, n, k, tile_m, tile_n, batch, rate) for tile_m, tile_n in TILES
+        )
+        element = 1 if dtype.startswith("float8") else 2
+        moved = batch * element * (m * k + k * n + m * n)
+        return max(waves_s, moved / self._memory_rate()) + self.kernel_s
+
+    def _tiled_seconds(
+        self, m: int, n: int, k: int, tile_m: int, tile_n: int, batch: int, rate: float
+    ) -> float:
+        tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
+        waves = max(1.0, ceil(tiles / self.num_multiprocessors))
+        # Smaller tiles read more operand bytes for each product: arithmetic intensity falls.
+        intensity = tile_m * tile_n / (tile_m + tile_n)
+        penalty = 1.0 + 12.0 / intensity
+        flop = 2.0 * waves * self.num_multiprocessors * tile_m * tile_n * k
+        return flop / rate * (1.0 + self.matmul_half_k / k) * penalty / (1.0 + 12.0 / (256 / 3))
+
+    def attention_seconds(self, flop: float) -> float:
+        """Return seconds of a fused attention kernel that does this much work."""
+        rate = self.peak_flop_per_s["bfloat16"] * self.matmul_efficiency
+        return flop / (rate * self.attention_efficiency) + self.kernel_s
+
+    def pass_seconds(self, num_bytes: float, kernels: int = 1) -> float:
+        """Return seconds of kernels that only move bytes."""
+        return num_bytes / self._memory_rate() + kernels * self.kernel_s
+
+    def _memory_rate(self) -> float:
+        return self.memory_bytes_per_s * self.memory_efficiency
