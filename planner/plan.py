@@ -194,12 +194,21 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def validate_model(plan: Plan, graph: ModelGraph) -> None:
-    """Raise PlanError when a graph is not of the model that the plan was made for."""
+    """Raise PlanError when a graph is not of the model that the plan was made for.
+
+    Also when the stages do not hold every block; `Plan` itself checks that none is in two.
+    """
     if graph.fingerprint != plan.model.fingerprint:
         raise PlanError(
             f"the plan is for {plan.model.name} from {plan.model.file} "
             f"({plan.model.fingerprint[:12]}) and the model given is {graph.name} "
             f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own"
+        )
+    num_planned = plan.stages[-1].last_block + 1
+    if num_planned != len(graph.blocks):
+        raise PlanError(
+            f"the plan's stages hold blocks 0..{num_planned - 1} and the model has "
+            f"{len(graph.blocks)} blocks; each must be in exactly one stage, so search again"
         )
 
 

@@ -16,7 +16,10 @@ from dataclasses import replace
 from planner.schedule.jobs import Job, JobKind, Schedule
 from planner.schedule.timetable import Playback, StageTimes
 
-_TEMPERATURE = 0.02
+_NUM_SHAKES = 4
+"""Random exchanges tried to leave a local optimum."""
+
+_TEMPERATURE = 0.05
 """Part of the step time by which a move may at first make things worse; falls to 0."""
 
 
@@ -63,11 +66,34 @@ def improve_schedule(
                 if cost < best_cost:
                     best, best_cost = changed, cost
                 break
-        if not moved:
-            if current is best:
-                break
-            current, play, current_cost = best, Playback(best, times), best_cost
+        if not moved:  # a local optimum: go on from a table some random moves away from the best
+            current, play = _shaken(best, times, fits, rng)
+            current_cost = _cost(play)
+            num_left -= 1
     return best
+
+
+def _shaken(
+    schedule: Schedule,
+    times: StageTimes,
+    fits: Callable[[Sequence[Job]], bool],
+    rng: random.Random,
+) -> tuple[Schedule, Playback]:
+    """Return a valid table a few exchanges of neighbours away, and its playing."""
+    play = Playback(schedule, times)
+    for _ in range(_NUM_SHAKES):
+        rank = rng.randrange(schedule.pp)
+        row = list(schedule.jobs[rank])
+        position = rng.randrange(1, max(len(row), 2))
+        if position >= len(row) or not _keeps_order(row, position, position - 1):
+            continue
+        row.insert(position - 1, row.pop(position))
+        jobs = (*schedule.jobs[:rank], tuple(row), *schedule.jobs[rank + 1 :])
+        changed = replace(schedule, jobs=jobs)
+        changed_play = Playback(changed, times)
+        if fits(row) and not changed_play.stuck:
+            schedule, play = changed, changed_play
+    return schedule, play
 
 
 def _cost(play: Playback) -> tuple[float, float]:

@@ -123,7 +123,9 @@ class Schedule:
                 num_microbatches=int(data["num_microbatches"]),
                 jobs=tuple(tuple(map(Job.parse, row.split())) for row in data["jobs"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except ScheduleError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ScheduleError(
                 f"schedule data is malformed ({error!r}); "
                 "it needs name, stage_to_pp_rank, num_microbatches and jobs"

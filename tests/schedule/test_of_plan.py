@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import ScheduleError
-from planner.plan import ClusterRef, ModelRef, Plan, StagePlan, load_plan, save_plan
+from planner.errors import PlanError, ScheduleError
+from planner.graph import Block, ModelGraph, Program
+from planner.plan import (
+    ClusterRef,
+    ModelRef,
+    Plan,
+    StagePlan,
+    load_plan,
+    save_plan,
+    validate_model,
+)
 from planner.schedule import build_schedule, schedule_of
 
 
@@ -61,3 +70,32 @@ def test_own_table_is_checked() -> None:
                 ("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1F1 1F2 1F3 1B0 1B1 1B2"),
             )
         )
+
+
+def test_every_block_is_in_exactly_one_stage() -> None:
+    """X9: stages that leave a block out, or hold one twice, are refused."""
+    empty = Program(name="p", inputs=(), params=(), outputs=(), tensors=(), ops=())
+    blocks = tuple(
+        Block(index=i, name=f"b{i}", class_index=0, inputs=(), params=(), outputs=())
+        for i in range(3)
+    )
+    graph = ModelGraph(
+        name="m",
+        tensors=(),
+        batch_inputs=(),
+        batch_tree=None,
+        preamble=empty,
+        blocks=blocks,
+        classes=(empty,),
+        loss="loss",
+    )
+    plan = make_plan("1f1b", (0, 1))
+    plan = plan.model_copy(
+        update={"model": plan.model.model_copy(update={"fingerprint": graph.fingerprint})}
+    )
+    with pytest.raises(PlanError, match=r"hold blocks 0\.\.1 and the model has 3 blocks"):
+        validate_model(plan, graph)
+    data = plan.model_dump()
+    data["stages"][1]["first_block"] = 0
+    with pytest.raises(ValueError, match="stages must cover every block once, in order"):
+        Plan.model_validate(data)
