@@ -6,75 +6,157 @@ rank's shards, m the microbatches, pp the pipeline ranks. Any schedule takes at 
     m T / pp                                   some rank does at least its share of the work
     m * (longest block)                        a block lies on one rank
     T                                          one microbatch passes every block
-    T / (1 - (1 - 1/m)**pp)    vpp = 1         with L the step and p_s the seconds before stage
-                                               s, p_s + m t_s <= L; so L - p_{s+1} >=
-                                               (L - p_s)(1 - 1/m), and p_pp = T
+    c(schedule, pp, m) T       vpp = 1         `pipeline_factor`: the paths of `chain_dp` with
+                                               stages cut freely, as a linear program
 
 Memory. Some rank holds at least its share of the parameters, and every block is held whole by
-some rank that keeps at least one microbatch of it.
+some rank that keeps at least one microbatch of it. With `a` the bytes a chain keeps per
+microbatch and stage s holding k_s microbatches at most, sum over s of kept_s >= a and
+kept_s <= L / k_s, so L >= a / sum(1 / k_s).
 
-Each bound is below the cost model's own answer for every cut, so pruning by it is safe.
+With a cut at hand, `virtual_stage_bound` adds up what each rank does in all its stages.
+Each bound is below the cost model's own answer, so pruning by it is safe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 
-from costmodel.memory import stage_memory
+from costmodel.memory import kept_bytes, stage_memory
 from costmodel.stage import StageLoad
+from planner.schedule import find_schedule, stage_to_pp_rank
+from search.chain_dp import ChainProblem, Cut
 from search.space import Configuration
 from search.stage_table import StageTable
 
 
-def least_step_s(table: StageTable, configuration: Configuration) -> float:
-    """Return a step time that no stage boundaries can beat."""
-    m, pp = configuration.num_microbatches, configuration.pp
-    forward = table.forward_s
-    again = forward if configuration.recompute == "full" else 0.0
-    block = forward + table.backward_s + again
-    total = float(block.sum())
-    bound = max(m * total / pp, m * float(block.max()), total)
-    if configuration.vpp == 1:
-        bound = max(bound, total / (1.0 - (1.0 - 1.0 / m) ** pp) if m > 1 else total)
-    return bound
+@dataclass(kw_only=True, eq=False)
+class TableBounds:
+    """Bounds of all configurations that share a table; remembers what they have in common."""
+
+    table: StageTable
+    _memory: dict[tuple, float] = field(default_factory=dict)
+
+    def least_step_s(self, configuration: Configuration) -> float:
+        """Return a step time that no stage boundaries can beat."""
+        m, pp = configuration.num_microbatches, configuration.pp
+        forward = self.table.forward_s
+        again = forward if configuration.recompute == "full" else 0.0
+        block = forward + self.table.backward_s + again
+        total = float(block.sum())
+        bound = max(m * total / pp, m * float(block.max()), total)
+        splits = find_schedule(configuration.schedule).splits_backward
+        if configuration.vpp == 1 and not splits:
+            bound = max(bound, total * pipeline_factor(configuration.schedule, pp, m))
+        return bound
+
+    def least_peak_bytes(self, configuration: Configuration) -> float:
+        """Return bytes that the fullest rank of any stage boundaries needs at least."""
+        one = configuration
+        blocks = self._remember(("blocks", one.dp, one.zero, one.recompute), self._blocks, one)
+        share = self._remember(("share", one.dp, one.zero, one.pp), self._share, one)
+        return max(blocks, share)
+
+    def _remember(
+        self, key: tuple, compute: Callable[[Configuration], float], configuration: Configuration
+    ) -> float:
+        if key not in self._memory:
+            self._memory[key] = compute(configuration)
+        return self._memory[key]
+
+    def _share(self, configuration: Configuration) -> float:
+        load = self.table.blocks
+        shared = sum(size for _, _, size in self.table.ties)
+        part = StageLoad(param_bytes=float(load.param_bytes.sum() - shared) / configuration.pp)
+        return float(self._peak(part, configuration, recompute=False))
+
+    def _blocks(self, configuration: Configuration) -> float:
+        choices = {"none": (False,), "full": (True,), "mixed": (False, True)}
+        peaks = [
+            self._peak(self.table.blocks, configuration, recompute=recompute)
+            for recompute in choices[configuration.recompute]
+        ]
+        return float(np.min(peaks, axis=0).max())
+
+    def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: bool) -> Any:
+        return stage_memory(
+            load,
+            in_flight=1,
+            recompute=recompute,
+            dp=configuration.dp * configuration.cp,
+            zero_stage=configuration.zero,
+            profile=self.table.profile,
+        ).total
+
+    def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
+        """Return the bytes that activations in flight alone must take on some rank."""
+        key = ("kept", configuration.recompute)
+        if key not in self._memory:
+            load = self.table.blocks
+            kept = kept_bytes(load, recompute=configuration.recompute != "none")
+            # Neighbours in one stage share what one keeps of its outputs.
+            self._memory[key] = float(np.sum(np.maximum(0.0, kept - load.tail_bytes)))
+        context = float(self.table.profile.context_bytes)
+        return context + self._memory[key] / sum(1.0 / k for k in in_flight)
 
 
-def least_peak_bytes(table: StageTable, configuration: Configuration) -> float:
-    """Return bytes that the fullest rank of any stage boundaries needs at least."""
-    load, profile = table.blocks, table.profile
-    share = StageLoad(
-        param_bytes=float(load.param_bytes.sum() - sum(size for _, _, size in table.ties))
-        / configuration.pp,
-        frozen_bytes=0.0,
-    )
-    replicas = configuration.dp * configuration.cp
+@lru_cache(maxsize=4096)
+def pipeline_factor(schedule: str, pp: int, m: int) -> float:
+    """Return c such that no stages of total t take less than c * t under the schedule.
 
-    def memory(part: StageLoad, recompute: bool) -> float:
-        return float(
-            np.max(
-                stage_memory(
-                    part,
-                    in_flight=1,
-                    recompute=recompute,
-                    dp=replicas,
-                    zero_stage=configuration.zero,
-                    profile=profile,
-                ).total
-            )
-        )
+    Stage s's path is at least sum_i A[s, i] t_i, with A[s, i] = 1 for i < s, m for i = s, and
+    for i > s what the schedule's order adds (`chain_dp`): 1 for FThenB; for 1F1B
+    2 after - w t_s at least, so 2 for i > s and m - w for i = s. The step L is at least
+    each row, hence at least y A t for any weights y >= 0 of sum 1. The y that make y A a
+    constant vector c prove L >= c sum(t); with equal stages c = (m + pp - 1) / pp.
+    """
+    best = 1.0 / (1.0 - (1.0 - 1.0 / m) ** pp) if m > 1 else 1.0
+    if schedule == "fthenb":
+        return max(best, (m + pp - 1) / pp)
+    if schedule != "1f1b" or m <= pp:
+        return best
+    warmup = np.arange(pp - 1, -1, -1)
+    matrix = np.tril(np.ones((pp, pp)), -1) + np.triu(2 * np.ones((pp, pp)), 1)
+    matrix += np.diag(m - warmup)
+    weights = np.linalg.solve(matrix.T, np.ones(pp))
+    if weights.min() < 0:
+        return best
+    return max(best, float(1.0 / weights.sum()))
 
-    choices = {"none": (False,), "full": (True,), "mixed": (False, True)}[configuration.recompute]
-    per_block = [
-        np.asarray(
-            stage_memory(
-                load,
-                in_flight=1,
-                recompute=recompute,
-                dp=replicas,
-                zero_stage=configuration.zero,
-                profile=profile,
-            ).total
-        )
-        for recompute in choices
+
+def virtual_stage_bound(configuration: Configuration, problem: ChainProblem, cut: Cut) -> float:
+    """Return a step time that this cut cannot beat under any table of its schedule's kind.
+
+    A rank starts when the first microbatch has passed the stages before its first one, does
+    all its work, and (unless backward is split, when weight gradients may come last) sends
+    the last gradient back through those stages.
+    """
+    homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
+    splits = find_schedule(configuration.schedule).splits_backward
+    widths = [end - first for first, end in zip(cut.cuts, cut.cuts[1:], strict=False)]
+    band = problem.stages.band(max(widths))
+    runs = [
+        (choice, width - 1, first)
+        for choice, width, first in zip(cut.choices, widths, cut.cuts, strict=False)
     ]
-    return max(memory(share, False), float(np.min(per_block, axis=0).max()))
+    forward = [float(band.forward_s[run]) for run in runs]
+    backward = [float(band.backward_s[run]) for run in runs]
+    hops = [
+        float(problem.hop_s[first]) if stage and homes[stage] != homes[stage - 1] else 0.0
+        for stage, first in enumerate(cut.cuts[:-1])
+    ]
+    worst = 0.0
+    for rank in range(configuration.pp):
+        mine = [stage for stage, home in enumerate(homes) if home == rank]
+        before = range(mine[0])
+        fill = sum(forward[s] + hops[s + 1] for s in before)
+        drain = 0.0 if splits else sum(backward[s] + hops[s + 1] for s in before)
+        work = configuration.num_microbatches * sum(forward[s] + backward[s] for s in mine)
+        tail = min(float(band.tail_s[runs[s][1:]]) for s in ([0] if drain else mine))
+        worst = max(worst, fill + work + drain + tail)
+    return worst

@@ -5,13 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from costmodel import Estimate, estimate
-from costmodel.cache import CostCache
+import numpy as np
+
+from costmodel import CostCache, Estimate, StageLoad, estimate, stage_memory
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan_defaults import model_ref
-from planner.schedule import build_schedule, in_flight_per_stage, stage_to_pp_rank
+from planner.schedule import (
+    build_schedule,
+    find_schedule,
+    in_flight_per_stage,
+    stage_to_pp_rank,
+)
 from profiles import Profile
+from search.bounds import TableBounds
 from search.chain_dp import ChainProblem, Cut
 from search.layouts import LayoutSolver
 from search.space import Configuration
@@ -31,6 +38,9 @@ class Candidates:
     costs: CostCache
     model_file: str = ""
     _tables: dict[tuple[int, int], tuple[StageTable, ...]] = field(default_factory=dict)
+    _bounds: dict[int, TableBounds] = field(default_factory=dict)
+    _longest: dict[tuple, int] = field(default_factory=dict)
+    _replica_memo: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
 
     def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at this degree and microbatch size."""
@@ -43,52 +53,83 @@ class Candidates:
             )
             self._tables[key] = tuple(
                 StageTable(
-                    costs=self.costs, layouts=by_class, tp=tp, microbatch_size=microbatch_size
+                    costs=self.costs,
+                    layouts=by_class,
+                    tp=tp,
+                    microbatch_size=microbatch_size,
+                    replica_memo=self._replica_memo,
                 )
                 for by_class in layouts
             )
         return self._tables[key]
+
+    def bounds(self, table: StageTable) -> TableBounds:
+        """Return the bounds of a table."""
+        if id(table) not in self._bounds:
+            self._bounds[id(table)] = TableBounds(table=table)
+        return self._bounds[id(table)]
 
     def problem(
         self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
     ) -> ChainProblem:
         """Return the chain problem of a configuration.
 
-        With virtual stages (vpp > 1) a rank's memory is shared by its stages: each gets an
-        equal part of what the context leaves. That finds good cuts but proves nothing.
+        With virtual stages (vpp > 1) the cut wanted is the one whose longest stage is
+        shortest, and a rank's memory is shared by its stages: each gets an equal part of what
+        the context leaves.
         """
-        choices = ("none", "full") if configuration.recompute == "mixed" else (
-            configuration.recompute,
-        )  # fmt: skip
+        one = configuration
+        choices = recompute_choices(one)
         again = table.forward_s if choices == ("full",) else 0.0
         limit = memory_limit_bytes
-        if configuration.vpp > 1:
+        if one.vpp > 1:
             context = float(self.profile.context_bytes)
-            limit = context + max(0.0, limit - context) / configuration.vpp
+            limit = context + max(0.0, limit - context) / one.vpp
+        splits = find_schedule(one.schedule).splits_backward
+        known = "split" if splits else _FAMILIES.get(one.schedule, "any")
         return ChainProblem(
-            stages=table.with_replicas(
-                dp=configuration.dp, cp=configuration.cp, zero=configuration.zero, choices=choices
-            ),
+            stages=table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices),
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
-            hop_s=table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
-            in_flight=_in_flight(
-                configuration.schedule,
-                configuration.pp,
-                configuration.vpp,
-                configuration.num_microbatches,
-            ),
-            num_microbatches=configuration.num_microbatches,
+            hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
+            in_flight=in_flight_of(one),
+            num_microbatches=one.num_microbatches,
             memory_limit_bytes=limit,
-            family=_FAMILIES.get(configuration.schedule, "any"),
+            family=known if one.vpp == 1 else "longest",
             choices=choices,
+            most_blocks=self._most_blocks(one, table, limit),
         )
+
+    def _most_blocks(
+        self, configuration: Configuration, table: StageTable, limit: float
+    ) -> int | None:
+        """Return how many blocks' parameters a rank can hold at most under the limit."""
+        one = configuration
+        if limit == float("inf"):
+            return None
+        key = (id(table), one.dp, one.cp, one.zero, limit)
+        if key not in self._longest:
+            sizes = table.blocks.param_bytes
+            shared = sum(size for _, _, size in table.ties)
+
+            def peak(param_bytes: float) -> float:
+                return float(
+                    stage_memory(
+                        StageLoad(param_bytes=param_bytes), in_flight=1, recompute=False,
+                        dp=one.dp * one.cp, zero_stage=one.zero, profile=self.profile,
+                    ).total
+                )  # fmt: skip
+
+            empty, slope = peak(0.0), (peak(1e12) - peak(0.0)) / 1e12
+            room = (limit - empty) / slope + shared if slope > 0 else float("inf")
+            sums = np.concatenate([[0.0], np.cumsum(sizes)])
+            ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
+            self._longest[key] = int((ends - np.arange(len(sums))).max())
+        return self._longest[key]
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""
-        choices = ("none", "full") if configuration.recompute == "mixed" else (
-            configuration.recompute,
-        )  # fmt: skip
+        choices = recompute_choices(configuration)
         homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
         return Plan(
             model=self.model,
@@ -126,6 +167,23 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def recompute_choices(configuration: Configuration) -> tuple[str, ...]:
+    """Return what each stage may choose between."""
+    if configuration.recompute == "mixed":
+        return ("none", "full")
+    return (configuration.recompute,)
+
+
+def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return the most microbatches each stage holds."""
+    return _in_flight(
+        configuration.schedule,
+        configuration.pp,
+        configuration.vpp,
+        configuration.num_microbatches,
+    )
 
 
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:

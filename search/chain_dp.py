@@ -21,7 +21,10 @@ microbatch spends in earlier and later stages, hops and both directions included
             FThenB        after
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
-                          travels back to stage 0, whose tail follows
+                          travels back to stage 0, whose tail follows. Where backward is
+                          split, weight gradients may come after the last gradient has left,
+                          so m/2 b (their most) is taken off the first of the two, and half
+                          of `before`
 
 `before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
 the same recompute choice; where both are allowed they are taken without recompute, which
@@ -53,7 +56,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-FAMILIES = ("any", "1F1B", "FThenB")
+FAMILIES = ("any", "1F1B", "FThenB", "split", "longest")
+"""What is known of the schedule: nothing, its order of jobs, or that it splits backward;
+``longest`` makes `path` just m t, for the cut whose longest stage is shortest."""
 
 
 class Band(Protocol):
@@ -89,6 +94,7 @@ class ChainProblem:
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
     gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
+    most_blocks: no run of more blocks fits the memory (None: not known).
     """
 
     stages: Stages
@@ -100,6 +106,7 @@ class ChainProblem:
     memory_limit_bytes: float
     family: str = "any"
     choices: tuple[str, ...] = ("none",)
+    most_blocks: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -110,6 +117,12 @@ class ChainProblem:
     def num_stages(self) -> int:
         """Number of stages to cut."""
         return len(self.in_flight)
+
+    @property
+    def longest(self) -> int:
+        """The most blocks a stage can hold."""
+        left = self.num_blocks - self.num_stages + 1
+        return left if self.most_blocks is None else min(left, self.most_blocks)
 
     @cached_property
     def before_f(self) -> Floats:
@@ -172,7 +185,12 @@ class Paths:
         f, b = self.band.forward_s[choice], self.band.backward_s[choice]
         # The hop next to the stage is known; farther ones cost at least the cheapest.
         hops_in = (self.hop_in + max(0, stage - 1) * problem.least_hop) if stage else 0.0
+        if problem.family == "longest":
+            return m * (f + b), np.zeros(())
         until = problem.before_f[:n][None, :] + hops_in + m * (f + b)
+        if problem.family == "split":
+            half = (problem.before_b[:n][None, :] - m * b) / 2
+            return until, np.where(stage > 0, half + hops_in, 0.0)
         if depth:
             after = self.after + 2 * (self.hop_out + (depth - 1) * problem.least_hop)
             warmup = problem.in_flight[stage] - 1
@@ -204,24 +222,31 @@ class Paths:
         return self.valid & (self.peak(stage, choice) <= self.problem.memory_limit_bytes)
 
 
-def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Cut | None:
-    """Return the cut with the smallest bound, or None when none fits under `ceiling`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The best cut, if any under the ceiling, and whether any cut at all fits the memory."""
+
+    cut: Cut | None
+    fits: bool
+
+
+def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
+    """Return the cut with the smallest bound among those of at most `ceiling`.
 
     Looks at short stages first and widens until the answer proves that no longer stage can
     be in a better one.
     """
-    n, stages = problem.num_blocks, problem.num_stages
-    if stages > n:
-        return None
-    longest = n - stages + 1
+    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if stages > n or longest * stages < n:
+        return Solved(cut=None, fits=False)
     width = min(longest, -(-5 * n // (4 * stages)) + 3)
     while True:
         found = _solve_band(problem, Paths(problem, width), ceiling)
-        bound = min(ceiling, found.value) if found else ceiling
+        bound = min(ceiling, found.cut.value) if found.cut else ceiling
         needed = _longest_within(problem, bound, longest)
         if needed <= width or width == longest:
             return found
-        width = min(longest, needed if found else 2 * width)
+        width = min(longest, needed if found.cut else max(2 * width, min(needed, 4 * width)))
 
 
 def _longest_within(problem: ChainProblem, bound: float, longest: int) -> int:
@@ -234,7 +259,7 @@ def _longest_within(problem: ChainProblem, bound: float, longest: int) -> int:
     return int(min(longest, (ends - np.arange(len(least))).max()))
 
 
-def _solve_band(problem: ChainProblem, paths: Paths, ceiling: float) -> Cut | None:
+def _solve_band(problem: ChainProblem, paths: Paths, ceiling: float) -> Solved:
     """Solve for each first cut whose bound is under the best found."""
     stages, choices = problem.num_stages, range(len(problem.choices))
     tail = paths.band.tail_s[:, 0]
@@ -245,31 +270,30 @@ def _solve_band(problem: ChainProblem, paths: Paths, ceiling: float) -> Cut | No
 
     if stages == 1:
         if paths.width < problem.num_blocks:
-            return None
+            return Solved(cut=None, fits=False)
         last = problem.num_blocks - 1
         values, picks = first_stage(float(tail[last]))
         value = float(values[last])
         if not np.isfinite(value) or value > ceiling:
-            return None
-        return Cut(cuts=(0, problem.num_blocks), choices=(int(picks[last]),), value=value)
+            return Solved(cut=None, fits=bool(np.isfinite(value)))
+        cut = Cut(cuts=(0, problem.num_blocks), choices=(int(picks[last]),), value=value)
+        return Solved(cut=cut, fits=True)
 
     rest, _ = _sweep(paths, first_tail=None)
     bare, _ = first_stage(None)
     bounds = np.maximum(bare, rest[paths.end[:, 0]]) + tail
     best: Cut | None = None
     for row in np.argsort(bounds, kind="stable"):
-        limit = min(ceiling, best.value if best else np.inf)
-        if not np.isfinite(bounds[row]) or bounds[row] > limit:
+        if bounds[row] > ceiling or bounds[row] >= (best.value if best else np.inf):
             break
-        if best and bounds[row] >= best.value:
-            break
-        values, steps = _sweep(paths, first_tail=float(tail[row]))
-        own, picks = first_stage(float(tail[row]))
+        first_tail = float(tail[row])
+        values, steps = _sweep(paths, first_tail=first_tail)
+        own, picks = first_stage(first_tail)
         end = int(paths.end[row, 0])
         value = max(float(own[row]), float(values[end]))
         if value <= ceiling and value < (best.value if best else np.inf):
             best = _read_cut(problem, steps, end, int(picks[row]), value)
-    return best
+    return Solved(cut=best, fits=bool(np.isfinite(bounds).any()))
 
 
 def _sweep(
@@ -314,8 +338,7 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     n, stages = problem.num_blocks, problem.num_stages
     if stages > n:
         return None
-    longest = n - stages + 1
-    width = min(longest, -(-3 * n // (2 * stages)) + 4)
+    width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
     paths = Paths(problem, width)
     columns = np.arange(n)
     value = np.full(n + 1, np.inf)

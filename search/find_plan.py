@@ -8,6 +8,9 @@ no smaller than the one before:
        longest path of jobs that no run of them can avoid
     3. the cost model's estimate of that plan, simulated job by job: what decides
 
+With virtual stages (vpp > 1) gate 2 takes one cut only, the one whose longest stage is
+shortest, and the certificate speaks of that one.
+
 Configurations wait in a heap by their bound, so when the smallest bound is no less than the
 best estimate the search ends and the best is proved, except for what gate 2 leaves open: other
 boundaries of an estimated configuration may take as little as its DP bound. The smallest of
@@ -20,8 +23,9 @@ import heapq
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
+from operator import ge
 
 from costmodel import Estimate
 from costmodel.cache import CostCache
@@ -29,8 +33,8 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
-from search.bounds import least_peak_bytes, least_step_s
-from search.candidates import Candidates, with_estimate
+from search.bounds import virtual_stage_bound
+from search.candidates import Candidates, in_flight_of, with_estimate
 from search.chain_dp import Cut, solve_chain
 from search.layouts import LayoutSolver, parse_pins_of
 from search.nothing_fits import explain_nothing_fits
@@ -74,7 +78,9 @@ class _Search:
     heap: list[tuple[float, int, Entry]] = field(default_factory=list)
     ticket: count[int] = field(default_factory=count)
     pruned: Counter[str] = field(default_factory=Counter)
+    too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
+    losers: list[tuple[float, int, Entry]] = field(default_factory=list)
     best: Finished | None = None
     stopped_early: str = ""
 
@@ -87,6 +93,7 @@ class _Search:
         """Add a configuration, unless its bound already rules it out."""
         if entry.bound >= self.best_s:
             self.pruned["bound: cannot beat the best"] += 1
+            self.losers.append((entry.bound, next(self.ticket), entry))
             return
         heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
 
@@ -173,12 +180,13 @@ def _first_gate(
         fitted = False
         for table in search.candidates.tables(tp, size):
             considered += len(members)
+            bounds = search.candidates.bounds(table)
             for configuration in members:
-                if least_peak_bytes(table, configuration) > search.memory_limit_bytes:
+                if bounds.least_peak_bytes(configuration) > search.memory_limit_bytes:
                     search.pruned["memory: parameters or one block alone"] += 1
                     continue
                 fitted = True
-                bound = least_step_s(table, configuration)
+                bound = bounds.least_step_s(configuration)
                 search.push(Entry(configuration=configuration, table=table, bound=bound))
         if not fitted:
             too_big[tp] = size
@@ -208,30 +216,61 @@ def _walk(search: _Search, progress: Progress | None) -> None:
 
 
 def _second_gate(search: _Search, entry: Entry) -> None:
-    configuration = entry.configuration
-    problem = search.candidates.problem(configuration, entry.table, search.memory_limit_bytes)
-    exact = configuration.vpp == 1
-    cut = solve_chain(problem, ceiling=search.best_s if exact else float("inf"))
-    if cut is None:
-        rule = "memory: no stage boundaries fit"
-        if exact and search.best is not None:
-            rule = "stage boundaries: none fits and beats the best"
-        search.pruned[rule] += 1
+    """Cut the chain; push the configuration back with its cut and a tighter bound."""
+    one, table = entry.configuration, entry.table
+    limit = search.memory_limit_bytes
+    bounds = search.candidates.bounds(table)
+    if one.vpp == 1 and bounds.kept_bound(one, in_flight_of(one)) > limit:
+        search.pruned["memory: activations in flight"] += 1
         return
-    bound = max(entry.bound, cut.value) if exact else entry.bound
-    search.push(Entry(configuration=configuration, table=entry.table, bound=bound, cut=cut))
+    key = (id(table), one.dp, one.zero, one.pp, one.vpp, one.recompute)
+    in_flight = in_flight_of(one)
+    if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
+        search.pruned["memory: a schedule that holds less does not fit either"] += 1
+        return
+    problem = search.candidates.problem(one, table, limit)
+    plain = one.vpp == 1
+    solved = solve_chain(problem, ceiling=search.best_s if plain else float("inf"))
+    if not solved.fits:
+        search.too_many.setdefault(key, []).append(in_flight)
+        search.pruned["memory: no stage boundaries fit"] += 1
+        return
+    if solved.cut is None:
+        search.pruned["stage boundaries: the best cut cannot beat the best"] += 1
+        return
+    bound = solved.cut.value if plain else virtual_stage_bound(one, problem, solved.cut)
+    bound = max(entry.bound, bound)
+    search.push(Entry(configuration=one, table=table, bound=bound, cut=solved.cut))
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
+    done = _estimate(search, entry, cut)
+    if done is None:
+        search.pruned["memory: the whole plan, rank by rank"] += 1
+        return
+    search.finished.append(done)
+    if done.answer.step_s < search.best_s:
+        search.best = done
+
+
+def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
+    """Return the cost model's answer, or None when a rank does not fit after all."""
     plan = search.candidates.plan(entry.configuration, entry.table, cut)
     answer = search.candidates.estimate(plan)
     if answer.peak_bytes > search.memory_limit_bytes:
-        search.pruned["memory: the whole plan, rank by rank"] += 1
-        return
-    done = Finished(configuration=entry.configuration, plan=plan, answer=answer, bound=entry.bound)
-    search.finished.append(done)
-    if answer.step_s < search.best_s:
-        search.best = done
+        return None
+    return Finished(
+        configuration=_as_chosen(entry.configuration, plan),
+        plan=plan,
+        answer=answer,
+        bound=entry.bound,
+    )
+
+
+def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
+    """Return the configuration with the recompute that its stages ended up with."""
+    used = {stage.recompute for stage in plan.stages}
+    return replace(configuration, recompute=used.pop() if len(used) == 1 else "mixed")
 
 
 def _certificate(
@@ -262,22 +301,44 @@ def _certificate(
 
 
 def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
-    """Return the next best configurations with the parts that make them slower."""
-    seen = {best.configuration.label}
-    runners = []
+    """Return the next best configurations with the parts that make them slower.
+
+    Those that the bounds ruled out are estimated here, best bound first, one for each choice
+    of degrees, so that the answer is not five names for one layout.
+    """
+    found = {_degrees_of(best.configuration): best}
     for done in sorted(search.finished, key=lambda one: one.answer.step_s):
-        if done.configuration.label in seen:
+        found.setdefault(_degrees_of(done.configuration), done)
+    tries = 0
+    for _, _, entry in sorted([*search.losers, *search.heap], key=lambda one: one[:2]):
+        if len(found) > MOST_RUNNERS_UP or tries >= 4 * MOST_RUNNERS_UP:
+            break
+        if _degrees_of(entry.configuration) in found:
             continue
-        seen.add(done.configuration.label)
-        runners.append(
-            RunnerUp(
-                label=done.configuration.label,
-                step_s=done.answer.step_s,
-                peak_bytes=float(done.answer.peak_bytes),
-                reason=why_slower(done.answer, best.answer),
-            )
+        tries += 1
+        cut = entry.cut or _cut(search, entry)
+        done = _estimate(search, entry, cut) if cut else None
+        if done is not None:
+            found[_degrees_of(done.configuration)] = done
+    rest = sorted(list(found.values())[1:], key=lambda one: one.answer.step_s)
+    return tuple(
+        RunnerUp(
+            label=done.configuration.label,
+            step_s=done.answer.step_s,
+            peak_bytes=float(done.answer.peak_bytes),
+            reason=why_slower(done.answer, best.answer),
         )
-    return tuple(runners[:MOST_RUNNERS_UP])
+        for done in rest[:MOST_RUNNERS_UP]
+    )
+
+
+def _degrees_of(one: Configuration) -> tuple[int, ...]:
+    return (one.dp, one.cp, one.tp, one.pp)
+
+
+def _cut(search: _Search, entry: Entry) -> Cut | None:
+    problem = search.candidates.problem(entry.configuration, entry.table, search.memory_limit_bytes)
+    return solve_chain(problem).cut
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from planner.units import GIB, format_bytes
-from search.bounds import least_peak_bytes
 from search.candidates import Candidates
 from search.chain_dp import smallest_peak
 from search.request import SearchRequest
@@ -54,7 +53,14 @@ def smallest_memory(
         if configuration.microbatch_size > smallest_size[configuration.tp]:
             continue
         for table in candidates.tables(configuration.tp, configuration.microbatch_size):
-            tries.append((least_peak_bytes(table, configuration), order, configuration, table))
+            tries.append(
+                (
+                    candidates.bounds(table).least_peak_bytes(configuration),
+                    order,
+                    configuration,
+                    table,
+                )
+            )
     tries.sort(key=lambda one: one[:2])
     best, winner = math.inf, tries[0][2]
     for bound, _, configuration, table in tries:

@@ -20,6 +20,8 @@ from search.request import SearchRequest
 MOST_TP_NODES = 2
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
+# One rank works at a time under ``naive``, so it can only win when nothing runs at all.
+SEARCHED_SCHEDULES = tuple(name for name in SCHEDULES if name != "naive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +233,7 @@ def _schedules(
     if pp == 1 and request.schedule is None and request.vpp in (None, 1):
         yield "1f1b", 1
         return
-    names = (request.schedule,) if request.schedule else tuple(SCHEDULES)
+    names = (request.schedule,) if request.schedule else SEARCHED_SCHEDULES
     for name in names:
         spec = find_schedule(name)
         most = min(MOST_VPP, len(graph.blocks) // pp, spec.max_vpp or MOST_VPP)
@@ -257,7 +259,7 @@ def _zeros(request: SearchRequest, dp: int) -> Sequence[int]:
 
 
 def _recomputes(request: SearchRequest) -> Sequence[str]:
-    return (request.recompute,) if request.recompute else ("none", "mixed")
+    return (request.recompute,) if request.recompute else ("mixed",)
 
 
 def _allowed(fixed: int | None, candidates: Sequence[int]) -> Sequence[int]:

@@ -8,7 +8,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -32,17 +32,24 @@ Floats = NDArray[np.float64]
 _UNUSED = ("host_forward_s", "host_backward_s", "forward_flop", "backward_flop")
 
 
+def _used_fields() -> list[Field]:
+    return [f for f in fields(StageLoad) if f.name not in _UNUSED]
+
+
 @dataclass(kw_only=True, eq=False)
 class StageTable:
     """Loads of all runs of blocks; keeps what it computed.
 
-    `layouts` is one ClassLayout per class, in class order, or empty at tp 1.
+    `layouts` is one ClassLayout per class, in class order, or empty at tp 1. `replica_memo`
+    (seconds by degrees, bytes and counts) may be shared by all tables of a search.
     """
 
     costs: CostCache
     layouts: tuple[ClassLayout, ...]
     tp: int
     microbatch_size: int
+    replica_memo: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+    replica_seconds: dict[tuple, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
     _bands: dict[int, StageLoad] = field(default_factory=dict)
 
     @property
@@ -78,8 +85,7 @@ class StageTable:
         loads = [of_class[block.class_index] for block in self.graph.blocks]
         columns: dict[str, Any] = {
             f.name: np.array([getattr(load, f.name) for load in loads], dtype=np.float64)
-            for f in fields(StageLoad)
-            if f.name not in _UNUSED
+            for f in _used_fields()
         }
         if self._boundaries_differ:
             entries = [
@@ -134,8 +140,15 @@ class StageTable:
 
     def band(self, width: int) -> StageLoad:
         """Return loads of all runs of up to `width` blocks, arrays by (length - 1, first)."""
-        if width not in self._bands:
-            self._bands[width] = self._build_band(width)
+        widest = max(self._bands, default=0)
+        if width > widest:
+            self._bands = {width: self._build_band(width)}
+        elif width not in self._bands:
+            # A narrower band is the top of a wider one; numpy slices share its memory.
+            wide = self._bands[widest]
+            self._bands[width] = StageLoad(
+                **{f.name: getattr(wide, f.name)[:width] for f in _used_fields()}
+            )
         return self._bands[width]
 
     def _build_band(self, width: int) -> StageLoad:
@@ -146,18 +159,10 @@ class StageTable:
             # The block that a run starting at column j takes in; past the end any will do.
             index = np.minimum(np.arange(n) + length, n - 1)
             run = run + StageLoad(
-                **{
-                    f.name: getattr(self.blocks, f.name)[index]
-                    for f in fields(StageLoad)
-                    if f.name not in _UNUSED
-                }
+                **{f.name: getattr(self.blocks, f.name)[index] for f in _used_fields()}
             )
             rows.append(run)
-        stacked = {
-            f.name: np.stack([getattr(row, f.name) for row in rows])
-            for f in fields(StageLoad)
-            if f.name not in _UNUSED
-        }
+        stacked = {f.name: np.stack([getattr(row, f.name) for row in rows]) for f in _used_fields()}
         start = np.arange(n)[None, :]
         end = start + np.arange(1, width + 1)[:, None]
         for i, j, size in self.ties:
@@ -253,24 +258,37 @@ class RankStages:
 
         Runs of equal bytes, blocks and tensors cost the same, so each kind is asked once.
         """
-        profile = self.table.profile
-        group = dp_group(profile.cluster, dp=self.dp, cp=self.cp, tp=self.table.tp)
-        kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
-        unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
-        sharded = self.dp if self.zero else 1
-        answers = np.zeros((3, unique.shape[1]))
-        for column, (param_bytes, num_blocks, num_params) in enumerate(unique.T):
+        table = self.table
+        key = (self.dp, self.cp, self.zero, load.param_bytes.shape[0])
+        if key not in table.replica_seconds:
+            kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
+            unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
+            answers = np.array(
+                [self._replica_seconds_of(*map(float, column)) for column in unique.T]
+            )
+            shaped = answers.T[:, np.ravel(inverse)].reshape(3, *load.param_bytes.shape)
+            table.replica_seconds[key] = (shaped[0], shaped[1], shaped[2])
+        return table.replica_seconds[key]
+
+    def _replica_seconds_of(
+        self, param_bytes: float, num_blocks: float, num_params: float
+    ) -> tuple[float, float, float]:
+        key = (self.dp, self.cp, self.zero, self.table.tp, param_bytes, num_blocks, num_params)
+        memo = self.table.replica_memo
+        if key not in memo:
+            profile = self.table.profile
             seconds = data_parallel_seconds(
-                profile, group, zero_stage=self.zero, param_bytes=float(param_bytes),
+                profile,
+                dp_group(profile.cluster, dp=self.dp, cp=self.cp, tp=self.table.tp),
+                zero_stage=self.zero,
+                param_bytes=param_bytes,
                 num_blocks=int(num_blocks),
-            )  # fmt: skip
+            )
             update = adamw_seconds(
-                profile, param_bytes=float(param_bytes) / sharded, num_tensors=int(num_params)
+                profile,
+                param_bytes=param_bytes / (self.dp if self.zero else 1),
+                num_tensors=int(num_params),
             )
-            answers[:, column] = (
-                seconds.per_forward_s,
-                seconds.per_backward_s,
-                seconds.after_s + seconds.first_forward_s + update,
-            )
-        shaped = answers[:, np.ravel(inverse)].reshape(3, *load.param_bytes.shape)
-        return shaped[0], shaped[1], shaped[2]
+            after = seconds.after_s + seconds.first_forward_s + update
+            memo[key] = (seconds.per_forward_s, seconds.per_backward_s, after)
+        return memo[key]

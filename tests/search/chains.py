@@ -81,7 +81,7 @@ def chain(stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", 
     )
 
 
-def random_chain(rng: np.random.Generator) -> ChainProblem:
+def random_chain(rng: np.random.Generator, family: str | None = None) -> ChainProblem:
     n = int(rng.integers(1, 9))
     stages = int(rng.integers(1, min(n, 4) + 1))
     m = int(rng.integers(stages, 12))
@@ -93,7 +93,7 @@ def random_chain(rng: np.random.Generator) -> ChainProblem:
     )]  # fmt: skip
     if rng.integers(2):
         both = [pair[:1] for pair in both]
-    family = FAMILIES[int(rng.integers(len(FAMILIES)))]
+    family = family or FAMILIES[int(rng.integers(len(FAMILIES)))]
     hops = rng.uniform(0, 0.5, n + 1)
     hops[0] = 0.0
     return chain(

@@ -18,7 +18,7 @@ def test_equals_brute_force_on_500_random_small_chains():
     infeasible = 0
     for _ in range(500):
         problem = random_chain(rng)
-        best, found = solve_by_brute_force(problem), solve_chain(problem)
+        best, found = solve_by_brute_force(problem), solve_chain(problem).cut
         if best is None:
             infeasible += 1
             assert found is None
@@ -41,15 +41,18 @@ def test_smallest_peak_equals_brute_force():
         assert cut_peak(paths, least.cuts, least.choices) == pytest.approx(least.value)
 
 
-@pytest.mark.parametrize(("family", "schedule"), [("1F1B", "1f1b"), ("FThenB", "fthenb")])
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [("1F1B", "1f1b"), ("FThenB", "fthenb"), ("split", "zb_h1"), ("any", "1f1b")],
+)
 def test_the_bound_is_never_above_the_simulator(family, schedule):
     """X1: what the DP minimises is a lower bound of the simulated step, and a close one."""
     rng = np.random.default_rng(13)
     ratios = []
     while len(ratios) < 200:
-        problem = random_chain(rng)
-        found = solve_chain(problem)
-        if problem.family != family or found is None or problem.num_stages < 2:
+        problem = random_chain(rng, family)
+        found = solve_chain(problem).cut
+        if found is None or problem.num_stages < 2:
             continue
         band = Paths(problem, problem.num_blocks).band
         runs = [
@@ -74,12 +77,12 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
         step_s = max(e + t for e, t in zip(timeline.rank_end_s, tails, strict=True))
         assert found.value <= step_s * (1 + 1e-9)
         ratios.append(found.value / step_s)
-    assert np.mean(ratios) > 0.93
+    assert np.mean(ratios) > (0.93 if family in ("1F1B", "FThenB") else 0.7)
 
 
 def test_equal_stages_give_the_textbook_step_time():
     """4 stages of 2 blocks, 3 s per block: (m + pp - 1) * 6 s = 66 s for m = 8."""
-    found = solve_chain(uniform_chain(8, 4, 8))
+    found = solve_chain(uniform_chain(8, 4, 8)).cut
     assert found is not None
     assert found.cuts == (0, 2, 4, 6, 8)
     assert found.value == pytest.approx((8 + 4 - 1) * 6.0)
@@ -92,7 +95,7 @@ def test_the_first_stage_gets_fewer_blocks_when_its_tail_is_long():
     6 s + 8 * 12 s + 2 * 40 s = 182 s (or its own 2 s + 96 s + 160 s = 258 s tail: 4 blocks on
     stage 1). The tail of stage 1 runs beside stage 0's, so 3+3 is right after all.
     """
-    found = solve_chain(uniform_chain(6, 2, 8, tail_s=40.0))
+    found = solve_chain(uniform_chain(6, 2, 8, tail_s=40.0)).cut
     assert found is not None
     assert found.cuts == (0, 3, 6)
     assert found.value == pytest.approx(9 * 9.0 + 3 * 40.0)
@@ -104,11 +107,11 @@ def test_in_flight_memory_moves_blocks_to_later_stages():
     Three blocks on stage 0 need 3 * (4 + 2) = 18 B, on stage 1 3 * (4 + 1) = 15 B: 3+3 fits
     18 B. In 17 B stage 0 takes 2 blocks (12 B) and stage 1 three (15 B), so 5 fit, not 6.
     """
-    fits = solve_chain(uniform_chain(6, 2, 8, limit=18.0))
+    fits = solve_chain(uniform_chain(6, 2, 8, limit=18.0)).cut
     assert fits is not None
     assert fits.cuts == (0, 3, 6)
-    assert solve_chain(uniform_chain(6, 2, 8, limit=17.0)) is None
-    moved = solve_chain(uniform_chain(5, 2, 8, limit=17.0))
+    assert solve_chain(uniform_chain(6, 2, 8, limit=17.0)).cut is None
+    moved = solve_chain(uniform_chain(5, 2, 8, limit=17.0)).cut
     assert moved is not None
     assert moved.cuts == (0, 2, 5)
 
@@ -117,7 +120,7 @@ def test_a_thousand_blocks_take_well_under_a_second():
     """M18: the exact DP itself handles 1,000 blocks; longer stages are skipped with proof."""
     problem = uniform_chain(1000, 40, 80)
     start = time.perf_counter()
-    found = solve_chain(problem)
+    found = solve_chain(problem).cut
     assert time.perf_counter() - start < 1.0
     assert found is not None
     assert found.value == pytest.approx((80 + 39) * 75.0)
