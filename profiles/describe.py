@@ -57,6 +57,11 @@ def _machine(profile: Profile) -> Any:
     row("allocator overhead", f"{overhead.value:.1%}", overhead)
     launch = file.launch_overhead_s
     row("launch overhead per op", format_seconds(launch.value), launch)
+    for fit in file.optimizer_fits:
+        name = "AdamW, sharded parameters" if fit.sharded else "AdamW"
+        each = format_seconds(fit.s_per_tensor)
+        per_gb = format_seconds(fit.s_per_byte * GB)
+        table.add_row(name, f"{each} a tensor + {per_gb} a GB", f"{fit.origin}: {fit.detail}")
     for part, figure in file.overlap_slowdown.items():
         row(f"{part} slowed by overlap", f"x {figure.value:.2f}", figure)
     return table

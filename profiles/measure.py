@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,7 @@ def measure_profile(
             began=began,
             progress=progress or (lambda fraction, doing: None),
         )
+        rest = _measure_steps(workers, nproc)
         complete = run.measure(ops, collectives)
     file = summarize(
         session.ops,
@@ -103,6 +106,8 @@ def measure_profile(
         device_type=device,
         nproc=nproc,
         memory=memory,
+        optimizer=rest.optimizer,
+        overlap=rest.overlap,
         skipped=session.skipped,
         complete=complete,
         conditions=session.conditions,
@@ -120,6 +125,36 @@ def _measure_memory(workers: WorkerGroup, nproc: int) -> dict[str, float]:
         workers.call({**task, "seconds": 0.0}, timeout_s=PROBE_TIMEOUT_S)
     answers = workers.call({"task": "memory"}, timeout_s=PROBE_TIMEOUT_S)
     return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+
+OPTIMIZER_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
+"""(number of tensors, elements of each): many small ones and few large ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSamples:
+    """Medians of what is not one op: AdamW steps, and slowdown factors of overlap."""
+
+    optimizer: Sequence[tuple[bool, int, int, float]]
+    overlap: Mapping[str, float]
+
+
+def _measure_steps(workers: WorkerGroup, nproc: int) -> StepSamples:
+    """Time AdamW on plain and sharded parameters, and overlap; what fails is left out."""
+    optimizer = []
+    for sharded, (num_tensors, numel) in product((False, True), OPTIMIZER_SHAPES):
+        task = {"task": "optimizer", "sharded": sharded, "seconds": 0.05}
+        task |= {"num_tensors": num_tensors, "numel": numel}
+        with suppress(ProbeFailed):
+            answers = workers.call(task, timeout_s=PROBE_TIMEOUT_S)
+            samples = [s for answer in answers for s in answer["seconds"]]
+            optimizer.append((sharded, num_tensors, numel, float(np.median(samples))))
+    overlap: dict[str, float] = {}
+    if nproc > 1:
+        with suppress(ProbeFailed):
+            answers = workers.call({"task": "overlap"}, timeout_s=PROBE_TIMEOUT_S)
+            overlap = {part: max(a[part] for a in answers) for part in answers[0]}
+    return StepSamples(optimizer=optimizer, overlap=overlap)
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal
 
 from planner.cluster import ClusterSpec
 from profiles.collective_model import CollectiveModel
@@ -16,6 +17,8 @@ from profiles.records import (
     OpRecord,
     ProfileFile,
 )
+
+ADAMW_PASSES = 7
 
 
 class Profile:
@@ -85,7 +88,28 @@ class Profile:
         """
         return self._collective_model.seconds(kind, num_bytes, group)
 
-    def overlap_slowdown(self, part: str) -> float:
-        """Return by how much ``compute`` or ``communication`` slows when both run together."""
+    def optimizer_seconds(
+        self, *, param_bytes: float, num_tensors: int, sharded: bool = False
+    ) -> Lookup:
+        """Return one AdamW step over a rank's parameters; `sharded` ones are DTensors (ZeRO).
+
+        Where it was not measured: seven passes over memory (parameter, gradient and two
+        moments read, all but the gradient written) at the device's rate.
+        """
+        for fit in self.file.optimizer_fits:
+            if fit.sharded == sharded:
+                return Lookup(
+                    seconds=num_tensors * fit.s_per_tensor + param_bytes * fit.s_per_byte,
+                    source=f"AdamW, {fit.origin}",
+                    relative_error=fit.relative_error,
+                )
+        return Lookup(
+            seconds=ADAMW_PASSES * param_bytes / self.cluster.memory_bytes_per_s,
+            source="AdamW, passes over memory at its peak rate",
+            relative_error=0.3,
+        )
+
+    def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
+        """Return by how much a part slows while both run together; 1 if not measured."""
         figure = self.file.overlap_slowdown.get(part)
         return 1.0 if figure is None else figure.value

@@ -231,6 +231,20 @@ class ClusterRecord(_Record):
         )
 
 
+class OptimizerFit(_Record):
+    """One AdamW step: `num_tensors * s_per_tensor + param_bytes * s_per_byte`.
+
+    `sharded` parameters are DTensors (ZeRO), whose dispatch costs host time per tensor.
+    """
+
+    sharded: bool
+    s_per_tensor: float = Field(ge=0)
+    s_per_byte: float = Field(ge=0)
+    relative_error: float = Field(ge=0)
+    origin: Origin
+    detail: str
+
+
 class SkippedProbe(_Record):
     """A probe that gave no number, and why (out of memory, crash, time limit)."""
 
@@ -251,7 +265,10 @@ class ProfileFile(_Record):
     context_bytes: Figure
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
-    overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
+    overlap_slowdown: dict[Literal["compute", "communication"], Figure] = Field(
+        default_factory=dict
+    )
+    optimizer_fits: tuple[OptimizerFit, ...] = ()
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
     skipped: tuple[SkippedProbe, ...] = ()

@@ -17,6 +17,7 @@ from profiles.records import (
     Figure,
     LinkRecord,
     OpRecord,
+    OptimizerFit,
     ProfileFile,
     SkippedProbe,
 )
@@ -30,6 +31,8 @@ def summarize(
     device_type: str,
     nproc: int,
     memory: Mapping[str, float],
+    optimizer: Sequence[tuple[bool, int, int, float]],
+    overlap: Mapping[str, float],
     skipped: Sequence[SkippedProbe],
     complete: bool,
     conditions: Mapping[str, Any],
@@ -69,10 +72,39 @@ def summarize(
         launch_overhead_s=_measured(
             _launch_overhead(ops), "aten.neg of one element, called back to back"
         ),
+        overlap_slowdown={
+            part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
+            for part, factor in overlap.items()
+        },
+        optimizer_fits=_optimizer_fits(optimizer),
         op_fits=fit_ops(ops),
         collective_fits=fit_collectives(collectives),
         skipped=tuple(skipped),
     )
+
+
+def _optimizer_fits(
+    samples: Sequence[tuple[bool, int, int, float]],
+) -> tuple[OptimizerFit, ...]:
+    """Fit AdamW steps, given as (sharded, tensors, elements of each, seconds)."""
+    fits = []
+    for sharded in (False, True):
+        chosen = [sample[1:] for sample in samples if sample[0] == sharded]
+        if len(chosen) < 2:
+            continue
+        terms = np.array([[tensors, 4.0 * tensors * numel] for tensors, numel, _ in chosen])
+        line, residual = fit_nonnegative(terms, np.array([s for _, _, s in chosen]))
+        fits.append(
+            OptimizerFit(
+                sharded=sharded,
+                s_per_tensor=line[0],
+                s_per_byte=line[1],
+                relative_error=float(np.median(np.abs(residual))),
+                origin="measured",
+                detail=f"torch.optim.AdamW over {len(chosen)} sets of float32 parameters",
+            )
+        )
+    return tuple(fits)
 
 
 def _measured(value: float, detail: str) -> Figure:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from profiles.memory import allocator_overhead, used_bytes
+from profiles.step_timing import measure_overlap, time_optimizer
 from profiles.timing import Clock, time_collective, time_op
 
 
@@ -60,6 +61,8 @@ class Worker:
             "op": self._time_op,
             "collective": self._time_collective,
             "memory": self._memory,
+            "optimizer": self._time_optimizer,
+            "overlap": lambda _: measure_overlap(self.clock),
         }
 
     def run(self, task: Mapping[str, Any]) -> Any:
@@ -83,6 +86,15 @@ class Worker:
             return {"seconds": []}
         return time_collective(
             task["kind"], task["num_bytes"], group, clock=self.clock, seconds=task["seconds"]
+        )
+
+    def _time_optimizer(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        return time_optimizer(
+            num_tensors=task["num_tensors"],
+            numel=task["numel"],
+            sharded=task["sharded"],
+            clock=self.clock,
+            seconds=task["seconds"],
         )
 
     def _memory(self, task: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,144 @@
+"""Timing inside one rank of what is not one op: optimizer steps, and work that overlaps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from profiles.timing import LEAST_SAMPLES, Clock
+
+OVERLAP_BYTES = 8 * 2**20
+OVERLAP_WIDTH = {"cpu": 256, "cuda": 4096}
+OVERLAP_ROUNDS = 7
+
+
+def time_optimizer(
+    *, num_tensors: int, numel: int, sharded: bool, clock: Clock, seconds: float
+) -> dict[str, list[float]]:
+    """Return samples of one AdamW step over `num_tensors` parameters of `numel` elements.
+
+    `sharded` makes them DTensors over all ranks, `numel` elements on each, as ZeRO does.
+    """
+    params = [
+        torch.nn.Parameter(_maybe_sharded(torch.randn(numel, device=clock.device), sharded))
+        for _ in range(num_tensors)
+    ]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = torch.optim.AdamW(params)
+    optimizer.step()  # makes its state
+    samples: list[float] = []
+    deadline = time.perf_counter() + seconds
+    dist.barrier()
+    while len(samples) < LEAST_SAMPLES or time.perf_counter() < deadline:
+        samples.append(clock.time(optimizer.step)[0])
+    return {"seconds": samples}
+
+
+def _maybe_sharded(tensor: torch.Tensor, sharded: bool) -> torch.Tensor:
+    if not sharded:
+        return tensor
+    mesh = DeviceMesh(tensor.device.type, list(range(dist.get_world_size())))
+    return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+
+
+def measure_overlap(clock: Clock) -> dict[str, float]:
+    """Return by how much compute and an all-reduce slow each other: two factors from 1 up.
+
+    Compute is made to take as long as the all-reduce alone (T). Started together, the one
+    that ends first, after t, was slowed t / T; the other had done T - (its end - t) of its
+    work by then.
+    """
+    device = clock.device
+    message = torch.ones(OVERLAP_BYTES // 4, device=device)
+    width = OVERLAP_WIDTH[device.type]
+    a = torch.randn(width, width, device=device)
+    one = partial(torch.mm, a, a)
+    reduce = partial(dist.all_reduce, message)
+    communication = _median_of(clock, reduce)
+    single = _median_of(clock, one)
+    # The same count everywhere, so that the ranks stay in step.
+    count_here = torch.tensor([max(4.0, communication / single)], device=device)
+    dist.all_reduce(count_here)
+    count = round(float(count_here) / dist.get_world_size())
+    compute = _median_of(clock, lambda: [one() for _ in range(count)])
+    slowed = [
+        _slowed(clock, one, count, message, compute, communication) for _ in range(OVERLAP_ROUNDS)
+    ]
+    middle = OVERLAP_ROUNDS // 2
+    return {
+        "compute": sorted(pair[0] for pair in slowed)[middle],
+        "communication": sorted(pair[1] for pair in slowed)[middle],
+    }
+
+
+def _median_of(clock: Clock, work: Callable[[], Any]) -> float:
+    work()
+    times = []
+    for _ in range(OVERLAP_ROUNDS):
+        dist.barrier()
+        times.append(clock.time(work)[0])
+    return sorted(times)[OVERLAP_ROUNDS // 2]
+
+
+def _slowed(
+    clock: Clock,
+    one: Callable[[], Any],
+    count: int,
+    message: torch.Tensor,
+    compute: float,
+    communication: float,
+) -> tuple[float, float]:
+    dist.barrier()
+    compute_end, communication_end = (
+        _together_on_gpu(one, count, message)
+        if clock.device.type == "cuda"
+        else _together_on_cpu(one, count, message)
+    )
+    first = min(compute_end, communication_end)
+    compute_done = compute - max(0.0, compute_end - first)
+    communication_done = communication - max(0.0, communication_end - first)
+    return (
+        max(1.0, first / max(compute_done, 0.1 * compute)),
+        max(1.0, first / max(communication_done, 0.1 * communication)),
+    )
+
+
+def _together_on_cpu(
+    one: Callable[[], Any], count: int, message: torch.Tensor
+) -> tuple[float, float]:
+    began = time.perf_counter()
+    work = dist.all_reduce(message, async_op=True)
+    communication_end = 0.0
+    for _ in range(count):
+        one()
+        if not communication_end and work.is_completed():
+            communication_end = time.perf_counter() - began
+    compute_end = time.perf_counter() - began
+    work.wait()
+    return compute_end, communication_end or time.perf_counter() - began
+
+
+def _together_on_gpu(
+    one: Callable[[], Any], count: int, message: torch.Tensor
+) -> tuple[float, float]:
+    start, computed, reduced = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    side = torch.cuda.Stream()
+    start.record()
+    side.wait_event(start)
+    with torch.cuda.stream(side):
+        work = dist.all_reduce(message, async_op=True)
+        work.wait()  # makes this stream wait, not the host
+        reduced.record()
+    for _ in range(count):
+        one()
+    computed.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(computed) / 1e3, start.elapsed_time(reduced) / 1e3
