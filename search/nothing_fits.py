@@ -12,9 +12,6 @@ from search.request import SearchRequest
 from search.space import Configuration
 from search.stage_table import StageTable
 
-# Memory limits are given and shown in GiB with two decimals, so round up to that.
-_STEP = GIB // 100
-
 
 def explain_nothing_fits(
     candidates: Candidates,
@@ -24,14 +21,20 @@ def explain_nothing_fits(
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
     least, configuration = smallest_memory(candidates, configurations)
-    limit = math.ceil(least / _STEP) * _STEP
+    limit_gib = round_up(least / GIB)
     reasons = (
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
         f"devices with a global batch of {request.global_batch}: the smallest limit that would "
-        f"fit is {limit / GIB:.2f} GiB ({configuration.label}); "
-        f"try --memory-limit {limit / GIB:.2f}, more devices, or fewer fixed choices",
+        f"fit is {limit_gib} GiB ({configuration.label}); "
+        f"try --memory-limit {limit_gib}, more devices, or fewer fixed choices",
     )
-    return reasons, limit
+    return reasons, int(limit_gib * GIB)
+
+
+def round_up(number: float, digits: int = 4) -> float:
+    """Return a number of so many significant digits that is no smaller."""
+    step = 10.0 ** (math.floor(math.log10(number)) - digits + 1)
+    return float(f"{math.ceil(number / step) * step:.{digits}g}")
 
 
 def smallest_memory(

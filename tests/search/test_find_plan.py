@@ -1,0 +1,201 @@
+"""find_plan on small models and a machine with round numbers."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from costmodel import CostCache, estimate
+from planner.capture import capture_module
+from planner.errors import LayoutError, ScheduleError
+from planner.plan import load_plan, save_plan
+from planner.units import GIB
+from search import SearchRequest, find_plan
+from tests.builders import tiny_models
+from tests.search.machine import Machine
+
+MACHINE = Machine(context_bytes=0.0, devices_per_node=4)
+
+
+def captured(name: str):
+    model = tiny_models()[name]
+    return capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name)
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return captured("gpt")
+
+
+def ask(gpus: int = 4, batch: int = 8, **choices) -> SearchRequest:
+    return SearchRequest(num_devices=gpus, global_batch=batch, **choices)
+
+
+def test_a_plain_model_gets_a_plan(gpt, tmp_path):
+    """M17, D22: no annotation; the plan covers all blocks, uses all devices, says its price."""
+    result = find_plan(gpt, MACHINE, ask(model_file="model.py"))
+    plan = result.plan
+    assert plan is not None
+    assert plan.world_size == 4
+    assert plan.global_batch == 8
+    assert plan.model.fingerprint == gpt.fingerprint
+    assert plan.model.file == "model.py"
+    assert plan.stages[-1].last_block == len(gpt.blocks) - 1
+    assert plan.estimate["step_s"] == pytest.approx(
+        estimate(gpt, MACHINE, plan, costs=CostCache(gpt, MACHINE)).step_s
+    )
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_the_certificate_accounts_for_every_configuration(gpt):
+    """X1: considered = evaluated + pruned + unexplored; the bound is not above the best."""
+    certificate = find_plan(gpt, MACHINE, ask()).certificate
+    assert certificate is not None
+    pruned = sum(count for _, count in certificate.pruned)
+    total = certificate.evaluated + pruned + certificate.unexplored
+    assert certificate.considered == total
+    assert 0 < certificate.lower_bound_s <= certificate.best_s
+    assert certificate.to_dict()["under"] == "the cost model"
+
+
+def test_nothing_the_user_can_fix_is_faster(gpt):
+    """X1: whichever choice is fixed, the answer is never faster than the free search's."""
+    free = find_plan(gpt, MACHINE, ask()).plan
+    assert free is not None
+    best = free.estimate["step_s"]
+    for choice in (
+        {"pp": 2}, {"tp": 2}, {"dp": 2}, {"microbatch_size": 2}, {"zero": 1}, {"recompute": "full"},
+        {"schedule": "fthenb", "pp": 2},
+    ):  # fmt: skip
+        plan = find_plan(gpt, MACHINE, ask(**choice)).plan
+        assert plan is not None
+        assert plan.estimate["step_s"] >= best * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"dp": 2, "tp": 2},
+        {"pp": 2, "dp": 2},
+        {"tp": 4},
+        {"pp": 4, "microbatch_size": 1, "schedule": "fthenb"},
+        {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
+        {"zero": 3, "dp": 4},
+        {"recompute": "full"},
+    ],
+)
+def test_what_the_user_fixes_is_in_the_plan(gpt, fixed):
+    """M14, V11: fixed choices are honoured exactly."""
+    plan = find_plan(gpt, MACHINE, ask(**fixed)).plan
+    assert plan is not None
+    for name, value in fixed.items():
+        if name == "recompute":
+            assert {stage.recompute for stage in plan.stages} == {value}
+        else:
+            assert getattr(plan, {"zero": "zero_stage"}.get(name, name)) == value
+
+
+def test_degrees_need_not_be_powers_of_two(gpt):
+    """M8: 6 devices, 3 replicas: dp=3 divides a batch of 12."""
+    plan = find_plan(gpt, MACHINE, ask(6, 12, dp=3)).plan
+    assert plan is not None
+    assert (plan.dp, plan.dp * plan.tp * plan.pp) == (3, 6)
+
+
+@pytest.mark.parametrize("name", ["hf-gpt2", "hf-llama", "unet", "mlp"])
+def test_every_split_of_four_devices_has_a_plan_that_holds_together(name):
+    """M8, D22: tied embeddings, skips and grouped queries; tied parameters lie one way only."""
+    if name.startswith("hf"):
+        pytest.importorskip("transformers")
+    graph = captured(name)
+    for tp, pp in itertools.product((1, 2), (1, 2)):
+        plan = find_plan(graph, MACHINE, ask(tp=tp, pp=pp)).plan
+        assert plan is not None
+        lies: dict[str, set[str]] = {}
+        for block in graph.blocks if tp > 1 else ():
+            for param, place in zip(
+                block.params, plan.layouts[block.class_index].params, strict=True
+            ):
+                lies.setdefault(param, set()).add(place)
+        assert all(len(places) == 1 for places in lies.values())
+
+
+def test_nothing_fits_names_the_smallest_limit_and_that_limit_fits(gpt):
+    """The answer is a result; asking again with the limit it names succeeds, a bit less fails."""
+    result = find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000))
+    assert result.plan is None
+    assert "the smallest limit that would fit is" in result.reasons[0]
+    limit = result.smallest_memory_bytes
+    assert limit is not None
+    assert find_plan(gpt, MACHINE, ask(memory_limit_bytes=limit)).plan is not None
+    assert find_plan(gpt, MACHINE, ask(memory_limit_bytes=int(0.998 * limit))).plan is None
+
+
+def test_less_memory_is_never_faster(gpt):
+    roomy = find_plan(gpt, MACHINE, ask()).plan
+    assert roomy is not None
+    limit = int(roomy.estimate["peak_bytes"]) - 1
+    tight = find_plan(gpt, MACHINE, ask(memory_limit_bytes=limit)).plan
+    assert tight is not None
+    assert tight.estimate["peak_bytes"] <= limit
+    assert tight.estimate["step_s"] >= roomy.estimate["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"gpus": 0}, r"--gpus 0 was given; training needs at least one device"),
+        ({"batch": 0}, r"--global-batch 0 was given; a step needs at least one sample"),
+        ({"tp": 0}, r"--tp 0 was given; it counts something, so it must be 1 or more"),
+        ({"gpus": 16}, r"--gpus 16 was given, but profile 'test-machine' describes at most 8"),
+        ({"pp": 8}, r"pp=8 does not divide --gpus 4, and degrees are never changed silently"),
+        ({"tp": 3}, r"tp=3 does not divide --gpus 4"),
+        ({"gpus": 5, "tp": 5, "batch": 10}, r"tp=5 divides no tensor dimension .* use tp in 1"),
+        ({"dp": 2, "tp": 2, "pp": 2}, r"does not divide --gpus 4"),
+        ({"dp": 4, "batch": 6}, r"dp=4 does not divide --global-batch 6"),
+        ({"microbatch_size": 3}, r"--microbatch-size 3 does not divide .* use 1, 2, 4, 8"),
+        ({"pp": 4, "batch": 2}, r"pp=4 needs at least 4 microbatches, but the batch gives at most"),
+        ({"pp": 2, "vpp": 9}, r"makes 18 stages, but the model has \d+ blocks"),
+        ({"cp": 2}, r"--cp 2 was given; context parallelism is not supported yet"),
+        ({"zero": 4}, r"--zero 4 was given; ZeRO stages are 0, 1, 2 and 3"),
+        ({"recompute": "some"}, r"--recompute some was given; use none or full"),
+        ({"gpus": 7, "batch": 4}, r"7 devices with a global batch of 4 cannot be used: .*dp=7"),
+    ],
+)
+def test_bad_input_says_what_was_given_the_rule_and_what_to_try(gpt, choices, message):
+    """V4, V11: one line each, and never another plan than the one asked for."""
+    machine = Machine(context_bytes=0.0, devices_per_node=4, max_devices=8)
+    with pytest.raises(LayoutError, match=message) as caught:
+        find_plan(gpt, machine, ask(**choices))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_schedule_is_refused_with_the_nearest_name(gpt):
+    with pytest.raises(ScheduleError, match=r"'1f1c' is unknown; did you mean '1f1b'"):
+        find_plan(gpt, MACHINE, ask(schedule="1f1c"))
+
+
+def test_interleaving_takes_any_number_of_microbatches_or_says_why_not(gpt):
+    """V4: 6 microbatches on 4 pipeline ranks."""
+    request = ask(4, 6, pp=4, vpp=1, schedule="interleaved_1f1b")
+    with pytest.raises(LayoutError, match="needs vpp>=2"):
+        find_plan(gpt, MACHINE, request)
+
+
+def test_search_needs_no_torch():
+    code = "import sys, search; assert 'torch' not in sys.modules, 'search imports torch'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_bigger_model_than_one_device_is_split():
+    """Parameters, gradients and moments of 4 x the limit: some sharding must be in the plan."""
+    graph = captured("gpt")
+    whole = find_plan(graph, MACHINE, ask(1, 8)).plan
+    assert whole is not None
+    limit = int(whole.estimate["peak_bytes"]) // 2
+    plan = find_plan(graph, MACHINE, ask(memory_limit_bytes=limit)).plan
+    assert plan is not None
+    assert plan.pp > 1 or plan.tp > 1 or plan.zero_stage > 0
+    assert plan.estimate["peak_bytes"] <= limit < GIB
