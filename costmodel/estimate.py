@@ -115,11 +115,8 @@ def estimate(
     plan's schedule can't be built.
     """
     costs = costs or CostCache(graph, profile)
-    layouts: Layouts = {} if plan.tp == 1 else {lay.class_index: lay for lay in plan.layouts}
-    loads = [
-        stage_load(costs, stage.blocks, layouts, tp=plan.tp, microbatch_size=plan.microbatch_size)
-        for stage in plan.stages
-    ]
+    layouts = _layouts_of(plan)
+    loads = _loads_of(plan, costs, layouts)
     table = _table_of(plan)
     syncs = [_sync(plan, profile, load) for load in loads]
     seconds = _job_seconds(plan, costs, layouts, loads, syncs)
@@ -195,6 +192,34 @@ def _table_of(plan: Plan) -> JobTable:
     if table.schedule.stage_to_pp_rank != plan.stage_to_pp_rank:
         schedule_of(plan)  # raises: the stages sit on other ranks than the schedule's
     return table
+
+
+def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:
+    """Return what the jobs and transfers of a plan take, whatever their order."""
+    layouts = _layouts_of(plan)
+    loads = _loads_of(plan, costs, layouts)
+    syncs = [_sync(plan, costs.profile, load) for load in loads]
+    return _job_seconds(plan, costs, layouts, loads, syncs)
+
+
+def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
+    """Return what one microbatch in flight keeps on each stage of a plan."""
+    loads = _loads_of(plan, costs, _layouts_of(plan))
+    return tuple(
+        float(kept_bytes(load, recompute=stage.recompute == "full"))
+        for stage, load in zip(plan.stages, loads, strict=True)
+    )
+
+
+def _layouts_of(plan: Plan) -> Layouts:
+    return {} if plan.tp == 1 else {lay.class_index: lay for lay in plan.layouts}
+
+
+def _loads_of(plan: Plan, costs: CostCache, layouts: Layouts) -> list[StageLoad]:
+    return [
+        stage_load(costs, stage.blocks, layouts, tp=plan.tp, microbatch_size=plan.microbatch_size)
+        for stage in plan.stages
+    ]
 
 
 def _sync(plan: Plan, profile: Profile, load: StageLoad) -> DataParallelSeconds:
