@@ -323,7 +323,7 @@ class _Builder:
     def _repair_seconds(self, meta: TensorMeta, ask: Ask) -> float:
         place, partial = ask
         return self.redistribute_seconds(
-            str(place), str(place), partial, meta.bytes_at(1), meta.requires_grad
+            str(at_rest(place)), str(place), partial, meta.bytes_at(1), meta.requires_grad
         )
 
     def _add_link(
@@ -374,6 +374,14 @@ def gradient_partial(sharding: OpSharding, position: int) -> bool:
     return any(not isinstance(p, Replicate) for p in sharding.outputs)
 
 
+def at_rest(asked: Placement) -> Placement:
+    """Return how a parameter with one use lies: as asked, but whole where a term is asked.
+
+    A bias added to a partial sum is taken by one rank only; every rank holds it.
+    """
+    return Replicate() if isinstance(asked, Partial) else asked
+
+
 def _single_use_params(program: Program) -> set[str]:
     """Parameters that exactly one op argument uses (and no output hands on)."""
     count: dict[str, int] = defaultdict(int)
@@ -411,7 +419,7 @@ def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, Clas
                     ),
                     None,
                 )
-            params.append(str(place or Replicate()))
+            params.append(str(at_rest(place or Replicate())))
         layouts[class_index] = ClassLayout(
             class_index=class_index,
             inputs=_boundary_texts(problem, class_index, program.inputs),

@@ -120,6 +120,9 @@ def test_every_split_of_four_devices_has_a_plan_that_holds_together(name):
             ):
                 lies.setdefault(param, set()).add(place)
         assert all(len(places) == 1 for places in lies.values())
+        assert "P" not in {p for places in lies.values() for p in places}, (
+            "a parameter must rest whole or split"
+        )
 
 
 def test_nothing_fits_names_the_smallest_limit_and_that_limit_fits(gpt):
