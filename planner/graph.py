@@ -113,7 +113,11 @@ class Op:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors in the arguments, in order of appearance, repeats kept."""
-        return tuple(ref.name for ref in iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+        names: list[str] = []
+        _collect_names(self.args, names)
+        for _, value in self.kwargs:
+            _collect_names(value, names)
+        return tuple(names)
 
     def rename(self, rename: Callable[[str], str]) -> Op:
         """Return the op with every tensor name (and its own) passed through `rename`."""
@@ -126,6 +130,15 @@ class Op:
             ),
             outputs=tuple(rename(name) for name in self.outputs),
         )
+
+
+def _collect_names(arg: Arg, names: list[str]) -> None:
+    """Append the names of the Refs in an argument tree; the search asks this very often."""
+    if isinstance(arg, Ref):
+        names.append(arg.name)
+    elif isinstance(arg, tuple):
+        for item in arg:
+            _collect_names(item, names)
 
 
 def iter_refs(arg: Arg) -> Iterator[Ref]:
