@@ -21,7 +21,7 @@ SYNTHESISED = "synthesised"
 _MOST_JOBS = 100_000
 """Larger tables stay as they are: they are hard to better, and would fill the plan file."""
 
-_LEAST_GAIN = 0.002
+_LEAST_GAIN = 0.005
 """Part of the step time a table must save to be worth more than a name."""
 
 
