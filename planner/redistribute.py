@@ -77,3 +77,21 @@ def op_collectives(
     numel = local.numel_at(1) * (axis_size if isinstance(target, Shard) else 1)
     kinds = collectives(source, target, bool(grad_partial))
     return kinds, numel * DTYPE_BYTES[local.dtype]
+
+
+def inner_collectives(
+    op: Op, tensor: dict[str, TensorMeta]
+) -> tuple[tuple[CollectiveKind, int], ...]:
+    """Return (kind, payload bytes) of the collectives inside an op of ours, all forward.
+
+    `tensor` holds the LOCAL metas. Other ops have none.
+    """
+    if op.target == "planner.mean_cross_entropy":
+        return (("all_reduce", DTYPE_BYTES["int64"]),)
+    if op.target == "planner.vocab_cross_entropy":
+        logits = tensor[op.inputs[0]]
+        shape = logits.shape_at(1)
+        samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
+        size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
+        return (("all_reduce", size), ("all_reduce", 3 * size))
+    return ()

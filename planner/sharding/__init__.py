@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from planner.sharding import (  # noqa: F401 - importing a family registers its rules
     attention,
+    convolution,
     creation,
     embedding,
+    indexing,
     loss,
     matmul,
     normalization,

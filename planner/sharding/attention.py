@@ -23,9 +23,12 @@ def attention(call: Call) -> Iterator[OpSharding]:
     batch = list(range(rank - 2))
     grouped = bool(call.arg(7, "enable_gqa", False))
     query, key, value = call.inputs[:3]
-    names = [batch, batch, batch]
-    if not grouped:  # batch and head dims broadcast as in a product
-        names = [broadcast(s[:-2], call.outputs[0][:-2]) for s in (query, key, value)]  # type: ignore[misc]
+    names: list[list[int | None]]
+    if grouped:  # one key head is every query head's own
+        of_keys = [*batch[:-1], None if key[-3] == 1 else batch[-1]]
+        names = [[*batch], of_keys, [*of_keys]]
+    else:  # batch and head dims broadcast as in a product
+        names = [broadcast(s[:-2], call.outputs[0][:-2]) for s in (query, key, value)]
     positions = None if call.arg(5, "is_causal", False) else "q"
     letters: list[Letters] = [
         [*names[0], positions, None],

@@ -65,6 +65,13 @@ def einsum(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters[:-1], letters[-1:], summed=set(joined) - set(out))
 
 
+@rule("aten._grouped_mm", "transformers.grouped_mm_fallback")
+def grouped_mm(call: Call) -> Iterator[OpSharding]:
+    """Rows [m, k] of several experts in a row, weights [e, k, n], end of each expert's rows [e]."""
+    if len(call.inputs[0]) == 2 and len(call.inputs[1]) == 3:
+        yield from by_letters([[None, "k"], [None, "k", "n"], [None]], [[None, "n"]], summed="k")
+
+
 def _product_letters(a: Shape, b: Shape) -> tuple[Letters, Letters, Letters]:
     """Letters of a, b and a @ b: numbers for batch dims, then m, k and n."""
     rows = ["m"] if len(a) > 1 else []

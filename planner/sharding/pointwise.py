@@ -21,6 +21,7 @@ hardshrink hardsigmoid hardswish hardtanh leaky_relu lerp lgamma log log10 log1p
 logaddexp logit maximum minimum mish nan_to_num pow reciprocal relu relu6 remainder round rsqrt
 selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square tan tanh
 threshold trunc xlogy addcmul addcdiv
+copy
 bitwise_and bitwise_not bitwise_or bitwise_xor logical_and logical_not logical_or logical_xor
 eq ge gt le lt ne greater greater_equal less less_equal not_equal isfinite isinf isnan isclose
 __and__ __or__ __xor__ __lshift__ __rshift__

@@ -245,3 +245,12 @@ def repeat_interleave_on_shard(placed: Placed) -> LocalForm:
     """Without the output size of the whole, which is optional."""
     op = placed.op
     return LocalForm((replace(op, kwargs=tuple(k for k in op.kwargs if k[0] != "output_size")),))
+
+
+@rule("aten.broadcast_tensors")
+def broadcast_together(call: Call) -> Iterator[OpSharding]:
+    """Stretches several tensors to one shape; a dim that one of them lacks is stretched less."""
+    whole = call.outputs[0]
+    letters = [broadcast(shape, whole) for shape in call.inputs]
+    out = [d if any(d in tensor for tensor in letters) else None for d in range(len(whole))]
+    yield from by_letters(letters, [out] * len(call.outputs))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.sharding.programs import OneOp, one_op
+from tests.sharding.programs import OneOp, frozen, one_op
 
 Case = Callable[[random.Random, int], OneOp]
 CASES: dict[str, Case] = {}
@@ -615,3 +615,185 @@ def _(rng, n):
 @case("dropout_off")
 def _(rng, n):
     return one_op("aten.dropout.default", randn(*sizes(rng, n, 2)), 0.5, False)
+
+
+# -- convolution, pooling, their norms -----------------------------------------------------
+
+
+@case("conv2d")
+def _(rng, n):
+    b, i, o = sizes(rng, n, 3)
+    args = (randn(b, i, 6, 6), randn(o, i, 3, 3), randn(o), [1, 1], [1, 1])
+    return one_op("aten.conv2d.default", *args)
+
+
+@case("conv2d_patches")
+def _(rng, n):
+    b, o = sizes(rng, n, 2)
+    args = (randn(b, 3, 2 * n, 4 * n), randn(o, 3, 2, 2), randn(o), [2, 2])
+    return one_op("aten.conv2d.default", *args)
+
+
+@case("conv2d_groups")
+def _(rng, n):
+    (b,) = sizes(rng, n, 1)
+    args = (randn(b, 4 * n, 5, 5), randn(2 * n, 2, 3, 3), randn(2 * n), [1, 1], [0, 0], [1, 1])
+    return one_op("aten.conv2d.default", *args, 2 * n)
+
+
+@case("conv1d_depthwise")
+def _(rng, n):
+    args = (randn(n, 2 * n, 8), randn(2 * n, 1, 3), None, [1], [2], [1])
+    return one_op("aten.conv1d.default", *args, groups=2 * n)
+
+
+@case("conv_transpose2d")
+def _(rng, n):
+    b, i, o = sizes(rng, n, 3)
+    return one_op(
+        "aten.conv_transpose2d.input", randn(b, i, 4, 4), randn(i, o, 2, 2), randn(o), [2, 2]
+    )
+
+
+@case("max_pool2d")
+def _(rng, n):
+    return one_op("aten.max_pool2d.default", randn(*sizes(rng, n, 2), 4, 4), [2, 2])
+
+
+@case("avg_pool2d")
+def _(rng, n):
+    return one_op("aten.avg_pool2d.default", randn(*sizes(rng, n, 2), 4, 4), [2, 2])
+
+
+@case("adaptive_avg_pool2d")
+def _(rng, n):
+    return one_op("aten.adaptive_avg_pool2d.default", randn(*sizes(rng, n, 2), 4, 4), [1, 1])
+
+
+@case("upsample_nearest2d")
+def _(rng, n):
+    return one_op("aten.upsample_nearest2d.vec", randn(*sizes(rng, n, 2), 4, 4), None, [2.0, 2.0])
+
+
+@case("batch_norm_evaluation")
+def _(rng, n):
+    b, c = sizes(rng, n, 2)
+    running = (frozen(randn(c)), frozen(randn(c).abs() + 0.1))
+    args = (randn(b, c, 3), randn(c), randn(c), *running, False, 0.1, 1e-5, False)
+    return one_op("aten.batch_norm.default", *args)
+
+
+@case("batch_norm_without_running")
+def _(rng, n):
+    b, c = sizes(rng, n, 1)[0] + 1, n * rng.randint(1, 3)
+    args = (randn(b, c, 3), randn(c), randn(c), None, None, True, 0.1, 1e-5, False)
+    return one_op("aten.batch_norm.default", *args)
+
+
+@case("group_norm")
+def _(rng, n):
+    (b,) = sizes(rng, n, 1)
+    args = (randn(b, 4 * n, 3, 3), 2 * n, randn(4 * n), randn(4 * n))
+    return one_op("aten.group_norm.default", *args)
+
+
+# -- indexing --------------------------------------------------------------------------------
+
+
+@case("gather")
+def _(rng, n):
+    a, b, c = n * rng.randint(1, 3), *sizes(rng, n, 2)
+    return one_op("aten.gather.default", randn(a, b, c), 1, torch.randint(b, (a, 2 * n, c)))
+
+
+@case("scatter_add")
+def _(rng, n):
+    a, b = n * rng.randint(1, 3), sizes(rng, n, 1)[0]
+    return one_op("aten.scatter_add.default", randn(a, b), 1, torch.randint(b, (a, 3)), randn(a, 3))
+
+
+@case("scatter_value")
+def _(rng, n):
+    a, b = n * rng.randint(1, 3), sizes(rng, n, 1)[0]
+    return one_op("aten.scatter.value", randn(a, b), 1, torch.randint(b, (a, 1)), 1.5)
+
+
+@case("index_select")
+def _(rng, n):
+    a, b = sizes(rng, n, 2)
+    return one_op("aten.index_select.default", randn(a, b), 1, torch.randint(b, (n,)))
+
+
+@case("index_add")
+def _(rng, n):
+    a, b = n * rng.randint(1, 3), sizes(rng, n, 1)[0]
+    return one_op("aten.index_add.default", randn(a, b), 1, torch.randint(b, (3,)), randn(a, 3))
+
+
+@case("index_one")
+def _(rng, n):
+    a, b, c = sizes(rng, n, 3)
+    return one_op("aten.index.Tensor", randn(a, b, c), [None, torch.randint(b, (n, 2))])
+
+
+@case("index_two")
+def _(rng, n):
+    a, b, c = n * rng.randint(1, 3), *sizes(rng, n, 2)
+    picked = [torch.randint(a, (2 * n, 1)), torch.randint(b, (1, n))]
+    return one_op("aten.index.Tensor", randn(a, b, c), picked)
+
+
+@case("index_apart")
+def _(rng, n):
+    a, b, c = sizes(rng, n, 3)
+    picked = [torch.randint(a, (n,)), None, torch.randint(c, (n,))]
+    return one_op("aten.index.Tensor", randn(a, b, c), picked)
+
+
+@case("index_put")
+def _(rng, n):
+    a, b = sizes(rng, n, 1)[0], n * rng.randint(1, 3)
+    where = [torch.randperm(a)[:1]]
+    return one_op("aten.index_put.default", randn(a, b), where, randn(1, b))
+
+
+@case("index_put_add")
+def _(rng, n):
+    a, b = sizes(rng, n, 1)[0], n * rng.randint(1, 3)
+    where = [torch.randint(a, (5,))]
+    return one_op("aten.index_put.default", randn(a, b), where, randn(5, b), True)
+
+
+@case("slice_scatter")
+def _(rng, n):
+    a, b = n * rng.randint(1, 3), sizes(rng, n, 1)[0]
+    return one_op("aten.slice_scatter.default", randn(a, b + 1), randn(a, b), 1, 1, b + 1)
+
+
+@case("select_scatter")
+def _(rng, n):
+    a, b = n * rng.randint(1, 3), sizes(rng, n, 1)[0]
+    return one_op("aten.select_scatter.default", randn(a, b), randn(a), 1, 0)
+
+
+@case("one_hot")
+def _(rng, n):
+    return one_op("aten.one_hot.default", torch.randint(4, (n, 3)), 4)
+
+
+@case("broadcast_tensors")
+def _(rng, n):
+    a, b = sizes(rng, n, 2)
+    return one_op("aten.broadcast_tensors.default", [randn(a, 1), randn(b)])
+
+
+@case("attention_one_key_head")
+def _(rng, n):
+    b, h, q, k, d = heads(rng, n)
+    return one_op(
+        "aten.scaled_dot_product_attention.default",
+        randn(b, h, q, d),
+        randn(b, 1, k, d),
+        randn(b, 1, k, d),
+        enable_gqa=True,
+    )

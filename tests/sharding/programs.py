@@ -24,8 +24,14 @@ def meta_of(name: str, tensor: Tensor, kind: str = "activation") -> TensorMeta:
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         kind=kind,
-        requires_grad=tensor.is_floating_point(),
+        requires_grad=tensor.is_floating_point() and not getattr(tensor, "is_frozen", False),
     )
+
+
+def frozen(tensor: Tensor) -> Tensor:
+    """Mark a tensor as one that needs no gradient, such as running statistics."""
+    tensor.is_frozen = True  # type: ignore[attr-defined]
+    return tensor
 
 
 @dataclass(frozen=True)
