@@ -23,7 +23,7 @@ def standard_library_text():
         text += file.read_bytes()
         if len(text) >= TEXT_BYTES:
             break
-    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8).long()
+    return torch.frombuffer(text[:TEXT_BYTES], dtype=torch.uint8)
 
 
 def batches(steps, batch_size, sequence):
@@ -32,7 +32,7 @@ def batches(steps, batch_size, sequence):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         starts = torch.randint(len(text) - sequence, (batch_size, 1), generator=generator)
-        stretch = text[starts + torch.arange(sequence + 1)]
+        stretch = text[starts + torch.arange(sequence + 1)].long()
         yield stretch[:, :-1], stretch[:, 1:]
 
 
