@@ -83,7 +83,10 @@ class TensorMeta:
 
     def shape_at(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the concrete shape at this microbatch size."""
-        return tuple(size_at(size, microbatch_size) for size in self.shape)
+        for size in self.shape:
+            if type(size) is not int:
+                return tuple(size_at(size, microbatch_size) for size in self.shape)
+        return self.shape  # type: ignore[return-value]
 
     def numel_at(self, microbatch_size: int) -> int:
         """Return the number of elements at this microbatch size."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import LayoutError
-from planner.graph import Op, Program, TensorMeta
+from planner.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.plan import ClassLayout
 
@@ -31,8 +31,11 @@ Ask = tuple[Placement, bool]
 
 Strategies = Callable[[Op, Mapping[str, TensorMeta], int], Sequence[OpSharding]]
 OpSeconds = Callable[[Op, Mapping[str, TensorMeta]], float]
-RedistributeSeconds = Callable[[str, str, bool, int, bool], float]
+RedistributeSeconds = Callable[[Placement, Placement, bool, int, bool], float]
 """(source, target, gradient partial, full tensor bytes, has a gradient) -> seconds or inf."""
+
+Priced = tuple[tuple[OpSharding, ...], NDArray[np.float64], NDArray[np.float64]]
+"""An op's shardings with the seconds and bytes of each."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,13 +119,15 @@ def build_block_problem(
     pins: Mapping[tuple[int, str], Placement] | None = None,
     shared: Sequence[Sequence[tuple[int, str]]] = (),
     state_factor: float = 4.0,
+    priced: dict[tuple, Priced] | None = None,
 ) -> BlockProblem:
     """Return the choice problem of bound programs, given as (class index, program).
 
     `boundary` gives placements of inputs and outputs by (class, tensor), Replicate unless
     named; `pins` fixes tensors inside; `shared` lists groups of (class, param) that are one
     tied parameter. `state_factor` is how many bytes a parameter byte costs with its gradient
-    and optimizer state. Raises LayoutError when a pin leaves an op no strategy.
+    and optimizer state. `priced` keeps what equal ops cost, for calls of one axis size on one
+    machine. Raises LayoutError when a pin leaves an op no strategy.
     """
     builder = _Builder(
         axis_size=axis_size,
@@ -132,6 +137,7 @@ def build_block_problem(
         boundary=dict(boundary or {}),
         pins=dict(pins or {}),
         state_factor=state_factor,
+        priced={} if priced is None else priced,
     )
     for class_index, program in programs:
         builder.add_ops(class_index, program)
@@ -149,6 +155,20 @@ def build_block_problem(
     )
 
 
+def _signature(op: Op, program: Program, owned: set[str]) -> tuple:
+    """Return what an op's strategies and price depend on; names of tensors do not count."""
+
+    def meta(name: str) -> tuple:
+        tensor = program.tensor[name]
+        return tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, name in owned
+
+    order: dict[str, int] = {}
+    for name in op.inputs:
+        order.setdefault(name, len(order))
+    plain = map_refs((op.args, op.kwargs), lambda ref: Ref(str(order[ref.name])))
+    return op.target, plain, tuple(map(meta, order)), tuple(map(meta, op.outputs))
+
+
 class _Builder:
     """Collects variables and links; a builder because ops and links refer to each other."""
 
@@ -162,6 +182,7 @@ class _Builder:
         boundary: dict[tuple[int, str], Placement],
         pins: dict[tuple[int, str], Placement],
         state_factor: float,
+        priced: dict[tuple, Priced],
     ) -> None:
         self.axis_size = axis_size
         self.strategies = strategies
@@ -174,15 +195,18 @@ class _Builder:
         self.links: list[Link] = []
         self.op_variable: dict[tuple[int, str], int] = {}
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
+        self.priced = priced
 
     def add_ops(self, class_index: int, program: Program) -> None:
         owned = _single_use_params(program)
         for op in program.ops:
-            allowed = [
-                sharding
-                for sharding in dict.fromkeys(self.strategies(op, program.tensor, self.axis_size))
+            offered, seconds, num_bytes = self._priced(op, program, owned)
+            keep = [
+                index
+                for index, sharding in enumerate(offered)
                 if self._respects_pins(class_index, op, sharding)
             ]
+            allowed = tuple(offered[index] for index in keep)
             if not allowed:
                 wanted = ", ".join(
                     f"{name}={self.pins[class_index, name]}"
@@ -198,11 +222,23 @@ class _Builder:
             self.variables.append(
                 Variable(
                     name=f"{class_index}:{op.name}",
-                    values=tuple(allowed),
-                    seconds=np.array([self._op_seconds(op, program, s) for s in allowed]),
-                    num_bytes=np.array([self._op_bytes(op, program, s, owned) for s in allowed]),
+                    values=allowed,
+                    seconds=seconds[keep],
+                    num_bytes=num_bytes[keep],
                 )
             )
+
+    def _priced(self, op: Op, program: Program, owned: set[str]) -> Priced:
+        """Return the op's shardings with seconds and bytes; equal ops are priced once."""
+        key = _signature(op, program, owned)
+        if key not in self.priced:
+            offered = tuple(dict.fromkeys(self.strategies(op, program.tensor, self.axis_size)))
+            self.priced[key] = (
+                offered,
+                np.array([self._op_seconds(op, program, s) for s in offered]),
+                np.array([self._op_bytes(op, program, s, owned) for s in offered]),
+            )
+        return self.priced[key]
 
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),
@@ -323,7 +359,7 @@ class _Builder:
     def _repair_seconds(self, meta: TensorMeta, ask: Ask) -> float:
         place, partial = ask
         return self.redistribute_seconds(
-            str(at_rest(place)), str(place), partial, meta.bytes_at(1), meta.requires_grad
+            at_rest(place), place, partial, meta.bytes_at(1), meta.requires_grad
         )
 
     def _add_link(
@@ -341,7 +377,7 @@ class _Builder:
             [
                 [
                     self.redistribute_seconds(
-                        str(p), str(place), partial, meta.bytes_at(1), meta.requires_grad
+                        p, place, partial, meta.bytes_at(1), meta.requires_grad
                     )
                     for place, partial in asks
                 ]

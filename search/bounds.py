@@ -30,7 +30,7 @@ import numpy as np
 from costmodel.memory import kept_bytes, stage_memory
 from costmodel.stage import StageLoad
 from planner.schedule import find_schedule, stage_to_pp_rank
-from search.chain_dp import ChainProblem, Cut
+from search.chain_dp import Floats
 from search.space import Configuration
 from search.stage_table import StageTable
 
@@ -129,34 +129,27 @@ def pipeline_factor(schedule: str, pp: int, m: int) -> float:
     return max(best, float(1.0 / weights.sum()))
 
 
-def virtual_stage_bound(configuration: Configuration, problem: ChainProblem, cut: Cut) -> float:
-    """Return a step time that this cut cannot beat under any table of its schedule's kind.
+def virtual_stage_bound(
+    configuration: Configuration, table: StageTable, cuts: Sequence[int], hop_s: Floats
+) -> float:
+    """Return a step time that these stages cannot beat under any table of the schedule's kind.
 
     A rank starts when the first microbatch has passed the stages before its first one, does
     all its work, and (unless backward is split, when weight gradients may come last) sends
-    the last gradient back through those stages.
+    the last gradient back through those stages. Recompute and ZeRO only add to it.
     """
     homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
     splits = find_schedule(configuration.schedule).splits_backward
-    widths = [end - first for first, end in zip(cut.cuts, cut.cuts[1:], strict=False)]
-    band = problem.stages.band(max(widths))
-    runs = [
-        (choice, width - 1, first)
-        for choice, width, first in zip(cut.choices, widths, cut.cuts, strict=False)
-    ]
-    forward = [float(band.forward_s[run]) for run in runs]
-    backward = [float(band.backward_s[run]) for run in runs]
-    hops = [
-        float(problem.hop_s[first]) if stage and homes[stage] != homes[stage - 1] else 0.0
-        for stage, first in enumerate(cut.cuts[:-1])
-    ]
-    worst = 0.0
-    for rank in range(configuration.pp):
-        mine = [stage for stage, home in enumerate(homes) if home == rank]
-        before = range(mine[0])
-        fill = sum(forward[s] + hops[s + 1] for s in before)
-        drain = 0.0 if splits else sum(backward[s] + hops[s + 1] for s in before)
-        work = configuration.num_microbatches * sum(forward[s] + backward[s] for s in mine)
-        tail = min(float(band.tail_s[runs[s][1:]]) for s in ([0] if drain else mine))
-        worst = max(worst, fill + work + drain + tail)
-    return worst
+    again = 1.0 if configuration.recompute == "full" else 0.0
+    first = np.asarray(cuts[:-1])
+    forward = np.add.reduceat(table.forward_s, first)
+    backward = np.add.reduceat(table.backward_s, first) + again * forward
+    hops = hop_s[first]
+    hops[1:] *= np.asarray(homes[1:]) != np.asarray(homes[:-1])
+    work = np.bincount(homes, weights=forward + backward, minlength=configuration.pp)
+    # Rank r's first stage is r under loop and fold placements alike.
+    hops_before = np.cumsum(hops)[: configuration.pp]
+    fill = np.cumsum(forward)[: configuration.pp] - forward[: configuration.pp] + hops_before
+    drain = np.cumsum(backward)[: configuration.pp] - backward[: configuration.pp] + hops_before
+    path = fill + configuration.num_microbatches * work + (0.0 if splits else drain)
+    return float(path.max())

@@ -18,7 +18,8 @@ from planner.schedule import (
     stage_to_pp_rank,
 )
 from profiles import Profile
-from search.bounds import TableBounds
+from search.balance import balanced_cut
+from search.bounds import TableBounds, virtual_stage_bound
 from search.chain_dp import ChainProblem, Cut
 from search.layouts import LayoutSolver
 from search.space import Configuration
@@ -39,6 +40,7 @@ class Candidates:
     model_file: str = ""
     _tables: dict[tuple[int, int], tuple[StageTable, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
+    _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
     _replica_memo: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
 
@@ -72,19 +74,10 @@ class Candidates:
     def problem(
         self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
     ) -> ChainProblem:
-        """Return the chain problem of a configuration.
-
-        With virtual stages (vpp > 1) the cut wanted is the one whose longest stage is
-        shortest, and a rank's memory is shared by its stages: each gets an equal part of what
-        the context leaves.
-        """
+        """Return the chain problem of a configuration with one stage a rank."""
         one = configuration
         choices = recompute_choices(one)
         again = table.forward_s if choices == ("full",) else 0.0
-        limit = memory_limit_bytes
-        if one.vpp > 1:
-            context = float(self.profile.context_bytes)
-            limit = context + max(0.0, limit - context) / one.vpp
         splits = find_schedule(one.schedule).splits_backward
         known = "split" if splits else _FAMILIES.get(one.schedule, "any")
         return ChainProblem(
@@ -94,10 +87,10 @@ class Candidates:
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,
-            memory_limit_bytes=limit,
-            family=known if one.vpp == 1 else "longest",
+            memory_limit_bytes=memory_limit_bytes,
+            family=known,
             choices=choices,
-            most_blocks=self._most_blocks(one, table, limit),
+            most_blocks=self._most_blocks(one, table, memory_limit_bytes),
         )
 
     def _most_blocks(
@@ -126,6 +119,22 @@ class Candidates:
             ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
             self._longest[key] = int((ends - np.arange(len(sums))).max())
         return self._longest[key]
+
+    def even_cut(self, configuration: Configuration, table: StageTable) -> Cut:
+        """Return the cut for virtual stages, nothing recomputed that need not be.
+
+        Its value is a bound of the step time of this very cut.
+        """
+        stages = configuration.pp * configuration.vpp
+        key = (id(table), stages)
+        if key not in self._even_cuts:
+            self._even_cuts[key] = balanced_cut(
+                (table.forward_s + table.backward_s).tolist(), stages
+            )
+        cuts = self._even_cuts[key]
+        hop_s = table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp)
+        bound = virtual_stage_bound(configuration, table, cuts, hop_s)
+        return Cut(cuts=cuts, choices=(0,) * stages, value=bound)
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""

@@ -56,9 +56,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-FAMILIES = ("any", "1F1B", "FThenB", "split", "longest")
-"""What is known of the schedule: nothing, its order of jobs, or that it splits backward;
-``longest`` makes `path` just m t, for the cut whose longest stage is shortest."""
+FAMILIES = ("any", "1F1B", "FThenB", "split")
+"""What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
 
 
 class Band(Protocol):
@@ -185,8 +184,6 @@ class Paths:
         f, b = self.band.forward_s[choice], self.band.backward_s[choice]
         # The hop next to the stage is known; farther ones cost at least the cheapest.
         hops_in = (self.hop_in + max(0, stage - 1) * problem.least_hop) if stage else 0.0
-        if problem.family == "longest":
-            return m * (f + b), np.zeros(())
         until = problem.before_f[:n][None, :] + hops_in + m * (f + b)
         if problem.family == "split":
             half = (problem.before_b[:n][None, :] - m * b) / 2

@@ -8,8 +8,8 @@ no smaller than the one before:
        longest path of jobs that no run of them can avoid
     3. the cost model's estimate of that plan, simulated job by job: what decides
 
-With virtual stages (vpp > 1) gate 2 takes one cut only, the one whose longest stage is
-shortest, and the certificate speaks of that one.
+With virtual stages (vpp > 1) gate 2 takes one cut only, stages as equal as blocks allow
+(`balance`), and ranks that are too full recompute; the certificate speaks of that cut.
 
 Configurations wait in a heap by their bound, so when the smallest bound is no less than the
 best estimate the search ends and the best is proved, except for what gate 2 leaves open: other
@@ -33,7 +33,6 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
-from search.bounds import virtual_stage_bound
 from search.candidates import Candidates, in_flight_of, with_estimate
 from search.chain_dp import Cut, solve_chain
 from search.layouts import LayoutSolver, parse_pins_of
@@ -218,19 +217,20 @@ def _walk(search: _Search, progress: Progress | None) -> None:
 def _second_gate(search: _Search, entry: Entry) -> None:
     """Cut the chain; push the configuration back with its cut and a tighter bound."""
     one, table = entry.configuration, entry.table
-    limit = search.memory_limit_bytes
-    bounds = search.candidates.bounds(table)
-    if one.vpp == 1 and bounds.kept_bound(one, in_flight_of(one)) > limit:
+    if one.vpp > 1:
+        cut = search.candidates.even_cut(one, table)
+        bound = max(entry.bound, cut.value)
+        search.push(Entry(configuration=one, table=table, bound=bound, cut=cut))
+        return
+    limit, in_flight = search.memory_limit_bytes, in_flight_of(one)
+    if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
         search.pruned["memory: activations in flight"] += 1
         return
-    key = (id(table), one.dp, one.zero, one.pp, one.vpp, one.recompute)
-    in_flight = in_flight_of(one)
+    key = (id(table), one.dp, one.zero, one.pp, one.recompute)
     if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
         search.pruned["memory: a schedule that holds less does not fit either"] += 1
         return
-    problem = search.candidates.problem(one, table, limit)
-    plain = one.vpp == 1
-    solved = solve_chain(problem, ceiling=search.best_s if plain else float("inf"))
+    solved = solve_chain(search.candidates.problem(one, table, limit), ceiling=search.best_s)
     if not solved.fits:
         search.too_many.setdefault(key, []).append(in_flight)
         search.pruned["memory: no stage boundaries fit"] += 1
@@ -238,8 +238,7 @@ def _second_gate(search: _Search, entry: Entry) -> None:
     if solved.cut is None:
         search.pruned["stage boundaries: the best cut cannot beat the best"] += 1
         return
-    bound = solved.cut.value if plain else virtual_stage_bound(one, problem, solved.cut)
-    bound = max(entry.bound, bound)
+    bound = max(entry.bound, solved.cut.value)
     search.push(Entry(configuration=one, table=table, bound=bound, cut=solved.cut))
 
 
@@ -255,15 +254,19 @@ def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
 
 def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
     """Return the cost model's answer, or None when a rank does not fit after all."""
-    plan = search.candidates.plan(entry.configuration, entry.table, cut)
+    one, limit = entry.configuration, search.memory_limit_bytes
+    plan = search.candidates.plan(one, entry.table, cut)
     answer = search.candidates.estimate(plan)
-    if answer.peak_bytes > search.memory_limit_bytes:
+    if answer.peak_bytes > limit and one.vpp > 1 and one.recompute == "mixed":
+        # The ranks that are too full recompute all their stages.
+        full = {rank for rank, parts in enumerate(answer.memory) if parts.total > limit}
+        choices = tuple(int(stage.pp_rank in full) for stage in plan.stages)
+        plan = search.candidates.plan(one, entry.table, replace(cut, choices=choices))
+        answer = search.candidates.estimate(plan)
+    if answer.peak_bytes > limit:
         return None
     return Finished(
-        configuration=_as_chosen(entry.configuration, plan),
-        plan=plan,
-        answer=answer,
-        bound=entry.bound,
+        configuration=_as_chosen(one, plan), plan=plan, answer=answer, bound=entry.bound
     )
 
 
@@ -337,8 +340,10 @@ def _degrees_of(one: Configuration) -> tuple[int, ...]:
 
 
 def _cut(search: _Search, entry: Entry) -> Cut | None:
-    problem = search.candidates.problem(entry.configuration, entry.table, search.memory_limit_bytes)
-    return solve_chain(problem).cut
+    one = entry.configuration
+    if one.vpp > 1:
+        return search.candidates.even_cut(one, entry.table)
+    return solve_chain(search.candidates.problem(one, entry.table, search.memory_limit_bytes)).cut
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

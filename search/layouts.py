@@ -26,7 +26,7 @@ from planner.plan import ClassLayout
 from planner.redistribute import collectives
 from planner.sharding import strategies
 from profiles import Profile
-from search.block_problem import BlockProblem, build_block_problem, read_layouts
+from search.block_problem import BlockProblem, Priced, build_block_problem, read_layouts
 from search.eliminate import Choice, TooWide, solve_by_elimination
 from search.request import SearchRequest
 
@@ -62,6 +62,7 @@ class LayoutSolver:
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _priced: dict[int, dict[tuple, Priced]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
 
     @cached_property
@@ -99,11 +100,9 @@ class LayoutSolver:
 
         @cache
         def redistribute(
-            source: str, target: str, partial: bool, num_bytes: int, has_gradient: bool
+            source: Placement, target: Placement, partial: bool, num_bytes: int, has_gradient: bool
         ) -> float:
-            forward, backward = collectives(
-                parse_placement(source), parse_placement(target), partial
-            )
+            forward, backward = collectives(source, target, partial)
             kinds = (forward, backward if has_gradient else None)
             return sum(
                 self.profile.collective_seconds(kind, num_bytes, group).seconds
@@ -121,6 +120,7 @@ class LayoutSolver:
             op_seconds=seconds,
             redistribute_seconds=redistribute,
             pins=self.pins,
+            priced=self._priced.setdefault(tp, {}),
             shared=[members for members in self.shared if members[0][0] in classes],
         )
 

@@ -1,0 +1,84 @@
+"""Stages as equal as whole blocks allow: the cut used where virtual stages share ranks.
+
+Two steps. The longest stage of the best partition of the chain into S runs is found by
+bisection on its length, each probe a greedy walk (Pinar & Aykanat, "Fast optimal load balancing
+algorithms for 1D partitioning", 2004). Then every stage takes the blocks that bring it nearest
+to an equal share of what is left, never more than that longest length and never so few that
+the rest could not be cut within it.
+
+Complexity: O(S log n) a probe, about 50 probes, then O(n).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+
+def balanced_cut(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return cuts 0 = k_0 < ... < k_S = n with the smallest longest stage, else even.
+
+    Raises ValueError when there are fewer blocks than stages.
+    """
+    n = len(seconds)
+    if num_stages > n:
+        raise ValueError(f"{n} blocks cannot make {num_stages} stages")
+    sums = [0.0, *accumulate(seconds)]
+    longest = longest_stage(sums, num_stages)
+    needed = _stages_needed(sums, longest)
+    cuts = [0]
+    for stages_left in range(num_stages, 1, -1):
+        first = cuts[-1]
+        most = bisect_right(sums, sums[first] + longest) - 1
+        most = max(first + 1, min(most, n - stages_left + 1))
+        share = sums[first] + (sums[n] - sums[first]) / stages_left
+        end = min(most, max(first + 1, bisect_right(sums, share) - 1))
+        if end < most and sums[end + 1] - share < share - sums[end]:
+            end += 1
+        while end < most and needed[end] > stages_left - 1:
+            end += 1
+        cuts.append(end)
+    return (*cuts, n)
+
+
+def longest_stage(sums: Sequence[float], num_stages: int) -> float:
+    """Return the length of the longest run in the best partition, a hair above it at most.
+
+    `sums` are running sums with a leading zero.
+    """
+    n = len(sums) - 1
+    high = sums[n]
+    low = max(high / num_stages, max(b - a for a, b in pairwise(sums)))
+    if _fits(sums, num_stages, low):
+        return low * (1 + 1e-12)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        if _fits(sums, num_stages, middle):
+            high = middle
+        else:
+            low = middle
+    return high * (1 + 1e-12)
+
+
+def _fits(sums: Sequence[float], num_stages: int, longest: float) -> bool:
+    """Whether runs of at most `longest` cover the chain in num_stages or fewer."""
+    n, at = len(sums) - 1, 0
+    for _ in range(num_stages):
+        end = bisect_right(sums, sums[at] + longest * (1 + 1e-12)) - 1
+        if end >= n:
+            return True
+        if end == at:
+            return False
+        at = end
+    return False
+
+
+def _stages_needed(sums: Sequence[float], longest: float) -> list[int]:
+    """Return for each block how few runs of at most `longest` cover it and all after it."""
+    n = len(sums) - 1
+    needed = [0] * (n + 1)
+    for first in range(n - 1, -1, -1):
+        end = max(first + 1, bisect_right(sums, sums[first] + longest) - 1)
+        needed[first] = 1 + needed[min(end, n)]
+    return needed
