@@ -31,6 +31,7 @@ from profiles.signatures import signatures
 from profiles.store import (
     COLLECTIVES_FILE,
     OPS_FILE,
+    check_writable,
     read_collectives,
     read_ops,
     read_session,
@@ -79,6 +80,7 @@ def measure_profile(
         raise ProfileError(f"nproc={nproc} is not a number of processes; use at least 1")
     began = time.monotonic()
     directory = Path(out)
+    check_writable(directory)
     with WorkerGroup(nproc, device=device, threads=1) as workers:
         try:
             about = workers.call({"task": "describe"}, timeout_s=PROBE_TIMEOUT_S)

@@ -7,10 +7,10 @@ import random
 
 import torch
 
-LIVE_BYTES = {"cpu": 192 * 2**20, "cuda": 4 * 2**30}
+LIVE_BYTES = {"cpu": 96 * 2**20, "cuda": 4 * 2**30}
 """How much the allocator is made to hold: enough that page and segment sizes do not show."""
 
-ROUNDS = 4
+ROUNDS = 3
 
 
 def used_bytes(device: torch.device) -> float:

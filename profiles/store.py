@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,6 +112,12 @@ def remove_session(directory: Path) -> None:
     (directory / SESSION_FILE).unlink(missing_ok=True)
 
 
+def check_writable(directory: Path) -> None:
+    """Make the directory and raise ProfileError now if a file can't be written to it."""
+    _write_atomically(directory / ".writable", "")
+    (directory / ".writable").unlink(missing_ok=True)
+
+
 def _columns(record_type: type[BaseModel]) -> list[str]:
     # What was measured first, its provenance last: pydantic lists inherited fields first.
     own = [n for n in record_type.model_fields if n in record_type.__annotations__]
@@ -189,7 +196,8 @@ def _write_atomically(path: Path, text: str) -> None:
         scratch.write_text(text)
         os.replace(scratch, path)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise ProfileError(
             f"can't write {path}: {error.strerror or error}; free some space or give another --out"
         ) from None
