@@ -22,10 +22,11 @@ runs eagerly, under `torch.compile` and on fake tensors.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from planner.errors import LayoutError
@@ -117,14 +118,18 @@ def run_step(x: Tensor, group: str, step: Step) -> Tensor:
     raise AssertionError(kind)
 
 
+def _group(name: str) -> ProcessGroup:
+    return _resolve_process_group(cast(Any, name))
+
+
 def size(group: str) -> int:
     """Return the number of ranks of a group given by name; one for the empty name."""
-    return _resolve_process_group(group).size() if group else 1
+    return _group(group).size() if group else 1
 
 
 def rank(group: str) -> int:
     """Return this process's rank in a group given by name; zero for the empty name."""
-    return _resolve_process_group(group).rank() if group else 0
+    return _group(group).rank() if group else 0
 
 
 def _wait(x: Tensor) -> Tensor:

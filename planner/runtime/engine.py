@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.blocks import is_random
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
 from planner.placement import Placement
@@ -29,6 +31,7 @@ from planner.runtime.gather import gather
 from planner.runtime.mesh import Mesh, build_mesh
 from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
+from planner.runtime.randomness import RandomStream
 from planner.runtime.reduce import GradBuckets, TiedCopies
 from planner.runtime.stage import StageModule
 from planner.runtime.weights import local_piece, synced_tensors
@@ -125,6 +128,8 @@ class Engine:
             post=Post(mesh, self.schedule, edges),
             hooks=Hooks(before_backward=self._before_backward, after_gradients=self._reduce),
         )
+        random = any(is_random(op) for program in graph.classes for op in program.ops)
+        self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         scale = 1 / (plan.num_microbatches * plan.dp)
         self._loss_scale = torch.full((), scale, dtype=loss_dtype, device=mesh.device)
@@ -205,7 +210,8 @@ class Engine:
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank."""
         self._zero_gradients()
-        losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
+        with nullcontext() if self._random is None else self._random.drawn():
+            losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
         for buckets in self._buckets.values():
             buckets.finish()
         for tied in self._tied:
@@ -287,6 +293,14 @@ class Engine:
 
     def _param(self, meta: TensorMeta) -> nn.Parameter:
         return self._held()[meta.fqn][0]
+
+
+def _shared_seed(mesh: Mesh) -> int:
+    """Rank 0's seed, on every rank."""
+    seed = [torch.initial_seed()]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(seed, src=0, group=mesh.control)
+    return seed[0]
 
 
 def _grad_of(param: nn.Parameter) -> Tensor:

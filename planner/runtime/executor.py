@@ -23,6 +23,20 @@ SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 """From (stage, microbatch) to the stage's side inputs."""
 
 
+_SPELLED = {
+    JobKind.FORWARD: "forward",
+    JobKind.FULL_BACKWARD: "backward",
+    JobKind.BACKWARD_INPUT: "input gradient",
+    JobKind.BACKWARD_WEIGHT: "weight gradient",
+}
+
+
+def describe_job(job: Job) -> str:
+    """Return a job in words, beside its cell in the table."""
+    what = f"{_SPELLED[job.kind]} of stage {job.stage_index}, microbatch {job.microbatch_index}"
+    return f"{job} ({what})"
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """What a forward leaves for its backward.
@@ -68,7 +82,7 @@ class Executor:
         self.jobs = schedule.jobs[pp_rank]
         self.live: dict[tuple[int, int], Live] = {}
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
-        self._lookahead = lookahead
+        self._lookahead, self._pp_rank = lookahead, pp_rank
         self._by_stage = {
             s: (stage.wiring.incoming, stage.wiring.outgoing) for s, stage in stages.items()
         }
@@ -103,15 +117,29 @@ class Executor:
             for ahead in order[turn : turn + 1 + self._lookahead]:
                 self._post.expect(self._taken[ahead])
             job = self.jobs[position]
-            if job.kind is JobKind.FORWARD:
-                self._forward(job, side_inputs, losses)
-            else:
-                assert loss_scale is not None
-                self._backward(job, loss_scale, is_last=position in self._last_gradients)
-                if position in self._last_gradients:
-                    self._hooks.after_gradients(job.stage_index)
+            try:
+                self._do(job, side_inputs, loss_scale, losses, position in self._last_gradients)
+            except Exception as error:
+                error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
+                raise
         self._post.close()
         return [losses[m] for m in sorted(losses)]
+
+    def _do(
+        self,
+        job: Job,
+        side_inputs: SideInputs,
+        loss_scale: Tensor | None,
+        losses: dict[int, Tensor],
+        is_last: bool,
+    ) -> None:
+        if job.kind is JobKind.FORWARD:
+            self._forward(job, side_inputs, losses)
+            return
+        assert loss_scale is not None
+        self._backward(job, loss_scale, is_last=is_last)
+        if is_last:
+            self._hooks.after_gradients(job.stage_index)
 
     def _forward(self, job: Job, side_inputs: SideInputs, losses: dict[int, Tensor]) -> None:
         stage, m = self._stages[job.stage_index], job.microbatch_index

@@ -55,6 +55,13 @@ def rank_at(sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> int:
     return rank
 
 
+def default_group() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None, "the process group has been started"
+    return group
+
+
 def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """Join the plan's ranks. Every rank calls this once.
 
@@ -74,10 +81,12 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     sizes = (plan.pp, plan.dp, plan.cp, plan.tp)
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     if devices.backend(device) == "gloo":
-        control = dist.group.WORLD
+        control = default_group()
     else:
         control = dist.new_group(backend="gloo")
-    pp_rank, dp_rank, cp_rank, tp_rank = device_mesh.get_coordinate()
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh"
+    pp_rank, dp_rank, cp_rank, tp_rank = coordinate
     return Mesh(
         device=device,
         device_mesh=device_mesh,

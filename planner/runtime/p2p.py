@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.runtime import device as devices
-from planner.runtime.mesh import Mesh
+from planner.runtime.mesh import Mesh, default_group
 from planner.runtime.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
 
@@ -135,9 +135,19 @@ class Post:
         if message not in self._posted:
             self.expect((message,))
         work, buffer = self._posted.pop(message)
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            error.add_note(f"waiting for {self._describe(message)}")
+            raise
         devices.keep_for_stream(buffer)
         return buffer
+
+    def _describe(self, message: Message) -> str:
+        edge, source = self._edges[message.edge], self._ticket(message).source
+        what = f"{'the gradient of ' if message.is_grad else ''}{edge.tensor} {list(edge.shape)}"
+        peer = f"rank {self._mesh.peer(source)} (pp rank {source})"
+        return f"{what} of microbatch {message.microbatch} from {peer}"
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Hand a tensor on; it is kept alive until it has left."""
@@ -170,11 +180,19 @@ def _p2p_groups(
     pairs |= {(b, a) for a, b in pairs}
     directed = sorted((a, b) for a, b in pairs if a != b)
     if not devices.p2p_needs_own_groups(mesh.device):
-        return dict.fromkeys(directed, dist.group.WORLD)
+        return dict.fromkeys(directed, default_group())
     # Each group is made by its two ranks alone, in the same order on both.
     here = mesh.rank("pp")
-    return {
+    groups = {
         (a, b): dist.new_group([mesh.peer(a), mesh.peer(b)], use_local_synchronization=True)
         for a, b in directed
         if here in (a, b)
     }
+    # A communicator's first use waits for the peer; in a step that could be in a ring.
+    greeting = torch.zeros(1, device=mesh.device)
+    for (a, b), group in groups.items():
+        if here == a:
+            dist.send(greeting, mesh.peer(b), group=group)
+        else:
+            dist.recv(greeting, mesh.peer(a), group=group)
+    return groups

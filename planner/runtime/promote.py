@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -112,8 +113,20 @@ class ReferenceMode(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
+        if func is F.grouped_mm:
+            return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
     @staticmethod
     def _promoted(value: Any) -> Any:
         return torch.float64 if isinstance(value, torch.dtype) and value in _LOW_DTYPES else value
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+    """Multiply each run of rows by its own matrix; the library's kernels stop at fp32.
+
+    `rows` is [n, k], `weights` [groups, k, m]; `offs` holds where each group's rows end.
+    """
+    ends = offs.tolist()
+    runs = zip([0, *ends[:-1]], ends, weights, strict=True)
+    return torch.cat([rows[start:end] @ weight for start, end, weight in runs])

@@ -37,7 +37,7 @@ Progress = Callable[[float, str], None]
 
 # Adam divides a gradient by its own size, so where a gradient is zero but for rounding
 # (a key bias in attention) rounding would become a full step; this epsilon prevents it.
-_ADAMW = {"lr": 1e-2, "eps": 1e-3}
+_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 
 # A tensor is compared relative to its own largest entry, or to this part of the largest
 # entry of all tensors, so that one that is zero but for rounding does not count.

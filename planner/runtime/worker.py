@@ -34,10 +34,12 @@ def main(args: list[str]) -> None:
         if isinstance(error.code, str):
             _fail(code, error.code)
         _end(code)
+    except KeyboardInterrupt:  # the launcher was interrupted and tells
+        _end(128 + signal.SIGINT)
     except PlannerError as error:
         _fail(2, f"planner: {error}")
     except BaseException as error:
-        _fail(1, _story(error))
+        _fail(1, _story(error, args[0]))
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -63,14 +65,12 @@ def _die_with_parent() -> None:
             os._exit(1)
 
 
-def _story(error: BaseException) -> str:
+def _story(error: BaseException, script: str) -> str:
     """The traceback from the user's script on, under the rank it happened on."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+    while frames is not None and frames.tb_frame.f_code.co_filename != script:
         frames = frames.tb_next
-    if frames is None or "runpy" in frames.tb_frame.f_code.co_filename:
-        frames = error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, frames))
+    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     return f"planner: rank {os.environ.get('RANK', '0')} failed\n{text.rstrip()}"
 
 

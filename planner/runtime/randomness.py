@@ -1,0 +1,48 @@
+"""Random numbers of a step: equal on the ranks of a tp group, different elsewhere.
+
+Ranks of a tp group hold replicas of one computation and must draw the same dropout masks
+(ops on shards take streams of their own from there); other ranks work on other data or
+other layers. The stream is the engine's own: the script's generator, which it may use to
+choose equal batches on every rank, is put aside during a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from planner.runtime.mesh import Mesh
+
+_PRIME = 1_000_003
+
+
+class RandomStream:
+    """A rank's stream. Mutable: it advances with each step."""
+
+    def __init__(self, seed: int, mesh: Mesh) -> None:
+        """`seed` is the same on every rank."""
+        place = (mesh.rank("pp") * mesh.size("dp") + mesh.rank("dp")) * mesh.size("cp")
+        self._device = mesh.device
+        with torch.random.fork_rng(devices=self._gpus()):
+            torch.manual_seed((seed + _PRIME * (place + mesh.rank("cp"))) % 2**63)
+            self._state = self._read()
+
+    def _gpus(self) -> list[torch.device]:
+        return [self._device] if self._device.type == "cuda" else []
+
+    def _read(self) -> list[Tensor]:
+        gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus()]
+        return [torch.get_rng_state(), *gpu_states]
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draw from the stream inside; the script's generators come back unchanged."""
+        with torch.random.fork_rng(devices=self._gpus()):
+            torch.set_rng_state(self._state[0])
+            for gpu, state in zip(self._gpus(), self._state[1:], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
+            yield
+            self._state = self._read()

@@ -1,0 +1,107 @@
+"""What test ranks run: train a tiny model under a plan and beside it in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+import planner
+from planner.batch import call_with_batch, loss_of
+from planner.capture import capture_module
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from planner.runtime.engine import Engine
+from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
+
+STEPS = 2
+
+
+def models() -> dict[str, TinyModel]:
+    deep = TinyModel("deep-gpt", lambda: PlainGPT(layers=8), gpt_batch)
+    return tiny_models() | {deep.name: deep}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank saw. Gaps are relative to one process, known on rank 0 only."""
+
+    losses: tuple[float, ...]
+    loss_gap: float
+    gradient_gap: float
+    param_gap: float
+    params_held: frozenset[str]
+    all_params: frozenset[str]
+
+
+@cache
+def capture(name: str) -> ModelGraph:
+    """The graph of a tiny model."""
+    tiny = models()[name]
+    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+
+
+def build(name: str) -> tuple[TinyModel, torch.nn.Module]:
+    """A tiny model and its module with seeded weights."""
+    tiny = models()[name]
+    torch.manual_seed(0)
+    return tiny, tiny.build()
+
+
+def train_beside_one_process(name: str, plan: Plan) -> Outcome:
+    """Train a few steps in fp64 under a plan, and in one process on the whole batch."""
+    torch.set_default_dtype(torch.float64)
+    tiny, module = build(name)
+    alone = copy.deepcopy(module)
+    # A large epsilon: Adam would turn rounding where a gradient is zero into full steps.
+    settings = {"lr": 1e-2, "eps": 1e-3}
+    engine = planner.apply(
+        plan, module, optimizer=torch.optim.AdamW(module.parameters(), **settings)
+    )
+    optimizer = torch.optim.AdamW(alone.parameters(), **settings)
+    losses, loss_gap, gradient_gap = [], 0.0, 0.0
+    for step in range(STEPS):
+        batch = tiny.batch(plan.global_batch * (step + 1))
+        batch = {k: v[: plan.global_batch] for k, v in batch.items()}
+        losses.append(engine.step(batch).item())
+        optimizer.zero_grad()
+        expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss)
+        expected.backward()
+        loss_gap = max(loss_gap, abs(losses[-1] - expected.item()) / abs(expected.item()))
+        grads = engine.full_gradients()
+        named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        gradient_gap = max(gradient_gap, _gap(grads, named))
+        optimizer.step()
+    state = engine.full_state_dict()
+    if state:
+        assert set(state) == set(alone.state_dict())
+    return Outcome(
+        losses=tuple(losses),
+        loss_gap=loss_gap,
+        gradient_gap=gradient_gap,
+        param_gap=_gap(state, dict(alone.named_parameters())),
+        params_held=held_params(engine),
+        all_params=frozenset(n for n, _ in alone.named_parameters()),
+    )
+
+
+def train_many(cases: list[tuple[str, Plan]]) -> list[Outcome]:
+    """Train several (model, plan) one after the other in this process group."""
+    return [train_beside_one_process(name, plan) for name, plan in cases]
+
+
+def held_params(engine: Engine) -> frozenset[str]:
+    """The user's names of the parameters this rank holds a piece of."""
+    return frozenset(fqn for stage in engine.stages.values() for fqn in stage.named_params())
+
+
+def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values())
+    return max(
+        (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
+        for n, t in expected.items()
+    )

@@ -1,0 +1,122 @@
+"""Every way of cutting a model computes what one process computes (fp64, rtol 1e-10).
+
+P1 (dp), P2 (tp), P3 (params only at their owner), P4 (microbatches), P5 (2x2x2), P6 and P7
+(fthenb and 1f1b run), P24 (loss on every rank), P26 (one stage), M20 (forward only written),
+D3 (params gathered back from their shards).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.plan_defaults import default_plan
+from tests.runtime.scenarios import Outcome, capture, train_many
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+
+
+def _run(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
+    """Outcomes as [case][rank], each checked to equal one process on every rank."""
+    plans = [(name, default_plan(capture(name), **choices)) for name, choices in cases]
+    by_rank = run_ranks(train_many, world_size, plans)
+    by_case = [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
+    for (name, choices), outcomes in zip(cases, by_case, strict=True):
+        case = f"{name} {choices}"
+        assert outcomes[0].loss_gap < RTOL, case
+        assert outcomes[0].gradient_gap < RTOL, case
+        assert outcomes[0].param_gap < RTOL, case
+        assert {o.losses for o in outcomes} == {outcomes[0].losses}, f"ranks differ: {case}"
+        assert frozenset().union(*(o.params_held for o in outcomes)) == outcomes[0].all_params, case
+    return by_case
+
+
+def test_one_rank_takes_the_same_path():
+    """P26, P4: one stage, with 1, 2, 4 and 8 microbatches of one global batch, any model."""
+    cases = [
+        ("gpt", {"num_microbatches": m, "microbatch_size": 8 // m, "recompute": r})
+        for m, r in [(1, "none"), (2, "full"), (4, "none"), (8, "none")]
+    ]
+    cases += [("unet", {"recompute": "full"}), ("encoder-decoder", {}), ("resnet", {})]
+    outcomes = _run(1, cases)
+    assert len({round(o[0].losses[0], 12) for o in outcomes[:4]}) == 1
+
+
+def test_data_parallel():
+    """P1: two replicas on halves of the batch, and the same with ZeRO 1, 2 and 3."""
+    _run(
+        2,
+        [
+            ("gpt", {"dp": 2}),
+            ("unet", {"dp": 2, "microbatch_size": 2}),
+            ("gpt", {"dp": 2, "zero_stage": 1}),
+            ("gpt", {"dp": 2, "zero_stage": 2, "recompute": "full"}),
+            ("gpt", {"dp": 2, "zero_stage": 3, "recompute": "full"}),
+        ],
+    )
+
+
+def test_tensor_parallel():
+    """P2: one layer's weights on two ranks, attention and MLP."""
+    for outcomes in _run(2, [("gpt", {"tp": 2}), ("gpt", {"tp": 2, "recompute": "full"})]):
+        # Both ranks hold a piece of every parameter.
+        assert outcomes[0].params_held == outcomes[1].params_held
+
+
+def test_pipeline():
+    """P3, P6, P7: each rank holds its own layers' params only."""
+    cases = [
+        ("gpt", {"pp": 2, "schedule": "1f1b"}),
+        ("gpt", {"pp": 2, "schedule": "fthenb", "recompute": "full"}),
+        ("gpt", {"pp": 2, "schedule": "naive"}),
+    ]
+    for outcomes in _run(2, cases):
+        assert not outcomes[0].params_held & outcomes[1].params_held
+
+
+def test_skips_go_straight_to_their_consumers():
+    """G8: a U-Net on three stages, and an encoder output every decoder layer reads."""
+    _run(
+        3,
+        [
+            ("unet", {"pp": 3, "num_microbatches": 3}),
+            ("encoder-decoder", {"pp": 3, "num_microbatches": 3}),
+        ],
+    )
+
+
+def test_pairs_of_axes_on_four_ranks():
+    """P5: dp, tp and pp two at a time, with ZeRO, and four stages."""
+    _run(
+        4,
+        [
+            ("gpt", {"dp": 2, "tp": 2}),
+            ("gpt", {"dp": 2, "pp": 2}),
+            ("gpt", {"tp": 2, "pp": 2}),
+            ("gpt", {"dp": 2, "pp": 2, "zero_stage": 3}),
+            ("gpt", {"dp": 2, "tp": 2, "zero_stage": 1}),
+            ("gpt", {"pp": 4}),
+        ],
+    )
+
+
+def test_all_three_axes_on_eight_ranks():
+    """P5: 2 x 2 x 2."""
+    _run(8, [("gpt", {"dp": 2, "tp": 2, "pp": 2})])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, ["interleaved_1f1b", "looped_breadth_first", "fold_all_in_all_out", "zb_v"]),
+        (4, ["interleaved_1f1b", "dualpipe_v"]),
+    ],
+)
+def test_virtual_stages_and_split_backwards(world_size, names):
+    """V2, V6, V10: whatever table there is, the executor runs it."""
+    two = {"pp": world_size, "vpp": 2, "num_microbatches": 2 * world_size}
+    cases = [("deep-gpt", {**two, "schedule": name}) for name in names]
+    cases.append(("deep-gpt", {"pp": world_size, "schedule": "zb_h1"}))
+    _run(world_size, cases)

@@ -1,0 +1,191 @@
+"""`launch` end to end: success, failure on one rank, interruption, and what is refused.
+
+P8, P10 (refused before launch), P25 (launcher), M22 and P13 (a script with a plan file), G14
+(an exception ends the run), G15 (no process left), V1, V7 (groups, control group), V11.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlanError, PlannerError, ScheduleError
+from planner.plan import save_plan
+from planner.plan_defaults import default_plan
+from planner.runtime.launch import launch
+from tests.runtime.scenarios import capture
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+import os, sys, time
+import torch
+import planner
+from tests.builders import PlainGPT, gpt_batch
+
+torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' weights agree
+model = PlainGPT()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
+mode = sys.argv[2]
+if mode == "fault" and 1 in engine.stages:
+    stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
+    def failing(*inputs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("deliberate")
+        return forward(*inputs)
+    stage.forward = failing
+for step in range(10_000 if mode == "endless" else 3):
+    loss = engine.step(gpt_batch(engine.plan.global_batch))
+    if mode == "vanish" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    print(f"rank {os.environ['RANK']} step {step} loss {loss.item():.9f}\\n", end="", flush=True)
+"""
+
+RUN = """
+import sys
+from planner.runtime.launch import launch
+sys.exit(launch(sys.argv[1], sys.argv[2], sys.argv[1:2] + sys.argv[3:], "cpu"))
+"""
+
+
+@pytest.fixture
+def plan_path(tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(default_plan(capture("gpt"), pp=2), path)
+    return path
+
+
+@pytest.fixture
+def start(plan_path, tmp_path):
+    """Start a launcher in a session of its own; what is left of it is killed afterwards."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    started = []
+
+    def start(mode: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", RUN, str(plan_path), str(script), mode]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def _ranks_left(tmp_path: Path) -> list[str]:
+    """Command lines of processes that still run this test's script."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if "planner.runtime.worker" in line and str(tmp_path) in line:
+            found.append(line)
+    return found
+
+
+def _gone_within(seconds: float, tmp_path: Path) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not _ranks_left(tmp_path):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_script_trains_and_every_rank_sees_the_loss(start, tmp_path):
+    process = start("plain")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert err == ""
+    losses: dict[str, set[str]] = {}
+    for step, loss in re.findall(r"step (\d) loss (\S+)", out):
+        losses.setdefault(step, set()).add(loss)
+    assert sorted(losses) == ["0", "1", "2"]
+    assert all(len(values) == 1 for values in losses.values()), "ranks disagree"
+    assert float(min(losses["2"])) < float(min(losses["0"]))
+    assert not _ranks_left(tmp_path)
+
+
+def test_an_exception_is_told_once_and_ends_the_run(start, tmp_path):
+    """G14: stage 1, microbatch 2; the traceback once, from the user's script on."""
+    process = start("fault")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert err.count("Traceback (most recent call last)") == 1
+    assert err.count("RuntimeError: deliberate") == 1
+    assert "planner: rank 1 failed" in err
+    assert "in job 1F2 (forward of stage 1, microbatch 2) on pp rank 1" in err
+    assert "runpy" not in err
+    assert _gone_within(10, tmp_path)
+
+
+def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
+    process = start("vanish")
+    process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert _gone_within(10, tmp_path)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_survives_the_launcher(start, tmp_path, sent):
+    """G15: interrupted, terminated, or killed outright."""
+    process = start("endless")
+    assert "step 0" in process.stdout.readline()
+    process.send_signal(sent)
+    process.wait(timeout=10)
+    assert process.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
+    assert _gone_within(10, tmp_path)
+    assert process.communicate()[1] == ""
+
+
+def test_refused_before_any_process_starts(plan_path, tmp_path, monkeypatch):
+    """P8, P10, V11: fewer microbatches than stages, an unknown schedule, no script."""
+    monkeypatch.setattr(
+        "planner.runtime.launch.run_workers", lambda *args, **kwargs: pytest.fail("started")
+    )
+    script = tmp_path / "train.py"
+    script.write_text("")
+    plan = default_plan(capture("gpt"), pp=2)
+
+    def launched(error: type[PlannerError], match: str, **changes) -> None:
+        save_plan(plan.model_copy(update=changes), plan_path)
+        with pytest.raises(error, match=match):
+            launch(plan_path, script, device="cpu")
+
+    launched(ScheduleError, "num_microbatches=1 is fewer than pp=2", num_microbatches=1)
+    launched(ScheduleError, "schedule 'gpipe2' is unknown; .*valid names", schedule="gpipe2")
+    with pytest.raises(PlanError, match="no script"):
+        launch(plan_path, tmp_path / "absent.py", device="cpu")
+    with pytest.raises(PlanError, match="no plan file"):
+        launch(tmp_path / "absent.json", script, device="cpu")
+
+
+def test_the_wrong_number_of_ranks_is_refused():
+    """V11: a plan for 2 ranks in a lone process is an error, never another plan."""
+    import planner
+    from tests.builders import PlainGPT
+
+    with pytest.raises(PlanError, match="plan is for 2 ranks and this is a lone process"):
+        planner.apply(default_plan(capture("gpt"), pp=2), PlainGPT())
