@@ -37,18 +37,25 @@ def fold_all_in_all_out(pp: int, vpp: int, num_microbatches: int) -> list[list[J
     return table
 
 
+def _limit_oldest_first(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    # Found by playing tables of up to 32 ranks, 8 chunks and 20 * pp microbatches; the bound
+    # is reached at vpp=2.
+    return (min(vpp * num_microbatches, vpp * (2 * pp - 1)),) * pp
+
+
 @register_schedule(
     "fold_first_in_first_out",
     summary="folded chunks; a rank always serves the oldest microbatch it can",
     placement=fold_placement,
     min_vpp=2,
     max_vpp=None,
+    in_flight_limit=_limit_oldest_first,
 )
 def fold_first_in_first_out(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the table of ranks that serve the oldest microbatch first, F or B alike.
 
-    A new microbatch enters only where a rank would idle, so about as many are live as fit in
-    one round trip and memory stays near that of 1F1B, with no limit set. The order is found
+    A new microbatch enters only where a rank would idle, so at most vpp * (2 * pp - 1) stages
+    are live, less than twice what 1F1B needs, with no limit set. The order is found
     by playing it with B twice as long as F.
     """
     placed = fold_placement(pp, vpp)

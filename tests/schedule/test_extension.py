@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +132,11 @@ def test_schedules_need_no_torch() -> None:
     """The search and the cost model use tables without torch."""
     code = "import sys, planner.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_schedule_is_documented_and_promises_its_memory() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    for name, spec in SCHEDULES.items():
+        assert f"| `{name}` |" in page
+        assert spec.in_flight_limit is not None
+        assert spec.summary
