@@ -25,8 +25,9 @@ class DeviceRates:
     part of the peak a large product reaches, `matmul_half_k` the inner size at which the
     start and end of a tile cost as much as its middle, `memory_efficiency` the part of the
     bandwidth of passes over memory, `attention_efficiency` the part of the matmul rate that
-    fused attention reaches, `kernel_s` the least time of a kernel, `host_op_s` the time an
-    eager Python framework needs to issue one, and `link_efficiency` and
+    fused attention reaches (`portable_` where it is not the vendor's), `kernel_s` the least time of a kernel, `host_op_s` the time an
+    eager Python framework needs to issue one (`host_backward_op_s` where the
+    autograd engine does), and `link_efficiency` and
     `network_efficiency` the parts of the collective rates reached while the device computes.
     """
 
@@ -37,8 +38,10 @@ class DeviceRates:
     matmul_half_k: float
     memory_efficiency: float
     attention_efficiency: float
+    portable_attention_efficiency: float
     kernel_s: float
     host_op_s: float
+    host_backward_op_s: float
     link_efficiency: float
     network_efficiency: float
     low_precision_efficiency: float
@@ -68,12 +71,13 @@ class DeviceRates:
         intensity = tile_m * tile_n / (tile_m + tile_n)
         penalty = 1.0 + 12.0 / intensity
         flop = 2.0 * waves * self.num_multiprocessors * tile_m * tile_n * k
-        return flop / rate * (1.0 + self.matmul_half_k / k) * penalty / (1.0 + 12.0 / (256 / 3))
+        return flop / rate * (1.0 + self.matmul_half_k * (1 / m + 1 / n + 1 / k)) * penalty / (1.0 + 12.0 / (256 / 3))
 
-    def attention_seconds(self, flop: float) -> float:
+    def attention_seconds(self, flop: float, *, vendor: bool) -> float:
         """Return seconds of a fused attention kernel that does this much work."""
+        part = self.attention_efficiency if vendor else self.portable_attention_efficiency
         rate = self.peak_flop_per_s["bfloat16"] * self.matmul_efficiency
-        return flop / (rate * self.attention_efficiency) + self.kernel_s
+        return flop / (rate * part) + self.kernel_s
 
     def pass_seconds(self, num_bytes: float, kernels: int = 1) -> float:
         """Return seconds of kernels that only move bytes."""

@@ -20,6 +20,7 @@ from costmodel.transformer import (
     Split,
     TransformerShape,
     embedding_seconds,
+    forward_kernels,
     head_seconds,
     layer_seconds,
 )
@@ -111,6 +112,11 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     gpus = row.get("gpus")
     default_dp = None if _blank(gpus) else max(1, int(float(gpus)) // (tp * cp * pp))  # type: ignore[arg-type]
     dp = number("dp", default_dp)
+    if not _blank(gpus) and tp * cp * pp * dp != int(float(gpus)):  # type: ignore[arg-type]
+        raise RowError(
+            f"tp*cp*pp*dp = {tp * cp * pp * dp} does not equal gpus={int(float(gpus))}; "  # type: ignore[arg-type]
+            "the layout is incomplete"
+        )
     micro_batch = number("micro_batch", 1)
     dtype_name = str(row.get("dtype") if not _blank(row.get("dtype")) else "bf16")
     if dtype_name not in _DTYPES:
@@ -223,18 +229,26 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
         forward = layers[rank] * layer.forward_s + sum(e.forward_s for e in extra)
         backward = layers[rank] * layer.backward_s + sum(e.backward_s for e in extra)
         again = layers[rank] * _recomputed_seconds(run, layer)
-        times = 3 if run.recompute == "full" else 2
-        tp_s = layers[rank] * layer_tp * times
-        tp_s += layer_tp / 2 * (first + last)
-        device = forward + backward + again + tp_s
-        passes = 1 + (run.recompute == "full") + 2
-        kernels = (layers[rank] * run.stack.forward_kernels + 10 * last + 3 * first) * passes
-        host = max(0.0, kernels * rates.host_op_s - device)
+        # Forward, recomputed forward and backward each wait for the slower of host and device.
+        count = layers[rank] * forward_kernels(run.shape, split, run.stack)
+        count += 10 * last + 3 * first
+        edge_tp = layer_tp / 2 * (first + last)
+        tp_once = layers[rank] * layer_tp
+        is_full = run.recompute == "full"
+        phases = (
+            (forward + tp_once + edge_tp, count * rates.host_op_s),
+            (again + tp_once * is_full, is_full * count * rates.host_op_s),
+            (backward + tp_once + edge_tp, 2 * count * rates.host_backward_op_s),
+        )
+        tp_s = tp_once * (2 + is_full) + 2 * edge_tp
+        host = sum(max(0.0, needed - busy) for busy, needed in phases)
+        device = sum(busy for busy, _ in phases)
         gathered = 0.0
         if run.zero_stage == 3:
             rounds = 3 if run.recompute == "none" else 3
             gathered = layers[rank] * fsdp * rounds
-            gathered = max(gathered - device, gathered * 0.05)
+            if run.stack.overlaps_dp:
+                gathered = max(gathered - device, gathered * 0.05)
         hops = 0.0 if run.pp == 1 else 2 * hop
         if run.stack.overlaps_pp and run.vpp > 1:
             hops = 0.0

@@ -10,6 +10,8 @@ class Stack:
     """Options of the cost model that a kind of training software fixes.
 
     `forward_kernels` are launches of one layer's forward (a backward has twice as many);
+    `vendor_attention` is attention made for the device (cuDNN) instead of portable code;
+    `pointwise_factor` how many times the bytes of fused pointwise kernels are moved;
     `gradient_bytes` the bytes an accumulated gradient element takes in memory,
     `reduced_bytes` on the wire; `optimizer_pass_bytes` the bytes an optimizer step moves for each parameter;
     `loss_pass_bytes` those the loss moves for each logit, forward and backward together.
@@ -18,6 +20,8 @@ class Stack:
 
     name: str
     flash_attention: bool
+    vendor_attention: bool
+    pointwise_factor: float
     dropout: bool
     sequence_parallel: bool
     zero_stage: int
@@ -36,6 +40,8 @@ class Stack:
 MEGATRON_CLASSIC = Stack(
     name="megatron-classic",
     flash_attention=False,
+    vendor_attention=False,
+    pointwise_factor=1.0,
     dropout=True,
     sequence_parallel=False,
     zero_stage=0,
@@ -44,7 +50,7 @@ MEGATRON_CLASSIC = Stack(
     gradient_bytes=2,
     reduced_bytes=2,
     optimizer_pass_bytes=56,
-    loss_pass_bytes=50,
+    loss_pass_bytes=75,
     overlaps_tp=False,
     overlaps_dp=False,
     overlaps_pp=False,
@@ -55,6 +61,8 @@ MEGATRON_CLASSIC = Stack(
 MEGATRON_TE = Stack(
     name="megatron-te",
     flash_attention=True,
+    vendor_attention=True,
+    pointwise_factor=1.0,
     dropout=False,
     sequence_parallel=True,
     zero_stage=1,
@@ -74,6 +82,8 @@ MEGATRON_TE = Stack(
 FSDP_FLASH = Stack(
     name="fsdp-flash",
     flash_attention=True,
+    vendor_attention=False,
+    pointwise_factor=2.0,
     dropout=False,
     sequence_parallel=True,
     zero_stage=3,

@@ -105,14 +105,37 @@ def _attention_seconds(
     if stack.flash_attention:
         # Causal: half of the scores; under cp each rank has its share of the rows.
         flop = 2.0 * batch * heads * s * s * head_dim / split.cp
-        return rates.attention_seconds(flop), rates.attention_seconds(2.5 * flop)
+        vendor = stack.vendor_attention
+        return (
+            rates.attention_seconds(flop, vendor=vendor),
+            rates.attention_seconds(2.5 * flop, vendor=vendor),
+        )
     one = rates.matmul_seconds(s, s, head_dim, dtype="float16", batch=batch * heads)
     two = rates.matmul_seconds(s, head_dim, s, dtype="float16", batch=batch * heads)
     scores = batch * heads * s * s
     dropout = 5 if stack.dropout else 0
-    forward = one + two + rates.pass_seconds((4 + dropout) * scores, 2)
-    backward = one + 3 * two + rates.pass_seconds((6 + dropout) * scores, 2)
+    # Without the fused kernel: scale, fill the mask, softmax in fp32 and cast back.
+    softmax, kernels = (4, 2) if softmax_is_fused(shape, split) else (24, 7)
+    forward = one + two + rates.pass_seconds((softmax + dropout) * scores, kernels)
+    backward = one + 3 * two + rates.pass_seconds((softmax + 2 + dropout) * scores, kernels)
     return forward, backward
+
+
+def softmax_is_fused(shape: TransformerShape, split: Split) -> bool:
+    """Whether Megatron's fused causal softmax takes these sizes.
+
+    Its thread blocks hold four rows, so it wants batch * local heads divisible by 4, and at
+    most 2048 keys (megatron/fused_kernels/scaled_upper_triang_masked_softmax, 2021).
+    """
+    rows = split.micro_batch * shape.heads // split.tp
+    return rows % 4 == 0 and 16 < shape.seq_len <= 2048
+
+
+def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
+    """Return how many kernels the host launches for one layer's forward."""
+    if stack.flash_attention or softmax_is_fused(shape, split):
+        return stack.forward_kernels
+    return stack.forward_kernels + 6
 
 
 def _pass_bytes(
@@ -131,7 +154,13 @@ def _pass_bytes(
     layout = 4 * tokens * shape.qkv_width / split.tp
     forward = norms + residuals + activation + layout
     backward = 2 * 6 * rows + residuals + 1.7 * activation + layout
-    return forward, backward, 8
+    casts = 0.0
+    if split.dtype.startswith("float8"):
+        # Each operand of the four products is read in 16 bits and written in 8, twice.
+        width = 2 * shape.hidden + (shape.hidden + shape.ffn_hidden) / split.tp
+        casts = 4 * tokens * width
+    factor = stack.pointwise_factor
+    return factor * forward + casts, factor * backward + casts, 8
 
 
 def head_seconds(
