@@ -13,6 +13,34 @@ LIVE_BYTES = {"cpu": 96 * 2**20, "cuda": 4 * 2**30}
 ROUNDS = 3
 
 
+def load_training(device: torch.device) -> None:
+    """Load what a training rank has loaded before its own model: the runtime, the exporter
+    that captures the model, the optimizer, and the libraries a first step pulls in.
+    """
+    import planner.runtime.engine  # noqa: F401
+    from planner.capture import capture_module
+    from planner.program_fx import to_graph_module
+
+    model = _Tiny().to(device)
+    captured = capture_module(
+        model, (torch.ones(2, 4, device=device),), (torch.ones(3, 4, device=device),), name="tiny"
+    )
+    program = captured.classes[0].bind(2)
+    to_graph_module(program, {}, device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4, device=device)).backward()
+    optimizer.step()
+
+
+class _Tiny(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean()
+
+
 def used_bytes(device: torch.device) -> float:
     """Return the bytes this process holds: resident memory, or memory taken from the GPU.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from profiles.memory import allocator_overhead, used_bytes
+from profiles.memory import allocator_overhead, load_training, used_bytes
 from profiles.step_timing import measure_overlap, time_optimizer
 from profiles.timing import Clock, time_collective, time_op
 
@@ -98,9 +98,7 @@ class Worker:
         )
 
     def _memory(self, task: Mapping[str, Any]) -> dict[str, float]:
-        # What a training rank has loaded before its first tensor.
-        import planner.runtime.engine  # noqa: F401
-
+        load_training(self.device)
         context = used_bytes(self.device)
         return {
             "context_bytes": context,
