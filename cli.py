@@ -111,21 +111,26 @@ def _print(*renderables: Any) -> None:
     console.print(*renderables, sep="\n")
 
 
-def _profile(name: str | None, device: str | None) -> Profile:
-    """Load the named profile, or choose one and say which unless it is this machine's own."""
+def _profile(name: str | None, device: str | None = None) -> tuple[Profile, str]:
+    """Load the named profile, or choose one; with a line for the user if it is not his own.
+
+    The line is for after the work: a refused command says one thing only.
+    """
     import profiles
 
     if name is not None:
-        return profiles.load_profile(name)
-    profile, note = profiles.default_profile(device)
-    _note(note)
-    return profile
+        return profiles.load_profile(name), ""
+    return profiles.default_profile(device)
 
 
 def _bytes_of_gib(gib: float | None) -> int | None:
     from planner.units import GIB
 
-    return None if gib is None else round(gib * GIB)
+    if gib is None:
+        return None
+    if gib <= 0:
+        raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
+    return round(gib * GIB)
 
 
 def _seconds(text: str) -> float:
@@ -267,7 +272,7 @@ def search(
         max_gap=gap,
         time_limit_s=None if time_limit is None else _seconds(time_limit),
     )
-    cluster = _profile(profile, None)
+    cluster, note = _profile(profile)
     with _progress("searching") as progress:
         graph = _graph(model)
         request = replace(request, pins=_pins(graph, pin or ()))
@@ -277,6 +282,7 @@ def search(
     from planner.plan import save_plan
 
     save_plan(result.plan, out)
+    _note(note)
     _print(*describe_result(result))
     print(f"wrote {out}")
 
@@ -355,11 +361,13 @@ def estimate(
     from planner.describe import describe_estimate
     from planner.plan import load_plan, validate_model
 
-    loaded, cluster = load_plan(plan), _profile(profile, None)
+    loaded = load_plan(plan)
+    cluster, note = _profile(profile)
     with _progress("estimating"):
         graph = _graph(model)
         validate_model(loaded, graph)
         result = estimate_plan(graph, cluster, loaded)
+    _note(note)
     _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
 
 

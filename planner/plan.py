@@ -213,9 +213,19 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan atomically, so a killed run leaves the old file or the new one."""
+    """Write a plan atomically, so a killed run leaves the old file or the new one.
+
+    Raises PlanError when the file can't be written.
+    """
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
-    os.replace(scratch, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
+        os.replace(scratch, target)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise PlanError(
+            f"can't write the plan to {path}: {error.strerror}; name a file in a folder you can "
+            "write to"
+        ) from None

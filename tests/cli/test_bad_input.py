@@ -127,6 +127,23 @@ def test_memory_limit_nothing_fits_names_the_smallest_that_would(planner, write_
     assert "GiB" in complaint
 
 
+def test_memory_limit_below_zero(planner, write_model):
+    assert (
+        "--memory-limit -1"
+        in planner("search", write_model(), *SEARCH, "--memory-limit", -1).complaint
+    )
+
+
+def test_place_that_cannot_be_written(planner, write_model, tmp_path):
+    complaint = planner("search", write_model(), *SEARCH, "--out", tmp_path).complaint
+    assert f"can't write the plan to {tmp_path}" in complaint
+
+
+def test_refusal_is_the_only_line_without_a_profile_too(planner):
+    """The line about the profile chosen must not stand beside a refusal."""
+    assert "does not exist" in planner("search", "nosuch.py", "--gpus", 2).complaint
+
+
 # Profiles
 
 
