@@ -126,3 +126,19 @@ def test_bubble_of_equal_stages(name: str) -> None:
         for m in range(pp, 17):
             fraction = time_schedule(build(name, pp, m)).bubble_fraction
             assert fraction == pytest.approx((pp - 1) / (m + pp - 1))
+
+
+def test_clock_cycles_of_forwards() -> None:
+    """G17: at clock t the forwards of microbatch t - rank run, one on each rank."""
+    starts: dict[int, list[tuple[int, int]]] = {}
+    for rank, job, start, _ in time_schedule(build("fthenb", 3, 4)):
+        if str(job.kind) == "F":
+            starts.setdefault(round(start), []).append((job.microbatch_index, rank))
+    assert starts == {
+        0: [(0, 0)],
+        1: [(1, 0), (0, 1)],
+        2: [(2, 0), (1, 1), (0, 2)],
+        3: [(3, 0), (2, 1), (1, 2)],
+        4: [(3, 1), (2, 2)],
+        5: [(3, 2)],
+    }
