@@ -22,6 +22,7 @@ from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
 from search.chain_dp import ChainProblem, Cut
 from search.layouts import LayoutSolver
+from search.quick_price import quick_step_s
 from search.space import Configuration
 from search.stage_table import StageTable
 
@@ -42,7 +43,7 @@ class Candidates:
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
-    _replica_memo: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+    _replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
 
     def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at this degree and microbatch size."""
@@ -135,6 +136,10 @@ class Candidates:
         hop_s = table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp)
         bound = virtual_stage_bound(configuration, table, cuts, hop_s)
         return Cut(cuts=cuts, choices=(0,) * stages, value=bound)
+
+    def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
+        """Return the simulated step time without making a plan."""
+        return quick_step_s(configuration, table, cut, recompute_choices(configuration))
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""

@@ -58,12 +58,11 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finished:
-    """An estimated configuration; `bound` is what its other stage boundaries might take."""
+    """A configuration with its plan and estimate."""
 
     configuration: Configuration
     plan: Plan
     answer: Estimate
-    bound: float
 
 
 @dataclass(kw_only=True)
@@ -80,6 +79,8 @@ class _Search:
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
     losers: list[tuple[float, int, Entry]] = field(default_factory=list)
+    open_bounds: list[float] = field(default_factory=list)
+    simulated: int = 0
     best: Finished | None = None
     stopped_early: str = ""
 
@@ -243,10 +244,21 @@ def _second_gate(search: _Search, entry: Entry) -> None:
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
+    """Simulate; estimate in full, memory included, what might be the best."""
+    step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
+    search.simulated += 1
+    # One cut stands for a configuration with virtual stages; otherwise others are still open.
+    bound = step_s if entry.configuration.vpp > 1 else entry.bound
+    if step_s >= search.best_s * (1 - 1e-9):
+        search.open_bounds.append(bound)
+        search.losers.append((step_s, next(search.ticket), entry))
+        return
     done = _estimate(search, entry, cut)
     if done is None:
+        search.simulated -= 1
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
+    search.open_bounds.append(bound)
     search.finished.append(done)
     if done.answer.step_s < search.best_s:
         search.best = done
@@ -265,9 +277,7 @@ def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
         answer = search.candidates.estimate(plan)
     if answer.peak_bytes > limit:
         return None
-    return Finished(
-        configuration=_as_chosen(one, plan), plan=plan, answer=answer, bound=entry.bound
-    )
+    return Finished(configuration=_as_chosen(one, plan), plan=plan, answer=answer)
 
 
 def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
@@ -280,17 +290,16 @@ def _certificate(
     search: _Search, best: Finished, considered: int, refusals: Refusals
 ) -> Certificate:
     left = [bound for bound, _, _ in search.heap]
-    open_bounds = [done.bound for done in search.finished]
     ended = not search.stopped_early
     beaten = len(left) if ended else 0
     if beaten:
         search.pruned["bound: cannot beat the best"] += beaten
-    lower = min([search.best_s, *open_bounds, *(() if ended else left)])
+    lower = min([search.best_s, *search.open_bounds, *(() if ended else left)])
     return Certificate(
         best_s=search.best_s,
         lower_bound_s=min(lower, search.best_s),
         considered=considered,
-        evaluated=len(search.finished),
+        evaluated=search.simulated,
         unexplored=0 if ended else len(left),
         pruned=tuple(sorted(search.pruned.items())),
         proved_by=(

@@ -8,7 +8,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import ClassLayout
-from profiles import Profile
+from profiles import Group, Profile
 
 Floats = NDArray[np.float64]
 
@@ -40,17 +40,20 @@ def _used_fields() -> list[Field]:
 class StageTable:
     """Loads of all runs of blocks; keeps what it computed.
 
-    `layouts` is one ClassLayout per class, in class order, or empty at tp 1. `replica_memo`
-    (seconds by degrees, bytes and counts) may be shared by all tables of a search.
+    `layouts` is one ClassLayout per class, in class order, or empty at tp 1. `once_bytes` (n),
+    known once `blocks` is, are side inputs a rank holds once whatever is in flight.
+    `replica_memo` (seconds by degrees, bytes and counts) may be shared by all tables.
     """
 
     costs: CostCache
     layouts: tuple[ClassLayout, ...]
     tp: int
     microbatch_size: int
-    replica_memo: dict[tuple, tuple[float, float, float]] = field(default_factory=dict)
+    once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
+    replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
     _bands: dict[int, StageLoad] = field(default_factory=dict)
+    _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def graph(self) -> ModelGraph:
@@ -76,17 +79,25 @@ class StageTable:
     def blocks(self) -> StageLoad:
         """The load of each block, as arrays along the chain, entry redistributions included."""
         group = tp_group(self.profile.cluster, tp=self.tp)
-        of_class = {
-            index: block_load(
-                self.costs.block(index, self.tp, self.microbatch_size, self.by_class.get(index))
-            )
+        prices = {
+            index: self.costs.block(index, self.tp, self.microbatch_size, self.by_class.get(index))
             for index in {block.class_index for block in self.graph.blocks}
         }
-        loads = [of_class[block.class_index] for block in self.graph.blocks]
+        loads = {index: block_load(price) for index, price in prices.items()}
+        classes = [block.class_index for block in self.graph.blocks]
         columns: dict[str, Any] = {
-            f.name: np.array([getattr(load, f.name) for load in loads], dtype=np.float64)
+            f.name: np.array([getattr(loads[index], f.name) for index in classes], dtype=float)
             for f in _used_fields()
         }
+        sides = [
+            frozenset(block.inputs[at] for at in prices[block.class_index].side_positions)
+            for block in self.graph.blocks
+        ]
+        of_side = {
+            names: self.costs.side_bytes(names, self.microbatch_size) for names in set(sides)
+        }
+        columns["side_bytes"] = np.array([of_side[names][0] for names in sides], dtype=float)
+        self.once_bytes = np.array([of_side[names][1] for names in sides], dtype=float)
         if self._boundaries_differ:
             entries = [
                 block_entry_seconds(
@@ -118,6 +129,23 @@ class StageTable:
     def backward_s(self) -> Floats:
         """Backward seconds of each block without recompute."""
         return self.blocks.backward_s + self.blocks.comm_backward_s
+
+    @cached_property
+    def weight_s(self) -> Floats:
+        """Seconds of each block's backward that are weight gradients, as the cost model splits."""
+        return self.blocks.backward_s / 2
+
+    @cached_property
+    def sums(self) -> Mapping[str, Floats]:
+        """Running sums along the chain with a leading zero; a run is a difference of two."""
+        columns = {
+            "forward_s": self.forward_s,
+            "backward_s": self.backward_s,
+            "weight_s": self.weight_s,
+            "param_bytes": self.blocks.param_bytes,
+            "num_params": self.blocks.num_params,
+        }
+        return {name: np.append(0.0, np.cumsum(values)) for name, values in columns.items()}
 
     @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:
@@ -170,32 +198,63 @@ class StageTable:
         return StageLoad(**stacked)
 
     @cached_property
-    def arrival_bytes(self) -> Floats:
-        """Bytes a stage that starts at block i receives per microbatch (n + 1; 0 at the ends).
+    def _arrivals(self) -> tuple[Floats, Floats]:
+        """Bytes a stage that starts at block i receives, and of the gradients it sends back.
 
-        What block i itself takes from earlier blocks: all of it in a chain, the least of it
-        where skips reach further.
+        (n + 1) each, 0 at the ends. What block i itself takes from earlier blocks: all of it
+        in a chain, the least of it where skips reach further.
         """
         made = output_placements(self.graph, self.by_class)
-        result = np.zeros(self.num_blocks + 1)
+        there, back = np.zeros(self.num_blocks + 1), np.zeros(self.num_blocks + 1)
         for block in self.graph.blocks:
             for name in dict.fromkeys(block.inputs):
                 if self.graph.producer.get(name, block.index) < block.index:
-                    size = self.graph.tensor[name].bytes_at(self.microbatch_size)
+                    meta = self.graph.tensor[name]
                     split = isinstance(made[name], Shard)
-                    result[block.index] += size // (self.tp if split else 1)
-        return result
+                    size = meta.bytes_at(self.microbatch_size) // (self.tp if split else 1)
+                    there[block.index] += size
+                    back[block.index] += size if meta.requires_grad else 0
+        return there, back
+
+    @property
+    def arrival_bytes(self) -> Floats:
+        """Bytes a stage that starts at block i receives per microbatch (n + 1)."""
+        return self._arrivals[0]
 
     def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
+        return self._hop_seconds(dp, cp, pp)[0]
+
+    def back_hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
+        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`."""
+        return self._hop_seconds(dp, cp, pp)[1]
+
+    def _hop_seconds(self, dp: int, cp: int, pp: int) -> tuple[Floats, Floats]:
         group = hop_group(self.profile.cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
-        sizes, inverse = np.unique(self.arrival_bytes, return_inverse=True)
-        seconds = np.array([hop_seconds(self.profile, group, float(size)) for size in sizes])
-        return seconds[inverse]
+        if group not in self._hops:
+            sizes, inverse = np.unique(np.stack(self._arrivals), return_inverse=True)
+            seconds = np.array([hop_seconds(self.profile, group, float(size)) for size in sizes])
+            there, back = seconds[inverse].reshape(2, -1)
+            self._hops[group] = there, back
+        return self._hops[group]
 
     def with_replicas(self, *, dp: int, cp: int, zero: int, choices: tuple[str, ...]) -> RankStages:
         """Return the stages as ranks hold them under these degrees."""
         return RankStages(table=self, dp=dp, cp=cp, zero=zero, choices=choices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One stage of consecutive blocks on a rank: seconds per microbatch, and once a step."""
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    param_bytes: float
+    num_params: float
+    per_forward_s: float
+    per_backward_s: float
+    after_s: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -211,8 +270,9 @@ class RankBand:
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """Bytes of a rank holding each run with this many microbatches in flight."""
+        once = self.stages.table.once_bytes.max(initial=0.0)
         return stage_memory(
-            self.load,
+            replace(self.load, frozen_bytes=self.load.frozen_bytes + once),
             in_flight=in_flight,
             recompute=self.stages.choices[choice] == "full",
             dp=self.stages.dp * self.stages.cp,
@@ -253,6 +313,24 @@ class RankStages:
             stages=self,
         )
 
+    def run(self, first: int, end: int) -> Run:
+        """Return what blocks first..end-1 take as one stage."""
+        sums = {name: float(one[end] - one[first]) for name, one in self.table.sums.items()}
+        for i, j, size in self.table.ties:
+            sums["param_bytes"] -= size if first <= i and j < end else 0.0
+        per_forward, per_backward, after, _ = self._replica_seconds_of(
+            sums["param_bytes"], float(end - first), sums["num_params"]
+        )
+        return Run(**sums, per_forward_s=per_forward, per_backward_s=per_backward, after_s=after)
+
+    def optimizer_s(self, param_bytes: float, num_params: float) -> float:
+        """Return the update of a rank that holds so many bytes in so many tensors."""
+        return adamw_seconds(
+            self.table.profile,
+            param_bytes=param_bytes / (self.dp if self.zero else 1),
+            num_tensors=int(num_params),
+        )
+
     def _replica_seconds(self, load: StageLoad) -> tuple[Floats, Floats, Floats]:
         """Return per-forward, per-backward and after-the-last-job seconds of each run.
 
@@ -264,7 +342,12 @@ class RankStages:
             kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
             unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
             answers = np.array(
-                [self._replica_seconds_of(*map(float, column)) for column in unique.T]
+                [
+                    (forward, backward, after + update)
+                    for forward, backward, after, update in (
+                        self._replica_seconds_of(*map(float, column)) for column in unique.T
+                    )
+                ]
             )
             shaped = answers.T[:, np.ravel(inverse)].reshape(3, *load.param_bytes.shape)
             table.replica_seconds[key] = (shaped[0], shaped[1], shaped[2])
@@ -272,7 +355,8 @@ class RankStages:
 
     def _replica_seconds_of(
         self, param_bytes: float, num_blocks: float, num_params: float
-    ) -> tuple[float, float, float]:
+    ) -> tuple[float, float, float, float]:
+        """Return per-forward, per-backward, after-the-last-job and optimizer seconds."""
         key = (self.dp, self.cp, self.zero, self.table.tp, param_bytes, num_blocks, num_params)
         memo = self.table.replica_memo
         if key not in memo:
@@ -284,11 +368,10 @@ class RankStages:
                 param_bytes=param_bytes,
                 num_blocks=int(num_blocks),
             )
-            update = adamw_seconds(
-                profile,
-                param_bytes=param_bytes / (self.dp if self.zero else 1),
-                num_tensors=int(num_params),
+            memo[key] = (
+                seconds.per_forward_s,
+                seconds.per_backward_s,
+                seconds.after_s + seconds.first_forward_s,
+                self.optimizer_s(param_bytes, num_params),
             )
-            after = seconds.after_s + seconds.first_forward_s + update
-            memo[key] = (seconds.per_forward_s, seconds.per_backward_s, after)
         return memo[key]

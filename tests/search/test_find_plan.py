@@ -12,6 +12,10 @@ from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
 from search import SearchRequest, find_plan
+from search.candidates import Candidates
+from search.chain_dp import Paths, cut_peak, solve_chain
+from search.layouts import LayoutSolver
+from search.space import list_configurations
 from tests.builders import tiny_models
 from tests.search.machine import Machine
 
@@ -202,3 +206,37 @@ def test_a_bigger_model_than_one_device_is_split():
     assert plan is not None
     assert plan.pp > 1 or plan.tp > 1 or plan.zero_stage > 0
     assert plan.estimate["peak_bytes"] <= limit < GIB
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-gpt2"])
+def test_the_quick_price_is_the_estimate(name):
+    """The search's own fast path may not drift from the cost model it speaks for."""
+    if name.startswith("hf"):
+        pytest.importorskip("transformers")
+    graph = captured(name)
+    for choices in (
+        {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2, "recompute": "full"}, {"dp": 4, "zero": 3},
+        {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"}, {"pp": 4, "schedule": "zb_h1"},
+        {"pp": 2, "dp": 2, "zero": 1, "schedule": "fthenb"},
+    ):  # fmt: skip
+        request = ask(4, 16, **choices)
+        solver = LayoutSolver(graph=graph, profile=MACHINE)
+        candidates = Candidates(
+            graph=graph, profile=MACHINE, solver=solver, costs=CostCache(graph, MACHINE)
+        )
+        one = list_configurations(request, graph, MACHINE.cluster, can_split=solver.can_split)[0]
+        table = candidates.tables(one.tp, one.microbatch_size)[0]
+        cut = (
+            candidates.even_cut(one, table)
+            if one.vpp > 1
+            else solve_chain(candidates.problem(one, table, float("inf"))).cut
+        )
+        assert cut is not None
+        answer = candidates.estimate(candidates.plan(one, table, cut))
+        quick = candidates.quick_step_s(one, table, cut)
+        assert quick == pytest.approx(answer.step_s, rel=1e-9)
+        assert cut.value <= answer.step_s * (1 + 1e-9)
+        if one.vpp == 1:
+            problem = candidates.problem(one, table, float("inf"))
+            peak = cut_peak(Paths(problem, problem.num_blocks), cut.cuts, cut.choices)
+            assert peak == pytest.approx(answer.peak_bytes, rel=0.02)

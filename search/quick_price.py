@@ -1,0 +1,64 @@
+"""The step time of a cut configuration by one simulation, without making a plan.
+
+The same formulas as `costmodel.estimate`, fed from the stage table's running sums instead of
+joining blocks again, and without memory or parts: about a tenth of the time. A test holds the
+two equal. Where skips reach past a stage the transfers counted here may be fewer, so whoever
+wins is estimated in full.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from costmodel import JobSeconds, build_job_table, simulate
+from costmodel.simulate import JobTable
+from planner.schedule import build_schedule
+from search.chain_dp import Cut
+from search.space import Configuration
+from search.stage_table import StageTable
+
+
+def quick_step_s(
+    configuration: Configuration, table: StageTable, cut: Cut, choices: tuple[str, ...]
+) -> float:
+    """Return the simulated step time of a configuration cut this way."""
+    one = configuration
+    jobs = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
+    ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
+    runs = [ranks.run(first, end) for first, end in zip(cut.cuts[:-1], cut.cuts[1:], strict=True)]
+    full = [choices[choice] == "full" for choice in cut.choices]
+    hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[list(cut.cuts[:-1])].tolist()
+    backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[list(cut.cuts[:-1])].tolist()
+    inputs = [
+        run.backward_s + run.per_backward_s + again * run.forward_s - run.weight_s
+        for run, again in zip(runs, full, strict=True)
+    ]
+    timeline = simulate(
+        jobs,
+        JobSeconds(
+            forward_s=tuple(run.forward_s + run.per_forward_s for run in runs),
+            backward_input_s=tuple(inputs),
+            backward_weight_s=tuple(run.weight_s for run in runs),
+            receive_forward_s=tuple(hops),
+            receive_backward_s=(*backs[1:], 0.0),
+        ),
+    )
+    homes = np.asarray(jobs.schedule.stage_to_pp_rank)
+    ends = []
+    for rank, end in enumerate(timeline.rank_end_s):
+        mine = [runs[stage] for stage in np.flatnonzero(homes == rank)]
+        update = ranks.optimizer_s(
+            sum(run.param_bytes for run in mine), sum(run.num_params for run in mine)
+        )
+        ends.append(end + sum(run.after_s for run in mine) + update)
+    return max(ends)
+
+
+@lru_cache(maxsize=128)
+def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
+    """Return a named schedule's table, ready to be simulated; the last ones asked are kept."""
+    return build_job_table(
+        build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+    )
