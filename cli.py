@@ -371,6 +371,31 @@ def estimate(
     _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
 
 
+@app.command()
+def simulate(
+    plan: PlanFile,
+    model: ModelFile,
+    profile: ProfileOption = None,
+) -> None:
+    """Play a plan's job table and print when each pipeline rank works and waits."""
+    from costmodel import CostCache
+    from costmodel import estimate as estimate_plan
+    from costmodel.describe import describe_timeline
+    from costmodel.estimate import plan_job_seconds
+    from planner.plan import load_plan, validate_model
+
+    loaded = load_plan(plan)
+    cluster, note = _profile(profile)
+    with _progress("simulating"):
+        graph = _graph(model)
+        validate_model(loaded, graph)
+        costs = CostCache(graph, cluster)
+        timeline = estimate_plan(graph, cluster, loaded, costs=costs).timeline
+        seconds = plan_job_seconds(loaded, costs)
+    _note(note)
+    _print(*describe_timeline(timeline, seconds))
+
+
 def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
     """Return pins as (class index, parameter name in its program, placement)."""
     from planner.sharding.pins import class_pins, parse_pin

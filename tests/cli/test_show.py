@@ -67,3 +67,19 @@ def test_show_needs_no_torch(planner, saved, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_simulate_draws_the_timetable(planner, saved):
+    """The same table that runs: drawn to scale, with each rank's work and waiting."""
+    saved(pp=2, num_microbatches=4, microbatch_size=2)
+    done = planner("simulate", "plan.json", "model.py", "--profile", "h100-sxm5-80gb")
+    assert done.code == 0, done.stderr
+    assert "rank 1 | " in done.stdout
+    assert "bubble" in done.stdout
+
+
+def test_estimate_answers_for_another_machine(planner, saved):
+    saved(dp=2)
+    done = planner("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb")
+    assert "a100-sxm4-80gb" in done.stdout
+    assert "not on measurements here" in done.stdout.replace("\n", " ")
