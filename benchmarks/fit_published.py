@@ -1,6 +1,6 @@
 """Make profiles/data: data sheets, and fits to published measurements.
 
-    python benchmarks/fit_published.py ../shared/data/published [--out profiles/data]
+    python -m benchmarks.fit_published ../shared/data/published [--out profiles/data]
 
 Reads ops.csv and nccl.csv of the folder given; its SOURCES.md says where each row is from.
 Only coefficients go into the profiles. Prints how well they predict a held-out fifth.
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from machines import CLUSTERS, assumed
 
-from planner.units import GIB
-from profiles.fit import fit_nonnegative, fit_pieces
+from benchmarks.machines import CLUSTERS, assumed
+from planner.units import GIB, MIB
+from profiles.fit import fit_nonnegative, fit_pieces, piecewise_at
 from profiles.records import CollectiveFit, OpFit, ProfileFile
 from profiles.store import write_profile_file
 
@@ -42,22 +42,84 @@ def main():
     arguments = parser.parse_args()
     ops = pd.read_csv(arguments.published / "ops.csv")
     nccl = pd.read_csv(arguments.published / "nccl.csv")
-    for name, cluster in CLUSTERS.items():
-        file = ProfileFile(
-            name=name,
-            source="shipped",
-            complete=True,
-            cluster=cluster,
-            context_bytes=assumed(
-                2.0 * GIB, "CUDA context, cuBLAS workspace and buffers of a few NCCL groups"
-            ),
-            allocator_overhead_fraction=assumed(0.05, "rounding and fragmentation"),
-            launch_overhead_s=assumed(6e-6, "host time of one eager PyTorch operator"),
-            op_fits=(*op_fits(name, ops), *memory_fits(name)),
-            collective_fits=collective_fits(name, nccl),
-        )
+    for name in CLUSTERS:
+        file = shipped_profile(name, ops, nccl)
         write_profile_file(arguments.out / name, file)
         print(f"{name}: {len(file.op_fits)} op fits, {len(file.collective_fits)} collective fits")
+    print("\nmedian error on held-out fifths:")
+    for what, errors in held_out(ops, nccl).items():
+        print(f"  {what:44} {np.median(errors):6.1%}  ({len(errors)} predictions)")
+
+
+def shipped_profile(name, ops, nccl):
+    return ProfileFile(
+        name=name,
+        source="shipped",
+        complete=True,
+        cluster=CLUSTERS[name],
+        context_bytes=assumed(
+            2.0 * GIB, "CUDA context, cuBLAS workspace and buffers of a few NCCL groups"
+        ),
+        allocator_overhead_fraction=assumed(0.05, "rounding and fragmentation"),
+        launch_overhead_s=assumed(6e-6, "host time of one eager PyTorch operator"),
+        op_fits=(*op_fits(name, ops), *memory_fits(name)),
+        collective_fits=(*collective_fits(name, nccl), *ring_fits(name, nccl)),
+    )
+
+
+# How well the fits predict rows they have not seen.
+
+FOLDS = 5
+
+
+def held_out(ops, nccl):
+    """Return relative errors by name; every row is predicted once, from the other folds."""
+    errors = {}
+    for device in ("A100-PCIe", "B200-SXM"):
+        rows = matmul_rows(ops, device)
+        for direction, layouts in (("forward", ["TN"]), ("backward", ["NN", "NT"])):
+            chosen = rows[rows.layout.isin(layouts)]
+            errors[f"matmul {direction}, {device}"] = op_errors(chosen)
+    for name in CLUSTERS:
+        for direction in ("forward", "backward"):
+            errors[f"attention {direction}, {name}"] = op_errors(
+                attention_rows(ops, name, direction)
+            )
+    for name, systems in SYSTEMS.items():
+        for system in systems:
+            for (_, gpus, kind), rows in tables_of(nccl, system):
+                key = f"{kind} over {gpus} above 1 MiB, {name}"
+                errors[key] = collective_errors(*sizes_and_seconds(rows))
+    return errors
+
+
+def folds(count):
+    """Yield (training, held out) index arrays; a fifth is held out at a time, at random."""
+    shuffled = np.random.default_rng(0).permutation(count)
+    for fold in range(FOLDS):
+        out = np.zeros(count, dtype=bool)
+        out[shuffled[fold::FOLDS]] = True
+        yield np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def op_errors(rows):
+    terms = np.stack([np.ones(len(rows)), rows.flop, rows.num_bytes], axis=1)
+    seconds = rows.seconds.to_numpy()
+    errors = []
+    for seen, unseen in folds(len(rows)):
+        coefficients, _ = fit_nonnegative(terms[seen], seconds[seen])
+        errors += list(np.abs(terms[unseen] @ coefficients / seconds[unseen] - 1))
+    return errors
+
+
+def collective_errors(sizes, seconds):
+    errors = []
+    for seen, unseen in folds(len(sizes)):
+        pieces, _ = fit_pieces(sizes[seen], seconds[seen])
+        for n, truth in zip(sizes[unseen], seconds[unseen], strict=True):
+            if n > MIB:
+                errors.append(abs(piecewise_at(pieces, n) / truth - 1))
+    return errors
 
 
 # Operators.
@@ -200,19 +262,26 @@ SYSTEMS = {
 KINDS = {"alltoall": "all_to_all", "sendrecv": "send_recv"}
 
 
+def tables_of(nccl, system):
+    """Yield ((nodes, gpus, kind), rows by size) of a system's tables of at least 8 sizes."""
+    keys = ["nodes", "gpus", "collective"]
+    for (nodes, gpus, kind), rows in nccl[nccl.system == system].groupby(keys):
+        rows = rows.dropna(subset=["bytes", "algbw_GBps"]).sort_values("bytes")
+        if len(rows) >= 8:
+            yield (nodes, gpus, KINDS.get(kind, kind)), rows
+
+
+def sizes_and_seconds(rows):
+    seconds = rows.bytes / (rows.algbw_GBps * 1e9)
+    return rows.bytes.to_numpy(float), seconds.to_numpy(float)
+
+
 def collective_fits(name, nccl):
     """One piecewise line per table of at least 8 sizes."""
     fits = []
     for system in SYSTEMS[name]:
-        for (nodes, gpus, kind), rows in nccl[nccl.system == system].groupby(
-            ["nodes", "gpus", "collective"]
-        ):
-            rows = rows.dropna(subset=["bytes", "algbw_GBps"]).sort_values("bytes")
-            if len(rows) < 8:
-                continue
-            seconds = rows.bytes / (rows.algbw_GBps * 1e9)
-            pieces, error = fit_pieces(rows.bytes.to_numpy(float), seconds.to_numpy(float))
-            kind = KINDS.get(kind, kind)
+        for (nodes, gpus, kind), rows in tables_of(nccl, system):
+            pieces, error = fit_pieces(*sizes_and_seconds(rows))
             fits.append(
                 CollectiveFit(
                     kind=kind,
@@ -226,6 +295,38 @@ def collective_fits(name, nccl):
                 )
             )
     return tuple(fits)
+
+
+def ring_fits(name, nccl):
+    """All-gather and reduce-scatter inside Hopper nodes, which the switches do not speed up.
+
+    Only their rate at 16 GiB is published: the all-reduce line, with its slope set to it.
+    """
+    if not name.startswith("h"):
+        return
+    reduce = next(fit for fit in collective_fits(name, nccl) if fit.num_nodes == 1)
+    last = reduce.pieces[-1].beta_s_per_byte
+    for kind in ("all_gather", "reduce_scatter"):
+        row = nccl[(nccl.system == H200_RING) & (nccl.collective == kind)].iloc[0]
+        slower = (7 / 8) / (row.busbw_GBps * 1e9) / last
+        pieces = tuple(
+            piece.model_copy(
+                update={
+                    "alpha_s": piece.alpha_s / 2,
+                    "beta_s_per_byte": piece.beta_s_per_byte * slower,
+                }
+            )
+            for piece in reduce.pieces
+        )
+        yield reduce.model_copy(
+            update={
+                "kind": kind,
+                "pieces": pieces,
+                "relative_error": 0.15,
+                "num_samples": 1,
+                "detail": f"slope: {row.source} at 16 GiB on 8 H200; form: {reduce.detail}",
+            }
+        )
 
 
 if __name__ == "__main__":

@@ -76,11 +76,21 @@ class OpModel:
         for name in (query.target, family_of(query.target)):
             if fit := self._fits.get((name, query.dtype, query.direction)):
                 return Lookup(
-                    seconds=_fitted(fit, query.flop, query.num_bytes),
+                    seconds=self._not_beyond_peak(fit, query),
                     source=f"roofline, {fit.origin} for {name}",
                     relative_error=max(fit.relative_error, 0.01),
                 )
         return self._other_dtype(query) or self._data_sheet(query)
+
+    def _not_beyond_peak(self, fit: OpFit, query: OpQuery) -> float:
+        """Hold a fit to large published ops within the data sheet's rates for small ones.
+
+        A measured fit is left alone: small ops run from caches, faster than memory.
+        """
+        seconds = _fitted(fit, query.flop, query.num_bytes)
+        if fit.origin == "measured":
+            return seconds
+        return max(seconds, self._data_sheet(query).seconds)
 
     def _other_dtype(self, query: OpQuery) -> Lookup | None:
         """Use the fit of another dtype, its flop rate scaled by the ratio of peak rates."""
