@@ -108,7 +108,8 @@ def _print(*renderables: Any) -> None:
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(width=120)  # a file or a log has room
-    console.print(*renderables, sep="\n")
+    for renderable in renderables:
+        console.print(renderable)
 
 
 def _profile(name: str | None, device: str | None = None) -> tuple[Profile, str]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from costmodel.simulate import JobSeconds, Timeline
-from planner.schedule import StageTimes, draw_schedule
+from planner.describe import draw_timetable
+from planner.schedule import StageTimes
 from planner.units import format_seconds
-
-MAX_DRAWN_COLUMNS = 60
-"""A wider timetable does not fit a terminal."""
 
 
 def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
@@ -27,10 +24,6 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
             f"{bubble_s / timeline.makespan_s:.1%}",
             format_seconds(end_s),
         )
-    return [Text(_picture(timeline, seconds), no_wrap=True), ranks]
-
-
-def _picture(timeline: Timeline, seconds: JobSeconds) -> str:
     # The picture has one transfer time for all boundaries; the figures below it do not.
     times = StageTimes(
         forward_s=seconds.forward_s,
@@ -38,4 +31,4 @@ def _picture(timeline: Timeline, seconds: JobSeconds) -> str:
         backward_weight_s=seconds.backward_weight_s,
         transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
     )
-    return draw_schedule(timeline.schedule, times=times, max_columns=MAX_DRAWN_COLUMNS)
+    return [draw_timetable(timeline.schedule, times), ranks]

@@ -12,15 +12,15 @@ from rich.text import Text
 
 from planner.graph import ModelGraph
 from planner.plan import ClassLayout, Plan, StagePlan, validate_model
-from planner.schedule import draw_schedule, schedule_of
+from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
 from planner.sharding import ops_without_rule
 from planner.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from planner.runtime.verify import Difference, VerifyReport
 
-MAX_DRAWN_COLUMNS = 40
-"""A wider timetable does not fit a terminal."""
+LINE_WIDTH = 110
+"""Characters of a timetable's line; what is beyond is counted, not drawn."""
 
 
 def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[RenderableType]:
@@ -36,7 +36,7 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         if graph is not None:
             parts.append(_without_rule(graph))
     if plan.pp > 1:
-        parts.append(_timetable(plan))
+        parts.append(draw_timetable(schedule_of(plan)))
     if plan.estimate:
         parts += describe_estimate(plan.estimate, cluster=plan.cluster.name)
     return parts
@@ -126,8 +126,13 @@ def _without_rule(graph: ModelGraph) -> Text:
     return Text(f"{counts.total()} ops have no sharding rule and run replicated: {named}")
 
 
-def _timetable(plan: Plan) -> Text:
-    return Text(draw_schedule(schedule_of(plan), max_columns=MAX_DRAWN_COLUMNS), no_wrap=True)
+def draw_timetable(schedule: Schedule, times: StageTimes | None = None) -> Text:
+    """Return a schedule's picture over time, cut to the width of a line."""
+    last = schedule.num_microbatches - 1
+    with_stage = schedule.num_stages > schedule.pp
+    label = f"{schedule.num_stages - 1}F{last}" if with_stage else f"F{last}"
+    picture = draw_schedule(schedule, times=times, max_columns=LINE_WIDTH // (len(label) + 1))
+    return Text(picture, no_wrap=True, overflow="ignore")
 
 
 _BASES = {
