@@ -19,8 +19,8 @@ from planner.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from planner.runtime.verify import Difference, VerifyReport
 
-LINE_WIDTH = 110
-"""Characters of a timetable's line; what is beyond is counted, not drawn."""
+LINE_WIDTH = 84
+"""Characters of jobs in a line of a timetable; the jobs beyond are counted, not drawn."""
 
 
 def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[RenderableType]:
@@ -132,7 +132,7 @@ def draw_timetable(schedule: Schedule, times: StageTimes | None = None) -> Text:
     with_stage = schedule.num_stages > schedule.pp
     label = f"{schedule.num_stages - 1}F{last}" if with_stage else f"F{last}"
     picture = draw_schedule(schedule, times=times, max_columns=LINE_WIDTH // (len(label) + 1))
-    return Text(picture, no_wrap=True, overflow="ignore")
+    return Text(picture)
 
 
 _BASES = {
