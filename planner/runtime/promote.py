@@ -113,7 +113,7 @@ class ReferenceMode(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs["dropout_p"] = 0.0
-        if func is F.grouped_mm:
+        if func is torch._grouped_mm:
             return _grouped_mm(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -122,11 +122,15 @@ class ReferenceMode(TorchFunctionMode):
         return torch.float64 if isinstance(value, torch.dtype) and value in _LOW_DTYPES else value
 
 
-def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
+def _grouped_mm(
+    rows: Tensor, weights: Tensor, *, offs: Tensor, bias: None = None, out_dtype: None = None
+) -> Tensor:
     """Multiply each run of rows by its own matrix; the library's kernels stop at fp32.
 
     `rows` is [n, k], `weights` [groups, k, m]; `offs` holds where each group's rows end.
     """
+    assert bias is None
+    assert out_dtype is None
     ends = offs.tolist()
     runs = zip([0, *ends[:-1]], ends, weights, strict=True)
     return torch.cat([rows[start:end] @ weight for start, end, weight in runs])
