@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate, stage_memory
+from costmodel.memory import kept_bytes
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan_defaults import model_ref
@@ -120,6 +121,55 @@ class Candidates:
             ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
             self._longest[key] = int((ends - np.arange(len(sums))).max())
         return self._longest[key]
+
+    def one_stage(
+        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+    ) -> Cut | None:
+        """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
+        for index, choice in enumerate(recompute_choices(configuration)):
+            peak = stage_memory(
+                table.whole,
+                in_flight=1,
+                recompute=choice == "full",
+                dp=configuration.dp * configuration.cp,
+                zero_stage=configuration.zero,
+                profile=self.profile,
+            ).total
+            if peak <= memory_limit_bytes:
+                cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
+                return replace(cut, value=self.quick_step_s(configuration, table, cut))
+        return None
+
+    def virtual_peak_bytes(
+        self, configuration: Configuration, table: StageTable, cut: Cut
+    ) -> float:
+        """Return bytes that the fullest rank of these virtual stages needs at least.
+
+        A rank holds the parameters of all its stages, and at some moment all the microbatches
+        in flight of any one of them, recomputing if that is allowed.
+        """
+        one = configuration
+        homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        first = np.asarray(cut.cuts[:-1])
+        load = table.blocks
+        kept = kept_bytes(load, recompute=one.recompute != "none")
+        kept = np.add.reduceat(np.maximum(0.0, kept - load.tail_bytes), first)
+        held = np.zeros(one.pp)
+        np.maximum.at(held, homes, kept * np.asarray(in_flight_of(one)))
+        params = np.bincount(homes, weights=np.add.reduceat(load.param_bytes, first))
+        params = np.maximum(0.0, params - sum(size for _, _, size in table.ties))
+        return float(
+            np.max(
+                stage_memory(
+                    StageLoad(param_bytes=params, saved_bytes=held),
+                    in_flight=1,
+                    recompute=False,
+                    dp=one.dp * one.cp,
+                    zero_stage=one.zero,
+                    profile=self.profile,
+                ).total
+            )
+        )
 
     def even_cut(self, configuration: Configuration, table: StageTable) -> Cut:
         """Return the cut for virtual stages, nothing recomputed that need not be.

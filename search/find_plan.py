@@ -218,12 +218,16 @@ def _walk(search: _Search, progress: Progress | None) -> None:
 def _second_gate(search: _Search, entry: Entry) -> None:
     """Cut the chain; push the configuration back with its cut and a tighter bound."""
     one, table = entry.configuration, entry.table
-    if one.vpp > 1:
-        cut = search.candidates.even_cut(one, table)
+    limit = search.memory_limit_bytes
+    if one.vpp > 1 or one.pp == 1:
+        cut = _only_cut(search, entry)
+        if cut is None:
+            search.pruned["memory: the even cut or the whole chain does not fit"] += 1
+            return
         bound = max(entry.bound, cut.value)
         search.push(Entry(configuration=one, table=table, bound=bound, cut=cut))
         return
-    limit, in_flight = search.memory_limit_bytes, in_flight_of(one)
+    in_flight = in_flight_of(one)
     if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
         search.pruned["memory: activations in flight"] += 1
         return
@@ -241,6 +245,19 @@ def _second_gate(search: _Search, entry: Entry) -> None:
         return
     bound = max(entry.bound, solved.cut.value)
     search.push(Entry(configuration=one, table=table, bound=bound, cut=solved.cut))
+
+
+def _only_cut(search: _Search, entry: Entry) -> Cut | None:
+    """Return the one cut there is to try: a single stage, or even virtual ones; None if too big."""
+    one, table, candidates = entry.configuration, entry.table, search.candidates
+    if one.vpp == 1:
+        return candidates.one_stage(one, table, search.memory_limit_bytes)
+    cut = candidates.even_cut(one, table)
+    if cut.value < search.best_s and (
+        candidates.virtual_peak_bytes(one, table, cut) > search.memory_limit_bytes
+    ):
+        return None
+    return cut
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
@@ -323,7 +340,7 @@ def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
         found.setdefault(_degrees_of(done.configuration), done)
     tries = 0
     for _, _, entry in sorted([*search.losers, *search.heap], key=lambda one: one[:2]):
-        if len(found) > MOST_RUNNERS_UP or tries >= 4 * MOST_RUNNERS_UP:
+        if len(found) > MOST_RUNNERS_UP or tries >= 2 * MOST_RUNNERS_UP:
             break
         if _degrees_of(entry.configuration) in found:
             continue
@@ -350,8 +367,8 @@ def _degrees_of(one: Configuration) -> tuple[int, ...]:
 
 def _cut(search: _Search, entry: Entry) -> Cut | None:
     one = entry.configuration
-    if one.vpp > 1:
-        return search.candidates.even_cut(one, entry.table)
+    if one.vpp > 1 or one.pp == 1:
+        return _only_cut(search, entry)
     return solve_chain(search.candidates.problem(one, entry.table, search.memory_limit_bytes)).cut
 
 

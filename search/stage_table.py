@@ -19,7 +19,7 @@ from costmodel.boundary import block_entry_seconds, output_placements
 from costmodel.cache import CostCache
 from costmodel.communication import adamw_seconds, data_parallel_seconds, hop_seconds
 from costmodel.memory import stage_memory
-from costmodel.stage import StageLoad, block_load
+from costmodel.stage import StageLoad, block_load, join
 from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.placement import Shard
@@ -165,6 +165,20 @@ class StageTable:
                     shared[pair] = shared.get(pair, 0.0) + size
                 last_user[name] = block.index
         return tuple((i, j, size) for (i, j), size in shared.items())
+
+    @cached_property
+    def whole(self) -> StageLoad:
+        """The load of all blocks as one stage."""
+        columns = {f.name: getattr(self.blocks, f.name).tolist() for f in _used_fields()}
+        total = join(
+            StageLoad(**{name: values[block] for name, values in columns.items()})
+            for block in range(self.num_blocks)
+        )
+        return replace(
+            total,
+            param_bytes=total.param_bytes - sum(size for _, _, size in self.ties),
+            frozen_bytes=total.frozen_bytes + self.once_bytes.max(initial=0.0),
+        )
 
     def band(self, width: int) -> StageLoad:
         """Return loads of all runs of up to `width` blocks, arrays by (length - 1, first)."""
