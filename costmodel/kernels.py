@@ -27,7 +27,8 @@ class DeviceRates:
     bandwidth of passes over memory, `attention_efficiency` the part of the matmul rate that
     fused attention reaches (`portable_` where it is not the vendor's), `kernel_s` the least time of a kernel, `host_op_s` the time an
     eager Python framework needs to issue one (`host_backward_op_s` where the
-    autograd engine does), and `link_efficiency` and
+    autograd engine does), `skew_s` what ranks wait for each other at a collective that
+    nothing overlaps, and `link_efficiency` and
     `network_efficiency` the parts of the collective rates reached while the device computes.
     """
 
@@ -42,6 +43,7 @@ class DeviceRates:
     kernel_s: float
     host_op_s: float
     host_backward_op_s: float
+    skew_s: float
     link_efficiency: float
     network_efficiency: float
     low_precision_efficiency: float

@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any
 
 from costmodel.kernels import DeviceRates
+from costmodel.run_memory import RunMemory, run_memory
 from costmodel.stacks import STACKS, Stack
 from costmodel.topology import axis_group, dp_group, hop_group, tp_group
 from costmodel.transformer import (
@@ -208,13 +209,7 @@ class _Job:
 def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstimate:
     """Return the step time of a run on a machine."""
     cluster = profile.cluster
-    split = Split(
-        micro_batch=run.micro_batch,
-        tp=run.tp,
-        cp=run.cp,
-        sequence_parallel=run.sequence_parallel,
-        dtype=run.dtype,
-    )
+    split = _split(run)
     layer = layer_seconds(run.shape, split, rates, run.stack)
     head = head_seconds(run.shape, split, rates, run.stack)
     lookup = embedding_seconds(run.shape, split, rates, run.stack)
@@ -299,7 +294,7 @@ def _layer_tp_seconds(
         one = _collective(profile, rates, "all_gather", num_bytes, group)
         one += _collective(profile, rates, "reduce_scatter", num_bytes, group)
     else:
-        one = _collective(profile, rates, "all_reduce", num_bytes, group)
+        one = _collective(profile, rates, "all_reduce", num_bytes, group) + rates.skew_s
     total = 2 * one
     if run.stack.overlaps_tp:
         return max(total / 4, total - 0.5 * layer.forward_s)
@@ -358,3 +353,29 @@ def _end_of_step(
         num_bytes = run.stack.reduced_bytes * run.shape.embedding_params / run.tp
         dp_s += _collective(profile, rates, "all_reduce", num_bytes, tied)
     return dp_s, optimizer
+
+
+def estimate_run_memory(run: RunRow) -> RunMemory:
+    """Return the tensors of the rank that needs most memory."""
+    return run_memory(
+        run.shape,
+        _split(run),
+        run.stack,
+        pp=run.pp,
+        vpp=run.vpp,
+        num_microbatches=run.num_microbatches,
+        shard_ranks=run.dp * run.cp,
+        zero_stage=run.zero_stage,
+        schedule=run.schedule,
+        recompute=run.recompute,
+    )
+
+
+def _split(run: RunRow) -> Split:
+    return Split(
+        micro_batch=run.micro_batch,
+        tp=run.tp,
+        cp=run.cp,
+        sequence_parallel=run.sequence_parallel,
+        dtype=run.dtype,
+    )
