@@ -30,7 +30,7 @@ def _missing(profile: Profile) -> list[str]:
     if not profile.file.complete:
         problems.append("the budget ended before every probe: run the same command again")
     problems += [f"no number for {s.probe}: {s.reason}" for s in profile.file.skipped]
-    keys = Counter((record_key(r), r.arguments) for r in profile.ops)
+    keys = Counter((record_key(r), r.arguments, r.device) for r in profile.ops)
     problems += [f"ops.csv has {n} records of {key[0]}" for key, n in keys.items() if n > 1]
     if profile.source == "measured":
         torch_versions = {r.torch for r in profile.ops} | {r.torch for r in profile.collectives}

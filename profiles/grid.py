@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 from planner.graph import Ref
@@ -46,20 +47,19 @@ def base_probes() -> tuple[OpProbe, ...]:
     )
 
 
-def collective_probes(nproc: int) -> tuple[CollectiveProbe, ...]:
-    """Return every kind on every group size that divides `nproc`, from 1 KiB to 64 MiB.
+def collective_probes(groups: Sequence[Group]) -> tuple[CollectiveProbe, ...]:
+    """Return every kind on every group shape, from 1 KiB to 64 MiB.
 
     In an order in which a short budget still spans the range: 1 KiB, 256 KiB and 16 MiB
     first, then what lies between, and 64 MiB last because it takes longest.
     """
     ordered = [KIB * 4**k for k in (0, 4, 7, 2, 6, 5, 1, 3, 8)]
-    groups = [size for size in range(2, nproc + 1) if nproc % size == 0]
     return tuple(
-        CollectiveProbe(kind=kind, num_bytes=num_bytes, group=Group(ranks_per_node=size))
-        for size in groups
+        CollectiveProbe(kind=kind, num_bytes=num_bytes, group=group)
+        for group in groups
         for num_bytes in ordered
         for kind in COLLECTIVE_KINDS
-        if kind != "send_recv" or size == 2
+        if kind != "send_recv" or group.size == 2
     )
 
 

@@ -71,7 +71,9 @@ class Profile:
 
     @cached_property
     def _op_model(self) -> OpModel:
-        return OpModel(self.cluster, self.ops, self.file.op_fits)
+        # A cluster of several kinds of devices is as slow as its slowest, which `cluster` is.
+        mine = [record for record in self.ops if record.device == self.cluster.device]
+        return OpModel(self.cluster, mine, self.file.op_fits)
 
     @cached_property
     def _collective_model(self) -> CollectiveModel:

@@ -260,14 +260,12 @@ class ProfileFile(_Record):
     name: str
     source: Literal["measured", "shipped"]
     complete: bool
-    conditions: dict[str, str | int | float] = Field(default_factory=dict)
+    conditions: dict[str, str | int] = Field(default_factory=dict)
     cluster: ClusterRecord
     context_bytes: Figure
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
-    overlap_slowdown: dict[Literal["compute", "communication"], Figure] = Field(
-        default_factory=dict
-    )
+    overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     optimizer_fits: tuple[OptimizerFit, ...] = ()
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()

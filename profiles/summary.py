@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,81 +14,105 @@ from profiles.records import (
     ClusterRecord,
     CollectiveRecord,
     Figure,
+    Group,
     LinkRecord,
     OpRecord,
     OptimizerFit,
     ProfileFile,
-    SkippedProbe,
 )
+from profiles.session import Session
+from profiles.surroundings import OptimizerSample, Surroundings
 
 
 def summarize(
-    ops: Sequence[OpRecord],
-    collectives: Sequence[CollectiveRecord],
+    session: Session,
+    surroundings: Surroundings,
     *,
-    about: Sequence[Mapping[str, Any]],
-    device_type: str,
-    nproc: int,
-    memory: Mapping[str, float],
-    optimizer: Sequence[tuple[bool, int, int, float]],
-    overlap: Mapping[str, float],
-    skipped: Sequence[SkippedProbe],
     complete: bool,
-    conditions: Mapping[str, Any],
+    stragglers: Sequence[str],
 ) -> ProfileFile:
-    """Return the contents of profile.json. Raise ProfileError if the basics are missing."""
-    first = about[0]
-    link = _link(collectives, nproc)
-    share = nproc if device_type == "cpu" else 1
-    cluster = ClusterRecord(
-        device=conditions["device"],
-        device_type=device_type,
-        devices_per_node=nproc,
-        max_devices=nproc,
-        memory_bytes=_measured(
-            min(answer["memory_bytes"] for answer in about) / share,
-            f"memory of the machine over {share} ranks" if share > 1 else "as the driver reports",
-        ),
-        memory_bytes_per_s=_measured(
-            _copy_rate(ops), f"copy of {COPY_BYTES} bytes, read and written, all ranks at once"
-        ),
-        peak_flop_per_s=_best_rates(ops),
-        intra_node=link,
-        inter_node=link.model_copy(update={"name": "none: one node was measured"}),
-    )
+    """Return the contents of profile.json. Raise ProfileError if the basics are missing.
+
+    On a cluster of several kinds of devices the slowest stands for all, because the others
+    wait for it; the records of all kinds stay in ops.csv.
+    """
+    device = _slowest_kind(session)
+    ops = [record for record in session.ops if record.device == device]
+    others = [kind for kind in session.ranks.kinds if kind != device]
+    mixed = [f"mixed devices: {device} is the slowest and stands for all; also {', '.join(others)}"]
     return ProfileFile(
-        name=first["node"],
+        name=session.ranks.hosts[0],
         source="measured",
         complete=complete,
-        conditions=dict(conditions),
-        cluster=cluster,
+        conditions=dict(session.conditions),
+        cluster=_cluster(session, device, ops),
         context_bytes=_measured(
-            memory["context_bytes"], "a rank with its libraries and communicator, before tensors"
+            surroundings.context_bytes,
+            "a rank with its libraries, communicator and a first tiny step, before tensors",
         ),
         allocator_overhead_fraction=_measured(
-            memory["allocator_overhead_fraction"], "peak held over peak live, synthetic training"
+            surroundings.allocator_overhead_fraction,
+            "peak held over peak live, synthetic training",
         ),
         launch_overhead_s=_measured(
             _launch_overhead(ops), "aten.neg of one element, called back to back"
         ),
         overlap_slowdown={
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
-            for part, factor in overlap.items()
+            for part, factor in surroundings.overlap.items()
         },
-        optimizer_fits=_optimizer_fits(optimizer),
+        optimizer_fits=_optimizer_fits(surroundings.optimizer),
         op_fits=fit_ops(ops),
-        collective_fits=fit_collectives(collectives),
-        skipped=tuple(skipped),
+        collective_fits=fit_collectives(session.collectives),
+        skipped=tuple(session.skipped),
+        notes=(*(mixed if others else []), *surroundings.links, *stragglers),
     )
 
 
-def _optimizer_fits(
-    samples: Sequence[tuple[bool, int, int, float]],
-) -> tuple[OptimizerFit, ...]:
-    """Fit AdamW steps, given as (sharded, tensors, elements of each, seconds)."""
+def _slowest_kind(session: Session) -> str:
+    def matmul_seconds(kind: str) -> float:
+        mine = [r for r in session.ops if r.device == kind]
+        return max(r.seconds for r in _forward(mine, "aten.mm.default"))
+
+    return max(session.ranks.kinds, key=matmul_seconds)
+
+
+def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterRecord:
+    nodes = session.ranks.nodes
+    per_node = min(len(ranks) for ranks in nodes)
+    device_type = str(session.conditions["device_type"])
+    # Ranks on CPU share their node's memory; each GPU has its own.
+    share = per_node if device_type == "cpu" else 1
+    inside = _link(session.collectives, Group(ranks_per_node=2), "inside the node")
+    between = _link(session.collectives, Group(ranks_per_node=1, num_nodes=2), "between nodes")
+    if len(nodes) == 1:
+        between = inside.model_copy(update={"name": "none: one node was measured"})
+    return ClusterRecord(
+        device=device,
+        device_type=device_type,
+        devices_per_node=per_node,
+        max_devices=per_node * len(nodes),
+        memory_bytes=_measured(
+            min(answer["memory_bytes"] for answer in session.ranks.about) / share,
+            f"memory of the machine over {share} ranks" if share > 1 else "as the system reports",
+        ),
+        memory_bytes_per_s=_measured(
+            _copy_rate(ops), f"copy of {COPY_BYTES} bytes, read and written, all ranks at once"
+        ),
+        peak_flop_per_s=_best_rates(ops),
+        intra_node=inside,
+        inter_node=between,
+    )
+
+
+def _optimizer_fits(samples: Sequence[OptimizerSample]) -> tuple[OptimizerFit, ...]:
     fits = []
     for sharded in (False, True):
-        chosen = [sample[1:] for sample in samples if sample[0] == sharded]
+        chosen = [
+            (sample.num_tensors, sample.numel, sample.seconds)
+            for sample in samples
+            if sample.sharded == sharded
+        ]
         if len(chosen) < 2:
             continue
         terms = np.array([[tensors, 4.0 * tensors * numel] for tensors, numel, _ in chosen])
@@ -141,10 +164,14 @@ def _best_rates(ops: Sequence[OpRecord]) -> dict[str, Figure]:
     return rates
 
 
-def _link(collectives: Sequence[CollectiveRecord], nproc: int) -> LinkRecord:
-    """Return the link between two ranks of a node, from send_recv; free for a single rank."""
-    name = "inside the node"
-    messages = [record for record in collectives if record.kind == "send_recv"]
+def _link(collectives: Sequence[CollectiveRecord], group: Group, name: str) -> LinkRecord:
+    """Return the link between two ranks, from send_recv; free where there was none."""
+    messages = [
+        record
+        for record in collectives
+        if record.kind == "send_recv"
+        and (record.ranks_per_node, record.num_nodes) == (group.ranks_per_node, group.num_nodes)
+    ]
     if messages:
         terms = np.array([[1.0, record.num_bytes] for record in messages])
         line, _ = fit_nonnegative(terms, np.array([record.seconds for record in messages]))
@@ -153,6 +180,5 @@ def _link(collectives: Sequence[CollectiveRecord], nproc: int) -> LinkRecord:
             alpha_s=_measured(line[0], "one line through send_recv of all sizes"),
             beta_s_per_byte=_measured(line[1], "one line through send_recv of all sizes"),
         )
-    reason = "one rank: nothing to measure" if nproc == 1 else "no send_recv probe succeeded"
-    free = Figure(value=0.0, origin="assumed", detail=reason)
+    free = Figure(value=0.0, origin="assumed", detail="no two ranks of it exchanged messages")
     return LinkRecord(name=name, alpha_s=free, beta_s_per_byte=free)

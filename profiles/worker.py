@@ -1,4 +1,4 @@
-"""One rank of a measurement: `python -m profiles.worker`, started by `profiles.workers`.
+"""One rank of a measurement: `python -m profiles.worker`, started by `profiles.launchers`.
 
 It joins a process group with its peers, then takes tasks from the measuring process, one
 JSON line each, and answers with one line. Whatever goes wrong in a task is answered as an
@@ -49,7 +49,13 @@ class Worker:
         self.rank = rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if device_type == "cuda":
-            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            local_rank, found = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+            if local_rank >= found:
+                raise SystemExit(
+                    f"rank {rank} on {socket.gethostname()} needs GPU {local_rank}, but torch "
+                    f"sees {found} there; start fewer ranks, or measure with --device cpu"
+                )
+            self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device(device_type)

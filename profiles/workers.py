@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import secrets
 import selectors
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+
+from profiles.launchers import Launcher, new_token
 
 START_TIMEOUT_S = 120.0
 
@@ -41,16 +39,15 @@ class _Peer:
 
 
 class WorkerGroup:
-    """`num_ranks` worker processes on this machine, started when first needed.
+    """Worker processes, started by a launcher when first needed.
 
     `call` gives every rank the same task. After a death or a time limit all ranks are
     ended and the next call starts new ones. Mutable: it owns processes.
     """
 
-    def __init__(self, num_ranks: int, *, device: str, threads: int) -> None:
-        self._num_ranks = num_ranks
-        self._device = device
-        self._threads = threads
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._num_ranks = launcher.num_ranks
         self._processes: list[subprocess.Popen[bytes]] = []
         self._peers: list[_Peer] = []
         self._log: IO[bytes] | None = None
@@ -65,6 +62,7 @@ class WorkerGroup:
         at: TracebackType | None,
     ) -> None:
         self.stop()
+        self._launcher.close()
 
     def call(self, task: Mapping[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
         """Return every rank's answer, in rank order; raise ProbeFailed if there is none."""
@@ -101,45 +99,17 @@ class WorkerGroup:
         self._processes, self._peers, self._log = [], [], None
 
     def _start(self) -> None:
-        token = secrets.token_hex(16)
+        token = new_token()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server((self._launcher.listen_on, 0)) as server:
             port = server.getsockname()[1]
-            rendezvous = _free_port()
-            for rank in range(self._num_ranks):
-                self._processes.append(
-                    subprocess.Popen(
-                        # -P: a folder of the user's called profiles must not shadow ours.
-                        [sys.executable, "-P", "-m", "profiles.worker"],
-                        env=self._environment(rank, port, token, rendezvous),
-                        stdin=subprocess.DEVNULL,
-                        stdout=self._log,
-                        stderr=self._log,
-                    )
-                )
+            self._processes = self._launcher.start(port, token, self._log)
             try:
                 self._peers = self._accept(server, token)
             except TimeoutError as error:
                 reason = self._obituary(error)
                 self.stop()
                 raise ProbeFailed(f"workers did not start: {reason}") from None
-
-    def _environment(self, rank: int, port: int, token: str, rendezvous: int) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[1])
-        paths = [root, os.environ.get("PYTHONPATH", "")]
-        return {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self._num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(rendezvous),
-            "OMP_NUM_THREADS": str(self._threads),
-            "PLANNER_PROFILE_ADDRESS": f"127.0.0.1:{port}",
-            "PLANNER_PROFILE_TOKEN": token,
-            "PLANNER_PROFILE_DEVICE": self._device,
-        }
 
     def _accept(self, server: socket.socket, token: str) -> list[_Peer]:
         """Wait until every rank has connected and said its token."""
@@ -197,8 +167,3 @@ class WorkerGroup:
             for code in codes[:1]
         )
         return f"{error}{how}{': ' + last if last and codes else ''}"
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

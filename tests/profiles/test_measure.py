@@ -13,6 +13,7 @@ from planner.errors import ProfileError
 from profiles import Group, load_profile, measure_profile
 from profiles import measure as measuring
 from profiles.grid import collective_probes, standard_grid
+from profiles.launchers import LocalLauncher, free_port
 from profiles.measure import _spanning_first
 from profiles.op_model import record_key
 from profiles.workers import ProbeFailed, WorkerGroup
@@ -28,8 +29,8 @@ def a_few_probes(device):
     return tuple(lightest.values())
 
 
-def few_collectives(nproc):
-    return tuple(p for p in collective_probes(nproc) if p.num_bytes in (2**10, 2**16, 2**18))
+def few_collectives(groups):
+    return tuple(p for p in collective_probes(groups) if p.num_bytes in (2**10, 2**16, 2**18))
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_task_that_fails_leaves_the_workers_usable():
-    with WorkerGroup(1, device="cpu", threads=1) as workers:
+    with WorkerGroup(LocalLauncher(1, device="cpu", threads=1)) as workers:
         broken = {"op": {"t": "nothing"}, "tensors": []}
         with pytest.raises(ProbeFailed, match="unknown record"):
             workers.call({"task": "op", "probe": broken, "seconds": 0}, timeout_s=60)
@@ -109,7 +110,7 @@ def test_a_task_that_fails_leaves_the_workers_usable():
 
 def test_a_worker_that_dies_is_named_and_replaced():
     """X7: a crash marks its probe; the next probe gets new workers."""
-    with WorkerGroup(2, device="cpu", threads=1) as workers:
+    with WorkerGroup(LocalLauncher(2, device="cpu", threads=1)) as workers:
         workers.call({"task": "describe"}, timeout_s=60)
         victims = [process.pid for process in workers._processes]
         os.kill(victims[1], signal.SIGKILL)
@@ -120,7 +121,7 @@ def test_a_worker_that_dies_is_named_and_replaced():
 
 
 def test_a_probe_that_hangs_is_given_up():
-    with WorkerGroup(1, device="cpu", threads=1) as workers:
+    with WorkerGroup(LocalLauncher(1, device="cpu", threads=1)) as workers:
         workers.call({"task": "describe"}, timeout_s=60)
         probe = standard_grid("cpu")[0].to_json()
         with pytest.raises(ProbeFailed, match="time limit"):
@@ -170,8 +171,9 @@ def test_workers_end_when_the_measuring_process_is_killed(tmp_path):
     """No process is left behind by a kill -9."""
     script = (
         "import sys, time\n"
+        "from profiles.launchers import LocalLauncher\n"
         "from profiles.workers import WorkerGroup\n"
-        "workers = WorkerGroup(1, device='cpu', threads=1)\n"
+        "workers = WorkerGroup(LocalLauncher(1, device='cpu', threads=1))\n"
         "workers.call({'task': 'describe'}, timeout_s=60)\n"
         "print([p.pid for p in workers._processes], flush=True)\n"
         "time.sleep(60)\n"
@@ -193,3 +195,25 @@ def test_a_short_budget_spans_every_target_first():
     targets = {probe.op.target for probe in ordered}
     assert {probe.op.target for probe in ordered[: 3 * len(targets)]} == targets
     assert len(ordered) == len(standard_grid("cpu"))
+
+
+def test_processes_that_a_launcher_started_measure_together(tmp_path):
+    """D: one command per rank under torchrun; rank 0 writes, the others serve and end."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.getcwd(),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RUN, str(tmp_path / "p")],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+    loaded = load_profile(tmp_path / "p")
+    assert loaded.file.conditions["nproc"] == 2
+    assert {(r.ranks_per_node, r.num_nodes) for r in loaded.collectives} == {(2, 1)}

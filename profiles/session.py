@@ -1,0 +1,189 @@
+"""One measurement in progress: its conditions, and its records kept in step with the files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planner.errors import ProfileError
+from profiles.op_model import record_key
+from profiles.probes import CollectiveProbe, OpProbe
+from profiles.records import CollectiveRecord, OpRecord, SkippedProbe
+from profiles.store import (
+    COLLECTIVES_FILE,
+    OPS_FILE,
+    read_collectives,
+    read_ops,
+    read_session,
+    write_collectives,
+    write_ops,
+    write_session,
+)
+from profiles.topology import nodes_of
+
+THREADS = 1
+"""Host threads of a rank while measuring and, by default, while training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """What each rank said of itself: device, memory_bytes, driver, torch, node."""
+
+    about: tuple[Mapping[str, Any], ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host name of each rank."""
+        return tuple(answer["node"] for answer in self.about)
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each node."""
+        return nodes_of(self.hosts)
+
+    @property
+    def kinds(self) -> dict[str, tuple[int, ...]]:
+        """Ranks of each kind of device, the most frequent kind first."""
+        counts = Counter(answer["device"] for answer in self.about)
+        return {
+            kind: tuple(r for r, answer in enumerate(self.about) if answer["device"] == kind)
+            for kind, _ in counts.most_common()
+        }
+
+    def conditions(self, device_type: str) -> dict[str, str | int]:
+        """Return what must be equal for two measurements to be one."""
+        first = self.about[0]
+        return {
+            "device": " + ".join(self.kinds),
+            "device_type": device_type,
+            "driver": first["driver"],
+            "torch": first["torch"],
+            "nproc": len(self.about),
+            "nodes": len(self.nodes),
+            "threads": THREADS,
+        }
+
+
+@dataclass
+class Session:
+    """Records so far. Mutable: it grows with every probe, and so do its files."""
+
+    directory: Path
+    ranks: Ranks
+    conditions: dict[str, str | int]
+    ops: list[OpRecord]
+    collectives: list[CollectiveRecord]
+    skipped: list[SkippedProbe] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, directory: Path, ranks: Ranks, *, device_type: str) -> Session:
+        """Begin in a new directory, or go on with the records of an earlier run.
+
+        Raises ProfileError when those were made under other conditions or are damaged.
+        """
+        conditions = ranks.conditions(device_type)
+        known = read_session(directory)
+        if known is not None and known != conditions:
+            key = next((k for k in conditions if known.get(k) != conditions[k]), "conditions")
+            raise ProfileError(
+                f"{directory} holds measurements with {key} {known.get(key)!r}, but here it is "
+                f"{conditions.get(key)!r}; give another --out, or delete {directory}"
+            )
+        write_session(directory, conditions)
+        session = cls(
+            directory=directory,
+            ranks=ranks,
+            conditions=conditions,
+            ops=list(read_ops(directory)) if (directory / OPS_FILE).exists() else [],
+            collectives=(
+                list(read_collectives(directory)) if (directory / COLLECTIVES_FILE).exists() else []
+            ),
+        )
+        write_ops(directory, session.ops)
+        write_collectives(directory, session.collectives)
+        return session
+
+    def lacks_op(self, probe: OpProbe) -> bool:
+        """Whether a direction of the probe has no record for some kind of device."""
+        known = {_op_key(record) for record in self.ops}
+        return any(
+            (kind, record_key(query), probe.arguments) not in known
+            for kind in self.ranks.kinds
+            for query in probe.queries
+        )
+
+    def lacks_collective(self, probe: CollectiveProbe) -> bool:
+        """Whether the probe has no record."""
+        return all(_collective_key(record) != _probe_key(probe) for record in self.collectives)
+
+    def add_op(self, probe: OpProbe, samples: Mapping[tuple[str, str], Sequence[float]]) -> None:
+        """Write a probe's records; `samples` are by (kind of device, direction)."""
+        made = [
+            OpRecord(
+                target=query.target,
+                shapes=query.shapes,
+                dtype=query.dtype,
+                direction=query.direction,
+                arguments=probe.arguments,
+                flop=query.flop,
+                num_bytes=query.num_bytes,
+                **self._provenance(samples[kind, query.direction], kind),
+            )
+            for kind in self.ranks.kinds
+            for query in probe.queries
+            if samples.get((kind, query.direction))
+        ]
+        replaced = {_op_key(record) for record in made}
+        self.ops = [record for record in self.ops if _op_key(record) not in replaced] + made
+        write_ops(self.directory, self.ops)
+
+    def add_collective(
+        self, probe: CollectiveProbe, samples: Sequence[float], *, concurrent_groups: int
+    ) -> None:
+        """Write a collective's record."""
+        self.collectives.append(
+            CollectiveRecord(
+                kind=probe.kind,
+                num_bytes=probe.num_bytes,
+                ranks_per_node=probe.group.ranks_per_node,
+                num_nodes=probe.group.num_nodes,
+                concurrent_groups=concurrent_groups,
+                **self._provenance(samples, str(self.conditions["device"])),
+            )
+        )
+        write_collectives(self.directory, self.collectives)
+
+    def skip(self, probe: object, reason: object) -> None:
+        """Note a probe that gave no number."""
+        self.skipped.append(SkippedProbe(probe=str(probe), reason=str(reason)))
+
+    def _provenance(self, samples: Sequence[float], device: str) -> dict[str, Any]:
+        low, middle, high = np.percentile(samples, [25, 50, 75])
+        return {
+            "device": device,
+            "driver": self.conditions["driver"],
+            "torch": self.conditions["torch"],
+            "threads": THREADS,
+            "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "repeats": len(samples),
+            "spread": float((high - low) / middle),
+            "seconds": float(middle),
+        }
+
+
+def _op_key(record: OpRecord) -> tuple:
+    return record.device, record_key(record), record.arguments
+
+
+def _collective_key(record: CollectiveRecord) -> tuple:
+    return record.kind, record.num_bytes, record.ranks_per_node, record.num_nodes
+
+
+def _probe_key(probe: CollectiveProbe) -> tuple:
+    return probe.kind, probe.num_bytes, probe.group.ranks_per_node, probe.group.num_nodes

@@ -1,0 +1,132 @@
+"""What is measured once beside ops and collectives: memory, optimizer, overlap, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from profiles.session import Session
+from profiles.topology import (
+    PAIR_LATENCY_BYTES,
+    PAIR_RATE_BYTES,
+    PairRate,
+    describe_links,
+    nvidia_links,
+    pairs_to_measure,
+)
+from profiles.workers import ProbeFailed, WorkerGroup
+
+TIMEOUT_S = 60.0
+
+OPTIMIZER_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
+"""(number of tensors, elements of each): many small ones and few large ones."""
+
+_SAMPLING_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSample:
+    """Median seconds of an AdamW step over `num_tensors` parameters of `numel` elements."""
+
+    sharded: bool
+    num_tensors: int
+    numel: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Medians, and lines about links for people."""
+
+    context_bytes: float
+    allocator_overhead_fraction: float
+    optimizer: tuple[OptimizerSample, ...]
+    overlap: Mapping[str, float]
+    links: tuple[str, ...]
+
+
+def measure_surroundings(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> Surroundings:
+    """Measure all of it. What fails is noted in the session as skipped, except memory,
+    without which nothing fits: that raises ProbeFailed.
+    """
+    everyone = list(range(len(session.ranks.about)))
+    report("memory of a process")
+    if len(everyone) > 1:  # communicators take memory from their first message on
+        _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
+    memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
+    optimizer = []
+    for sharded, (num_tensors, numel) in product((False, True), OPTIMIZER_SHAPES):
+        report(f"AdamW over {num_tensors} tensors")
+        task = {
+            "task": "optimizer",
+            "sharded": sharded,
+            "num_tensors": num_tensors,
+            "numel": numel,
+            "seconds": _SAMPLING_S,
+        }
+        try:
+            answers = workers.call(task, timeout_s=TIMEOUT_S)
+        except ProbeFailed as error:
+            session.skip(f"AdamW over {num_tensors} tensors of {numel}", error)
+            continue
+        median = float(np.median([s for answer in answers for s in answer["seconds"]]))
+        optimizer.append(
+            OptimizerSample(sharded=sharded, num_tensors=num_tensors, numel=numel, seconds=median)
+        )
+    return Surroundings(
+        context_bytes=max(answer["context_bytes"] for answer in memory),
+        allocator_overhead_fraction=max(a["allocator_overhead_fraction"] for a in memory),
+        optimizer=tuple(optimizer),
+        overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
+        links=_links(workers, session, report),
+    )
+
+
+def _overlap(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> dict[str, float]:
+    report("compute and communication together")
+    try:
+        answers = workers.call({"task": "overlap"}, timeout_s=TIMEOUT_S)
+    except ProbeFailed as error:
+        session.skip("overlap", error)
+        return {}
+    return {part: float(np.median([a[part] for a in answers])) for part in answers[0]}
+
+
+def _links(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> tuple[str, ...]:
+    pairs = []
+    for a, b in pairs_to_measure(session.ranks.nodes):
+        report(f"link between ranks {a} and {b}")
+        try:
+            latency, large = (
+                _collective(workers, "send_recv", num_bytes, [[a, b]])
+                for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
+            )
+        except ProbeFailed as error:
+            session.skip(f"link between ranks {a} and {b}", error)
+            continue
+        rate = PAIR_RATE_BYTES / max(large - latency, 1e-9)
+        pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=rate))
+    found = describe_links(pairs, session.ranks.hosts) if pairs else []
+    if session.conditions["device_type"] == "cuda":
+        found += nvidia_links()
+    return tuple(found)
+
+
+def _collective(
+    workers: WorkerGroup, kind: str, num_bytes: int, groups: Sequence[Sequence[int]]
+) -> float:
+    task: dict[str, Any] = {"task": "collective", "kind": kind, "num_bytes": num_bytes}
+    answers = workers.call(
+        {**task, "groups": [list(g) for g in groups], "seconds": 0.0}, timeout_s=TIMEOUT_S
+    )
+    return float(np.median([s for answer in answers for s in answer["seconds"]]))

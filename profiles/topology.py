@@ -1,0 +1,159 @@
+"""Where ranks are and how they are linked, as measured; what is slower than its like."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from planner.units import GB
+from profiles.records import Group
+
+MAX_PAIRS = 36
+"""More pairs than this are sampled: all of the first node, then one rank of each node."""
+
+LEVEL_STEP = 1.8
+"""A rate this many times another belongs to another link level."""
+
+SLOW_LINK = 0.7
+SLOW_RANK = 1.15
+
+PAIR_LATENCY_BYTES = 4 * 2**10
+PAIR_RATE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairRate:
+    """What was measured between two ranks."""
+
+    ranks: tuple[int, int]
+    latency_s: float
+    bytes_per_s: float
+
+
+def nodes_of(hosts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node, from each rank's host name, in order of first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
+def groups_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[Group, ...]:
+    """Return the group shapes a search can form: inside a node, and across 2 or all nodes.
+
+    Across nodes with 1, 2, … ranks of each. Nodes of unequal size count as the smallest.
+    """
+    per_node = min(len(ranks) for ranks in nodes)
+    divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
+    inside = [Group(ranks_per_node=n) for n in divisors if n > 1]
+    spans = sorted({2, len(nodes)}) if len(nodes) > 1 else []
+    return (*inside, *(Group(ranks_per_node=n, num_nodes=s) for s in spans for n in divisors))
+
+
+def concrete_groups(group: Group, nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return all disjoint groups of a shape, which run at the same time, as in training.
+
+    The ranks of a group are neighbours in their node; raises ValueError when the shape can't
+    be formed.
+    """
+    per_node = min(len(ranks) for ranks in nodes)
+    if group.ranks_per_node > per_node or group.num_nodes > len(nodes):
+        raise ValueError(f"group {group} can't be formed on {len(nodes)} nodes of {per_node} ranks")
+    size = group.ranks_per_node
+    found = []
+    for first in range(0, len(nodes) - group.num_nodes + 1, group.num_nodes):
+        members = nodes[first : first + group.num_nodes]
+        for at in range(0, per_node - size + 1, size):
+            found.append([rank for ranks in members for rank in ranks[at : at + size]])
+    return found
+
+
+def pairs_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Return pairs of ranks: all of them if few, else all of one node and one per two nodes."""
+    ranks = [rank for node in nodes for rank in node]
+    everyone = list(combinations(ranks, 2))
+    if len(everyone) <= MAX_PAIRS:
+        return tuple(everyone)
+    leaders = list(combinations([node[0] for node in nodes], 2))
+    return tuple([*combinations(nodes[0], 2), *leaders][: 2 * MAX_PAIRS])
+
+
+def link_levels(pairs: Sequence[PairRate]) -> list[list[PairRate]]:
+    """Return the pairs by link level, fastest first: a level ends where the rate drops."""
+    levels: list[list[PairRate]] = []
+    for pair in sorted(pairs, key=lambda p: -p.bytes_per_s):
+        if levels and levels[-1][-1].bytes_per_s < LEVEL_STEP * pair.bytes_per_s:
+            levels[-1].append(pair)
+        else:
+            levels.append([pair])
+    return levels
+
+
+def describe_links(pairs: Sequence[PairRate], hosts: Sequence[str]) -> list[str]:
+    """Return a line per link level, and one per link that is slower than its like.
+
+    Like links are those inside nodes, and those between nodes.
+    """
+    lines = []
+    for index, level in enumerate(link_levels(pairs)):
+        rate = median(pair.bytes_per_s for pair in level)
+        latency = median(pair.latency_s for pair in level)
+        inside = sum(hosts[p.ranks[0]] == hosts[p.ranks[1]] for p in level)
+        lines.append(
+            f"link level {index}: {len(level)} pairs ({inside} inside a node), "
+            f"{rate / GB:.3g} GB/s, {latency * 1e6:.3g} us"
+        )
+    for within in (True, False):
+        like = [p for p in pairs if (hosts[p.ranks[0]] == hosts[p.ranks[1]]) == within]
+        usual = median(p.bytes_per_s for p in like) if like else 0.0
+        lines += [
+            f"slow link: rank {a} on {hosts[a]} to rank {b} on {hosts[b]}: "
+            f"{p.bytes_per_s / GB:.3g} GB/s, others {usual / GB:.3g}"
+            for p in like
+            for a, b in [p.ranks]
+            if p.bytes_per_s < SLOW_LINK * usual
+        ]
+    return lines
+
+
+def describe_stragglers(seconds: Mapping[int, float], hosts: Sequence[str]) -> list[str]:
+    """Return a line per rank whose compute is slower than the median of all ranks."""
+    usual = median(seconds.values())
+    return [
+        f"slow device: rank {rank} on {hosts[rank]} takes {s / usual:.2f} times the median"
+        for rank, s in sorted(seconds.items())
+        if s > SLOW_RANK * usual
+    ]
+
+
+def nvidia_links() -> list[str]:
+    """Return how the driver says this node's GPUs are linked (NVLink or PCIe), a line a GPU."""
+    try:
+        report = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except FileNotFoundError:
+        return ["nvidia-smi is not installed here: links are known only as measured"]
+    except (subprocess.SubprocessError, OSError) as error:
+        return [f"nvidia-smi topo -m failed ({error}): links are known only as measured"]
+    return parse_nvidia_topology(report.stdout)
+
+
+def parse_nvidia_topology(text: str) -> list[str]:
+    """Return the GPU rows of ``nvidia-smi topo -m`` in words.
+
+    NV18 is 18 NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe paths of growing length.
+    """
+    rows = [line.split() for line in text.splitlines()]
+    # A GPU's row crosses itself with an X; the header has none.
+    rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
+    names = [row[0] for row in rows]
+    lines = []
+    for row in rows:
+        links = zip(row[1 : 1 + len(names)], names, strict=True)
+        kinds = [f"{cell} to {name}" for cell, name in links if cell != "X"]
+        lines.append(f"{row[0]}: {', '.join(kinds) or 'alone'}")
+    return lines

@@ -1,0 +1,109 @@
+"""Groups, links and stragglers from made-up clusters, and what launchers tell a process."""
+
+import pytest
+
+from planner.errors import ProfileError
+from profiles import Group
+from profiles.launchers import ClusterRank, cluster_rank
+from profiles.topology import (
+    PairRate,
+    concrete_groups,
+    describe_links,
+    describe_stragglers,
+    groups_to_measure,
+    link_levels,
+    nodes_of,
+    pairs_to_measure,
+    parse_nvidia_topology,
+)
+
+TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+def pair(a, b, gb_per_s):
+    return PairRate(ranks=(a, b), latency_s=1e-5, bytes_per_s=gb_per_s * 1e9)
+
+
+def test_ranks_are_sorted_into_nodes_by_host():
+    assert nodes_of(["x", "x", "y", "y", "x"]) == ((0, 1, 4), (2, 3))
+
+
+def test_groups_are_those_a_search_can_form():
+    """Two nodes of four: 2 and 4 inside, 1, 2 and 4 of each across."""
+    shapes = [str(group) for group in groups_to_measure(TWO_NODES)]
+    assert shapes == ["2x1", "4x1", "1x2", "2x2", "4x2"]
+    assert groups_to_measure(((0,),)) == ()
+
+
+def test_all_groups_of_a_shape_run_at_once():
+    """As in training: every tp group communicates when one does."""
+    assert concrete_groups(Group(ranks_per_node=2), TWO_NODES) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    across = concrete_groups(Group(ranks_per_node=2, num_nodes=2), TWO_NODES)
+    assert across == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_group_that_cannot_be_formed_is_refused():
+    with pytest.raises(ValueError, match="8x1 can't be formed on 2 nodes of 4 ranks"):
+        concrete_groups(Group(ranks_per_node=8), TWO_NODES)
+
+
+def test_few_ranks_are_paired_fully_and_many_by_sample():
+    assert len(pairs_to_measure(TWO_NODES)) == 28
+    many = tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(4))
+    sampled = pairs_to_measure(many)
+    assert (0, 7) in sampled
+    assert (0, 24) in sampled
+    assert len(sampled) == 28 + 6
+
+
+def test_levels_end_where_the_rate_drops():
+    pairs = [pair(0, 1, 300), pair(2, 3, 280), pair(0, 2, 24), pair(1, 3, 25)]
+    assert [len(level) for level in link_levels(pairs)] == [2, 2]
+
+
+def test_a_slow_link_is_named_among_its_like():
+    hosts = ["a", "a", "b", "b", "c", "c"]
+    pairs = [pair(0, 1, 300), pair(2, 3, 290), pair(4, 5, 100)]
+    pairs += [pair(0, 2, 25), pair(0, 4, 25), pair(2, 4, 10)]
+    slow = [line for line in describe_links(pairs, hosts) if line.startswith("slow link")]
+    assert len(slow) == 2
+    assert "rank 4 on c to rank 5 on c: 100 GB/s, others 290" in slow[0]
+    assert "rank 2 on b to rank 4 on c: 10 GB/s, others 25" in slow[1]
+
+
+def test_a_straggler_is_named():
+    lines = describe_stragglers({0: 1.0, 1: 1.02, 2: 1.4, 3: 0.99}, ["a", "a", "b", "b"])
+    assert len(lines) == 1
+    assert "rank 2 on b" in lines[0]
+
+
+def test_the_driver_report_is_read():
+    report = (
+        "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
+        "GPU0\t X \tNV18\tPXB\t0-47\n"
+        "GPU1\tNV18\t X \tSYS\t0-47\n"
+        "NIC0\tPXB\tSYS\t X \n"
+    )
+    assert parse_nvidia_topology(report) == ["GPU0: NV18 to GPU1", "GPU1: NV18 to GPU0"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ],
+)
+def test_launchers_tell_a_process_its_place(names):
+    given = dict(zip(names, ("9", "16", "1"), strict=True))
+    meeting = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    place = cluster_rank({**given, **meeting})
+    assert place == ClusterRank(rank=9, world_size=16, local_rank=1)
+    with pytest.raises(ProfileError, match="MASTER_ADDR and MASTER_PORT"):
+        cluster_rank(given)
+
+
+def test_a_process_alone_is_no_cluster():
+    assert cluster_rank({}) is None
+    assert cluster_rank({"RANK": "0", "WORLD_SIZE": "1"}) is None
