@@ -203,6 +203,8 @@ def profile(
             budget_s=None if budget is None else _seconds(budget),
             progress=progress,
         )
+    if measured is None:  # one of several processes that a launcher started; rank 0 tells
+        return 0
     _print(room.describe_profile(measured)[0])
     print(f"wrote {folder}; see all of it with: planner profile show {folder}")
     return 0
