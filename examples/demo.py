@@ -1,10 +1,12 @@
 """The whole of planner on this machine's CPU: profile, search, launch, compare.
 
-Uses only the public commands, each as a person would type it. Run by `make demo`; what it
-makes lies in demo-out/.
+    python examples/demo.py [FOLDER]
+
+Uses only the public commands, each as a person would type it, in FOLDER (demo-out).
 """
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -15,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 EXAMPLES = Path(__file__).resolve().parent
-OUT = EXAMPLES.parent / "demo-out"
+OUT = Path(*sys.argv[1:2] or [EXAMPLES.parent / "demo-out"]).resolve()
 PLANNER = str(Path(sys.executable).with_name("planner"))
 WARM_UP_STEPS = 3
 
 
 def run(*command):
-    """Show a planner command, run it in demo-out/, and stop the demo if it fails."""
+    """Show a planner command, run it in the folder, and stop the demo if it fails."""
     print("\n$ planner", *command, flush=True)
     code = subprocess.run([PLANNER, *command], cwd=OUT).returncode
     if code:
@@ -30,16 +32,17 @@ def run(*command):
 
 def main():
     began = time.monotonic()
-    OUT.mkdir(exist_ok=True)
+    OUT.mkdir(parents=True, exist_ok=True)
     for old in OUT.glob("train-rank*.json"):
         old.unlink()
-    model, script = "../examples/gpt.py", "../examples/train.py"
+    model = os.path.relpath(EXAMPLES / "gpt.py", OUT)
+    script = os.path.relpath(EXAMPLES / "train.py", OUT)
     run("profile", model, "--gpus", "2", "--device", "cpu", "--budget", "60s", "--out", "profile")
     run("search", model, "--gpus", "2", "--profile", "profile", "--global-batch", "8")
     run("show", "plan.json")
     run("launch", "--device", "cpu", "plan.json", script)
     print_comparison()
-    print(f"\ndemo took {time.monotonic() - began:.0f} s; its files are in {OUT.name}/")
+    print(f"\ndemo took {time.monotonic() - began:.0f} s; its files are in {OUT}")
 
 
 def print_comparison():
