@@ -355,11 +355,24 @@ def show(
 
 @app.command()
 def estimate(
-    plan: PlanFile,
-    model: ModelFile,
+    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     profile: ProfileOption = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
+    ] = None,
 ) -> None:
     """Predict a plan's step time and memory, in parts, on any profiled or described cluster."""
+    if batch is not None or out is not None:
+        if batch is None or out is None or plan is not None or profile is not None:
+            raise PlannerError("planner estimate takes PLAN MODEL, or --batch IN.csv --out OUT.csv")
+        _estimate_rows(batch, out)
+        return
+    if plan is None or model is None:
+        raise PlannerError("planner estimate needs PLAN and MODEL, or --batch and --out")
     from costmodel import estimate as estimate_plan
     from planner.describe import describe_estimate
     from planner.plan import load_plan, validate_model
@@ -372,6 +385,14 @@ def estimate(
         result = estimate_plan(graph, cluster, loaded)
     _note(note)
     _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
+
+
+def _estimate_rows(source: Path, target: Path) -> None:
+    from costmodel.rows import estimate_file
+
+    with _progress("estimating"):
+        num_rows, num_predicted = estimate_file(source, target)
+    print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")
 
 
 @app.command()
