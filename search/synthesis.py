@@ -18,8 +18,8 @@ from profiles import Profile
 SYNTHESISED = "synthesised"
 """The schedule name of a plan that brings its own table."""
 
-_MOST_JOBS = 100_000
-"""Larger tables stay as they are: they are hard to better, and would fill the plan file."""
+_MOST_JOBS = 30_000
+"""Larger tables stay as they are: a better one takes many seconds and fills the plan file."""
 
 _LEAST_GAIN = 0.005
 """Part of the step time a table must save to be worth more than a name."""

@@ -24,8 +24,11 @@ from planner.schedule.timetable import StageTimes, time_schedule
 _NUM_STARTS = 3
 """How many of the best tables are improved."""
 
-_MANY_JOBS = 20_000
+_MANY_JOBS = 4_000
 """Above this many jobs the rules are cut to the few that win most often."""
+
+_MOST_JOB_PLAYS = 1_200_000
+"""Jobs played in all while improving: a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +115,11 @@ def synthesize_schedule(
     """Return the fastest table found for the pipeline; deterministic.
 
     `split_backward` says whether backwards are I and W jobs (True), B jobs (False), or
-    whichever is faster (None). `max_evaluations` bounds the playings spent on improving.
+    whichever is faster (None). `max_evaluations` bounds the playings spent on improving;
+    large tables get fewer.
     """
+    num_jobs = 3 * len(pipeline.stage_to_pp_rank) * pipeline.num_microbatches
+    max_evaluations = min(max_evaluations, _MOST_JOB_PLAYS // num_jobs)
     bound = lower_bound_s(pipeline, split_backward=split_backward is not False)
     found: dict[tuple[tuple[Job, ...], ...], tuple[float, str, Schedule]] = {}
     for origin, schedule in _candidates(pipeline, split_backward):
@@ -204,9 +210,9 @@ def _candidates(pipeline: Pipeline, split_backward: bool | None) -> Iterator[tup
 
 
 def _rules(split: bool, *, chunked: bool, few: bool) -> Iterator[Rule]:
-    choices = product((True, False), (False, True) if chunked else (False,), (0.5, 0.0, 1.0))
+    choices = product((True, False), (False, True) if chunked else (False,), (0.0, 0.5, 1.0))
     for backward_first, oldest_first, patience in choices:
-        if few and (not backward_first or patience != 0.5):
+        if few and (patience == 1.0 or (patience and not backward_first)):
             continue
         yield Rule(
             backward_first=backward_first,
