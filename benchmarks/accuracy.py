@@ -21,7 +21,7 @@ import numpy as np
 
 from costmodel.kernels import DeviceRates
 from costmodel.published import RunRow, estimate_run, estimate_run_memory, parse_row
-from costmodel.rates import FITTED, TrainingRates, load_rates, save_rates
+from costmodel.rates import FITTED, TrainingRates, save_rates
 from costmodel.rows import machine_of, read_rows
 from planner.errors import PlannerError
 from planner.units import GIB
@@ -190,15 +190,14 @@ def report(cases: list[Case]) -> list[dict]:
 def fit(name: str, cases: list[Case]) -> TrainingRates:
     """Fit a device's rates to its rows by robust least squares of log ratios.
 
-    Each source weighs as the square root of its number of rows, so that a large sweep does
-    not silence the rest.
+    A source of many rows weighs less per row, so that a large sweep does not silence the rest.
     """
     from scipy.optimize import least_squares
 
     # The time of a second iteration alone holds warm-up; it is judged but not fitted.
     mine = [c for c in cases if c.profile.name.partition("@")[0] == name and c.is_steady]
     counts = {s: sum(c.source == s for c in mine) for s in {c.source for c in mine}}
-    weight = np.array([max(counts[c.source], 10) ** -0.25 for c in mine])
+    weight = np.array([max(counts[c.source], 10) ** -0.15 for c in mine])
     start = np.log([getattr(mine[0].rates, rate) for rate in FITTED])
     low, high = np.log([BOUNDS[r][0] for r in FITTED]), np.log([BOUNDS[r][1] for r in FITTED])
 
@@ -217,9 +216,9 @@ def fit(name: str, cases: list[Case]) -> TrainingRates:
         np.clip(start, low + 1e-6, high - 1e-6),
         bounds=(low, high),
         loss="soft_l1",
-        f_scale=0.03,
+        f_scale=0.02,
         diff_step=0.02,
-        max_nfev=25,
+        max_nfev=40,
     )
     left = np.expm1(residuals(found.x) / weight)
     detail = f"robust fit to {len(mine)} published rows: {', '.join(sorted(counts))}"
@@ -232,7 +231,7 @@ def fit(name: str, cases: list[Case]) -> TrainingRates:
             for rate, v in zip(FITTED, np.exp(found.x), strict=True)
         },
         residuals={
-            s: round(float(np.mean([abs(e) for e, c in zip(left, mine, strict=True) if c.source == s])), 4)
+            s: round(float(np.abs(left[[c.source == s for c in mine]]).mean()), 4)
             for s in sorted(counts)
         },
     )  # fmt: skip
@@ -261,7 +260,8 @@ def main() -> int:
     if options.json:
         print(json.dumps({"lines": lines, "refused": refused}, indent=1))
         return 0
-    print(f"{'source':24}{'rows':>6}{'MAPE':>8}{'median':>8}{'bias':>8}{'tau':>7}{'regret':>8}{'memory':>8}")  # fmt: skip
+    titles = ("rows", "MAPE", "median", "bias", "tau", "regret", "memory")
+    print(f"{'source':24}{titles[0]:>6}" + "".join(f"{title:>8}" for title in titles[1:]))
     for line in lines:
         cells = [line["mape_pct"], line["median_ape_pct"], line["bias_pct"], line["kendall_tau"],
                  line["regret_pct"], line["memory_mape_pct"]]  # fmt: skip

@@ -11,25 +11,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from profiles import Profile
-
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
 """Output tiles of the matrix-product kernels that libraries choose from."""
+
+LARGEST_INTENSITY = 256 * 128 / (256 + 128)
+TILE_LOSS = 12.0
+"""Multiply-adds per element loaded at which loading costs as much as computing: 128x128
+tiles run at 0.95 and 64x64 tiles at 0.83 of the rate of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
     """What a device sustains inside a training step.
 
-    Peaks and counts are of the data sheet; the rest is fitted. `matmul_efficiency` is the
-    part of the peak a large product reaches, `matmul_half_k` the inner size at which the
-    start and end of a tile cost as much as its middle, `memory_efficiency` the part of the
-    bandwidth of passes over memory, `attention_efficiency` the part of the matmul rate that
-    fused attention reaches (`portable_` where it is not the vendor's), `kernel_s` the least time of a kernel, `host_op_s` the time an
-    eager Python framework needs to issue one (`host_backward_op_s` where the
-    autograd engine does), `skew_s` what ranks wait for each other at a collective that
-    nothing overlaps, and `link_efficiency` and
-    `network_efficiency` the parts of the collective rates reached while the device computes.
+    Peaks and counts are of the data sheet; the rest is fitted:
+
+    - `matmul_efficiency`: part of the peak that a large product reaches;
+    - `matmul_half_k`: sum of 1/m, 1/n and 1/k, inverted, at which a product takes twice that;
+    - `memory_efficiency`: part of the bandwidth that passes over memory reach;
+    - `attention_efficiency`: part of the products' rate that the vendor's fused attention
+      reaches, and `portable_attention_efficiency` that made for any device;
+    - `low_precision_efficiency`: part of the products' efficiency left in eight bits;
+    - `kernel_s`: least time of a kernel;
+    - `host_op_s`: time an eager Python framework needs to issue an op, and
+      `host_backward_op_s` its autograd engine;
+    - `skew_s`: what ranks wait for each other at a collective that nothing overlaps;
+    - `link_efficiency`, `network_efficiency`: parts of the measured collective rates, inside
+      and between nodes, that are reached while the device computes.
     """
 
     peak_flop_per_s: dict[str, float]
@@ -69,11 +77,12 @@ class DeviceRates:
     ) -> float:
         tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
         waves = max(1.0, ceil(tiles / self.num_multiprocessors))
-        # Smaller tiles read more operand bytes for each product: arithmetic intensity falls.
+        # Smaller tiles read more operand bytes for each product; relative to the largest.
         intensity = tile_m * tile_n / (tile_m + tile_n)
-        penalty = 1.0 + 12.0 / intensity
+        penalty = (1.0 + TILE_LOSS / intensity) / (1.0 + TILE_LOSS / LARGEST_INTENSITY)
         flop = 2.0 * waves * self.num_multiprocessors * tile_m * tile_n * k
-        return flop / rate * (1.0 + self.matmul_half_k * (1 / m + 1 / n + 1 / k)) * penalty / (1.0 + 12.0 / (256 / 3))
+        ramp = 1.0 + self.matmul_half_k * (1 / m + 1 / n + 1 / k)
+        return flop / rate * ramp * penalty
 
     def attention_seconds(self, flop: float, *, vendor: bool) -> float:
         """Return seconds of a fused attention kernel that does this much work."""

@@ -95,9 +95,7 @@ def _nearest_link(name: str, gigabit_per_s: float) -> str:
     """The shipped link variant nearest to a rate per GPU; empty for the default one."""
     record = load_profile(name).file.cluster
     links = {"": record.inter_node, **record.other_inter_node}
-    return min(
-        links, key=lambda k: abs(8e-9 / links[k].beta_s_per_byte.value / gigabit_per_s - 1)
-    )
+    return min(links, key=lambda k: abs(8e-9 / links[k].beta_s_per_byte.value / gigabit_per_s - 1))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

@@ -58,7 +58,9 @@ def layer_activation_bytes(
     return total
 
 
-def layers_in_flight(*, schedule: str, layers: int, pp: int, vpp: int, num_microbatches: int) -> float:
+def layers_in_flight(
+    *, schedule: str, layers: int, pp: int, vpp: int, num_microbatches: int
+) -> float:
     """Return how many (layer, microbatch) pairs the first pp rank keeps at most."""
     per_rank = layers / pp
     if schedule in ("fthenb", "gpipe"):

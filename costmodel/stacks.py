@@ -13,8 +13,9 @@ class Stack:
     `vendor_attention` is attention made for the device (cuDNN) instead of portable code;
     `pointwise_factor` how many times the bytes of fused pointwise kernels are moved;
     `gradient_bytes` the bytes an accumulated gradient element takes in memory,
-    `reduced_bytes` on the wire; `optimizer_pass_bytes` the bytes an optimizer step moves for each parameter;
-    `loss_pass_bytes` those the loss moves for each logit, forward and backward together.
+    `reduced_bytes` on the wire; `optimizer_pass_bytes` the bytes an optimizer step moves for
+    each parameter; `loss_pass_bytes` those the loss moves for each logit, forward and backward
+    together; `state_bytes` an element's optimizer state, master weight included.
     `overlaps_*` tells what runs while the device computes.
     """
 

@@ -138,9 +138,7 @@ def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
     return stack.forward_kernels + 6
 
 
-def _pass_bytes(
-    shape: TransformerShape, split: Split, stack: Stack
-) -> tuple[float, float, int]:
+def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[float, float, int]:
     """Bytes of a layer's passes over memory, forward and backward, and their number.
 
     Norms and residual adds touch hidden-sized rows, split by sequence parallelism; the
