@@ -55,6 +55,10 @@ def run(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
     except PlannerError as error:
         return _refuse(str(error))
+    except OSError as error:  # a full disk, a missing folder, no permission
+        if error.filename is None:
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; name another file or folder")
     except Exception as error:
         # Usage errors come from the click that typer uses, its own copy in newer versions;
         # what marks them in all versions is format_message.

@@ -205,3 +205,24 @@ def test_plan_with_an_unknown_schedule(planner, plan):
     """P10: also when the plan was written by hand."""
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"schedule": "1f2b"}))
     assert "1f1b" in planner("launch", plan, "model.py").complaint
+
+
+# Rows of runs
+
+
+def test_rows_without_needed_columns(planner, tmp_path):
+    (tmp_path / "rows.csv").write_text("gpu,layers\nH100,32\n")
+    complaint = planner("estimate", "--batch", "rows.csv", "--out", "out.csv").complaint
+    assert "lacks column" in complaint
+
+
+def test_rows_into_a_folder_that_is_not_there(planner, tmp_path):
+    columns = "stack,gpu,gpus,layers,hidden,heads,seq_len,vocab,global_batch,tp,pp"
+    (tmp_path / "rows.csv").write_text(f"{columns}\nmegatron,H100-SXM,8,4,64,4,128,256,8,1,1\n")
+    complaint = planner("estimate", "--batch", "rows.csv", "--out", "no/such/out.csv").complaint
+    assert "no/such/out.csv: No such file or directory" in complaint
+
+
+def test_estimate_needs_a_plan_or_rows(planner):
+    assert "PLAN and MODEL" in planner("estimate").complaint
+    assert "--batch IN.csv --out OUT.csv" in planner("estimate", "--batch", "rows.csv").complaint
