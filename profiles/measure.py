@@ -189,7 +189,9 @@ class _Run:
 
     def _uncertainty(self, probe: OpProbe) -> float:
         """Return weight times relative standard error of the median; 0 if good enough."""
-        worst = max(map(_standard_error, self.samples.get(probe, {}).values()), default=0.0)
+        found = self.samples.get(probe, {}).items()
+        cold = [samples for (_, name), samples in found if not name.endswith("_warm")]
+        worst = max(map(_standard_error, cold), default=0.0)
         return 0.0 if worst < GOOD_STANDARD_ERROR else worst * probe.weight
 
     def _time_op(self, probe: OpProbe, seconds: float) -> None:
@@ -198,9 +200,9 @@ class _Run:
             return
         samples = self.samples.setdefault(probe, {})
         for kind, ranks in self.session.ranks.kinds.items():
-            for query in probe.queries:
-                found = samples.setdefault((kind, query.direction), [])
-                found += [s for rank in ranks for s in answers[rank][query.direction]]
+            for name in answers[0]:
+                found = samples.setdefault((kind, name), [])
+                found += [s for rank in ranks for s in answers[rank][name]]
         self.session.add_op(probe, samples)
         if probe.weight == float("inf") and probe.forward.flop > probe.forward.num_bytes:
             self.rank_seconds = {

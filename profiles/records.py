@@ -114,6 +114,7 @@ class OpRecord(Provenance):
     """One measured operator: the median time with all ranks of the node at work.
 
     `arguments` tells apart probes that differ only in what is not a tensor, such as a flag.
+    `warm_seconds` is the time on inputs that stay in cache, where that was measured.
     """
 
     target: str
@@ -124,6 +125,7 @@ class OpRecord(Provenance):
     flop: float = Field(ge=0)
     num_bytes: float = Field(ge=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)
+    warm_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class CollectiveRecord(Provenance):

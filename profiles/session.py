@@ -123,7 +123,9 @@ class Session:
         return all(_collective_key(record) != _probe_key(probe) for record in self.collectives)
 
     def add_op(self, probe: OpProbe, samples: Mapping[tuple[str, str], Sequence[float]]) -> None:
-        """Write a probe's records; `samples` are by (kind of device, direction)."""
+        """Write a probe's records; `samples` are by kind of device and name, which is a
+        direction, or a direction followed by ``_warm``.
+        """
         made = [
             OpRecord(
                 target=query.target,
@@ -133,6 +135,7 @@ class Session:
                 arguments=probe.arguments,
                 flop=query.flop,
                 num_bytes=query.num_bytes,
+                warm_seconds=_median(samples.get((kind, f"{query.direction}_warm"), ())),
                 **self._provenance(samples[kind, query.direction], kind),
             )
             for kind in self.ranks.kinds
@@ -175,6 +178,10 @@ class Session:
             "spread": float((high - low) / middle),
             "seconds": float(middle),
         }
+
+
+def _median(samples: Sequence[float]) -> float | None:
+    return float(np.median(samples)) if samples else None
 
 
 def _op_key(record: OpRecord) -> tuple:

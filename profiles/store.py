@@ -157,9 +157,10 @@ def _parse_row(
             "delete that line, or profile again"
         )
     values: dict[str, Any] = dict(zip(columns, row, strict=True))
+    values = {name: None if text == "" else text for name, text in values.items()}
     try:
         if "shapes" in values:
-            values["shapes"] = json.loads(values["shapes"])
+            values["shapes"] = json.loads(values["shapes"] or "")
         return record_type.model_validate(values)
     except ValidationError as error:
         reason = _first(error)
@@ -183,6 +184,8 @@ def _write_csv(path: Path, record_type: type[BaseModel], records: Iterable[BaseM
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, tuple):
         return json.dumps(value, separators=(",", ":"))
     return repr(value) if isinstance(value, float) else str(value)

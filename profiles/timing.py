@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.graph import Ref, Symbol, from_json
+from planner.program_fx import aten_overload
 
-ROTATION_BYTES = 32 * 2**20
-"""Inputs rotate through this much memory, so that weights are as cold as in training."""
+ROTATION_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+"""Inputs rotate through this much memory, so that weights are as cold as in training: more
+than a core's share of the caches, and more than the L2 of a GPU."""
 
 SAMPLE_S = 2e-3
 """A sample is long enough that reading the clock and the loop do not show."""
@@ -28,6 +30,7 @@ SAMPLE_S = 2e-3
 MAX_CALLS_PER_SAMPLE = 32
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
+WARM_SAMPLES = 3
 
 
 class Clock:
@@ -58,66 +61,126 @@ def time_op(
     seconds: float,
     begin_together: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return samples of seconds per call, ``forward`` and ``backward`` (maybe empty)."""
+    """Return samples of seconds per call: ``forward`` and ``backward`` (maybe empty) on
+    inputs that rotate through memory, ``forward_warm`` and ``backward_warm`` on the same.
+    """
     calls = _Calls.of(probe, clock.device)
-    first, outputs = clock.time(lambda: calls.forward(1))
+    _, outputs = clock.time(lambda: calls.forward(1))
     calls.backward(outputs)
-    first, outputs = clock.time(lambda: calls.forward(1))
+    once, outputs = clock.time(lambda: calls.forward(1))
     calls.backward(outputs)
-    per_sample = max(1, min(MAX_CALLS_PER_SAMPLE, round(SAMPLE_S / max(first, 1e-7))))
-    samples: dict[str, list[float]] = {"forward": [], "backward": []}
+    per_sample = max(1, min(MAX_CALLS_PER_SAMPLE, round(SAMPLE_S / max(once, 1e-7))))
+    samples: dict[str, list[float]] = {
+        name: [] for name in ("forward", "backward", "forward_warm", "backward_warm")
+    }
+    cold = _sampler(calls, per_sample)
     begin_together()
     deadline = time.perf_counter() + seconds
     while len(samples["forward"]) < MOST_SAMPLES:
         if time.perf_counter() > deadline and len(samples["forward"]) >= LEAST_SAMPLES:
             break
-        spent, outputs = clock.time(lambda: calls.forward(per_sample))
-        samples["forward"].append(spent / per_sample)
-        if calls.differentiable:
-            spent, _ = clock.time(partial(calls.backward, outputs))
-            samples["backward"].append(spent / per_sample)
+        _sample(cold, clock, per_sample, samples["forward"], samples["backward"])
+    calls.stay_warm()
+    warm = _sampler(calls, per_sample)
+    for _ in range(WARM_SAMPLES):
+        _sample(warm, clock, per_sample, samples["forward_warm"], samples["backward_warm"])
     return samples
 
 
+Sampler = tuple[Callable[[], Any], Callable[[Any], Any] | None]
+"""What runs the forwards of one sample, and what runs their backwards given the results."""
+
+
+def _sampler(calls: _Calls, count: int) -> Sampler:
+    if calls.device.type == "cuda":
+        captured = _captured(calls, count)
+        if captured is not None:
+            return captured
+    return partial(calls.forward, count), calls.backward if calls.differentiable else None
+
+
+def _captured(calls: _Calls, count: int) -> Sampler | None:
+    """Return the sample as CUDA graphs, so that the host's issuing does not count.
+
+    None for an op that can't be captured, such as one that reads a result on the host.
+    """
+    torch.cuda.synchronize()
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(forward):
+            outputs = calls.forward(count)
+        if not calls.differentiable:
+            return forward.replay, None
+        with torch.cuda.graph(backward, pool=forward.pool()):
+            calls.backward(outputs, keep=True)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return forward.replay, lambda _: backward.replay()
+
+
+def _sample(
+    sampler: Sampler, clock: Clock, count: int, forward: list[float], backward: list[float]
+) -> None:
+    run_forward, run_backward = sampler
+    spent, outputs = clock.time(run_forward)
+    forward.append(spent / count)
+    if run_backward is not None:
+        spent, _ = clock.time(partial(run_backward, outputs))
+        backward.append(spent / count)
+
+
+Call = tuple[list[Any], dict[str, Any], list[Tensor]]
+"""Arguments, keyword arguments, and the leaves among them that need gradients."""
+
+
 class _Calls:
-    """Ready-made argument lists of one op, on storage that rotates.
+    """Ready-made calls of one op: on storage that rotates, or always on the same.
 
     Each call of a sample has its own leaves, so that gradients of shared weights are not
     summed, which the op alone would not do. Mutable: it remembers where the rotation is.
     """
 
-    def __init__(self, function: Any, calls: list[tuple[list, dict, list[Tensor]]]) -> None:
+    def __init__(
+        self, function: Any, *, cold: list[Call], warm: list[Call], device: torch.device
+    ) -> None:
+        self.device = device
+        self.differentiable = bool(cold[0][2])
         self._function = function
-        self._calls = calls
+        self._calls, self._warm = cold, warm
         self._next = 0
         self._leaves: list[Tensor] = []
         self._gradient: Tensor | None = None
-        self.differentiable = bool(calls[0][2])
 
     @classmethod
     def of(cls, probe: Mapping[str, Any], device: torch.device) -> _Calls:
         op = from_json(probe["op"])
-        library, packet, overload = op.target.split(".")
-        function = getattr(getattr(getattr(torch.ops, library), packet), overload)
         forms = probe["tensors"]
+
+        def call_on(tensors: list[Tensor]) -> Call:
+            own = [tensor.detach() for tensor in tensors]
+            needing = zip(own, forms, strict=True)
+            leaves = [t.requires_grad_() for t, form in needing if form["requires_grad"]]
+            named = {f"t{position}": tensor for position, tensor in enumerate(own)}
+            args = [_plain(arg, named, device) for arg in op.args]
+            return args, {k: _plain(v, named, device) for k, v in op.kwargs}, leaves
+
         num_bytes = sum(_empty(form, "meta").nbytes for form in forms)
-        stores = max(1, min(MAX_CALLS_PER_SAMPLE, ROTATION_BYTES // max(num_bytes, 1)))
+        rotation = ROTATION_BYTES[device.type] // max(num_bytes, 1)
+        stores = max(1, min(MAX_CALLS_PER_SAMPLE, rotation))
         first = [_make(form, op.target, forms, device) for form in forms]
         # Values do not matter, so the other sets are copies: they are quicker to make.
         sets = [first, *([tensor.clone() for tensor in first] for _ in range(stores - 1))]
-        calls = []
-        for index in range(MAX_CALLS_PER_SAMPLE):
-            leaves = []
-            tensors = {}
-            for position, form in enumerate(forms):
-                tensor = sets[index % stores][position].detach()
-                if form["requires_grad"]:
-                    leaves.append(tensor.requires_grad_())
-                tensors[f"t{position}"] = tensor
-            args = [_plain(arg, tensors, device) for arg in op.args]
-            kwargs = {key: _plain(value, tensors, device) for key, value in op.kwargs}
-            calls.append((args, kwargs, leaves))
-        return cls(function, calls)
+        return cls(
+            aten_overload(op.target),
+            cold=[call_on(sets[i % stores]) for i in range(MAX_CALLS_PER_SAMPLE)],
+            warm=[call_on(first) for _ in range(MAX_CALLS_PER_SAMPLE)],
+            device=device,
+        )
+
+    def stay_warm(self) -> None:
+        """From now on call on the same storage every time."""
+        self._calls = self._warm
 
     def forward(self, count: int) -> list[Any]:
         """Run the op `count` times and return the results, all alive."""
@@ -127,15 +190,24 @@ class _Calls:
         self._leaves = [leaf for _, _, leaves in chosen for leaf in leaves]
         return [function(*args, **kwargs) for args, kwargs, _ in chosen]
 
-    def backward(self, results: list[Any]) -> None:
-        """Run the backward of the results of the latest `forward`, in one sweep."""
+    def backward(self, results: list[Any], *, keep: bool = False) -> None:
+        """Run the backward of the results of the latest `forward`, in one sweep.
+
+        `keep` leaves the autograd graph alive for another backward.
+        """
         if not self.differentiable:
             return
         outputs = [_first_differentiable(result) for result in results]
         gradient = self._gradient
         if gradient is None:
             gradient = self._gradient = torch.ones_like(outputs[0])
-        torch.autograd.grad(outputs, self._leaves, [gradient] * len(outputs), allow_unused=True)
+        torch.autograd.grad(
+            outputs,
+            self._leaves,
+            [gradient] * len(outputs),
+            allow_unused=True,
+            retain_graph=keep,
+        )
 
 
 def _first_differentiable(result: Any) -> Tensor:

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from profiles.memory import allocator_overhead, load_training, used_bytes
 from profiles.step_timing import measure_overlap, time_optimizer
 from profiles.timing import Clock, time_collective, time_op
+
+SETTLE_S = 1.0
 
 
 def main() -> None:
@@ -57,6 +60,7 @@ class Worker:
                 )
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
+            settle_clocks(self.device)
         else:
             self.device = torch.device(device_type)
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
@@ -130,6 +134,15 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "node": socket.gethostname(),
     }
+
+
+def settle_clocks(device: torch.device) -> None:
+    """Keep a GPU busy until it has left its idle clocks."""
+    a = torch.randn(4096, 4096, device=device)
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        torch.mm(a, a)
+        torch.cuda.synchronize(device)
 
 
 def _cpu_name() -> str:
