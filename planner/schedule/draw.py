@@ -18,6 +18,7 @@ from planner.schedule.jobs import Job, Schedule
 from planner.schedule.timetable import StageTimes, Timetable, time_schedule
 
 _CONTEXT_RANKS, _CONTEXT_POSITIONS = 4, 6
+_MOST_COLUMNS_OF_A_JOB = 8
 
 
 def draw_schedule(
@@ -25,12 +26,14 @@ def draw_schedule(
 ) -> str:
     """Return a picture of the table over time, one line for each pp rank.
 
-    One column is the shortest job's time, by default that of F, I or W. More than
-    `max_columns` columns are cut off, with a count of how many. Raises ScheduleError when
-    the table never ends.
+    One column is the shortest job's time (by default that of F, I or W), but no less than an
+    eighth of the longest's; other times are rounded to columns. More than `max_columns`
+    columns are cut off, with a count of how many. Raises ScheduleError when the table never
+    ends.
     """
     timetable = time_schedule(schedule, times)
-    tick = min((end - start for _, _, start, end in timetable if end > start), default=1.0)
+    lengths = [end - start for _, _, start, end in timetable if end > start] or [1.0]
+    tick = max(min(lengths), max(lengths) / _MOST_COLUMNS_OF_A_JOB)
     num_columns = round(timetable.step_s / tick)
     shown = num_columns if max_columns is None else min(num_columns, max_columns)
     label = _labeller(schedule)

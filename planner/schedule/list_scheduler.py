@@ -151,15 +151,16 @@ class ListScheduler:
         return self._forward_s[stage] if kind == "F" else self._gradient_s[stage]
 
     def _weight_that_fits(self, rank: int, now: float, gap_end: float) -> tuple[str, int] | None:
-        """Return a W to run in the gap: the longest that ends in time.
+        """Return the longest W to run in the gap before `gap_end`, or None.
 
-        One may run over by as much of itself as a rank would wait for a more urgent job.
+        It may run over by the part of itself that the rule is not patient for: with patience
+        1 it has to end in time, with 0 any W is better than to idle.
         """
         if not self._rule.split_backward:
             return None
         pending = [s for s in self._stages_of[rank] if self._weights[s] < self._gradients[s]]
-        slack = max(0.0, 1.0 - self._rule.patience)
-        fitting = [s for s in pending if now + self._weight_s[s] * (1.0 - slack) <= gap_end]
+        patience = self._rule.patience
+        fitting = [s for s in pending if now + patience * self._weight_s[s] <= gap_end]
         if not fitting:
             return None
         return "W", max(fitting, key=lambda s: (self._weight_s[s], -self._weights[s]))

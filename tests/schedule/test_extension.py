@@ -140,3 +140,13 @@ def test_every_schedule_is_documented_and_promises_its_memory() -> None:
         assert f"| `{name}` |" in page
         assert spec.in_flight_limit is not None
         assert spec.summary
+
+
+def test_pictures_of_very_unequal_jobs_stay_small() -> None:
+    """A job a million times shorter than another does not make a million columns."""
+    times = StageTimes(
+        forward_s=(1.0, 1e-6), backward_input_s=(1.0, 1e-6), backward_weight_s=(1.0, 1e-6)
+    )
+    schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2)
+    lines = draw_schedule(schedule, times=times).splitlines()
+    assert lines[1] == f"rank 0 | F0{'-' * 9} F1{'-' * 9} B0{'-' * 21} B1{'-' * 21}"
