@@ -24,6 +24,18 @@ class Arrivals:
     backward_bytes: int
 
 
+def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
+    """Return how a boundary tensor lies on the tp axis as its maker leaves it."""
+    maker = graph.producer.get(name)
+    if maker is None:
+        return Replicate()
+    block = graph.blocks[maker]
+    layout = layouts.get(block.class_index)
+    if layout is None:
+        return Replicate()
+    return parse_placement(layout.outputs[block.outputs.index(name)])
+
+
 def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placement]:
     """Return how each tensor made by a block lies on the tp axis."""
     made: dict[str, Placement] = {}
@@ -38,7 +50,6 @@ def stage_arrivals(
     graph: ModelGraph, blocks: Sequence[int], layouts: Layouts, *, tp: int, microbatch_size: int
 ) -> Arrivals:
     """Return what a stage of these blocks receives: each tensor once, straight from its maker."""
-    made = output_placements(graph, layouts)
     names = dict.fromkeys(
         name
         for index in blocks
@@ -49,7 +60,7 @@ def stage_arrivals(
     for name in names:
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
-        num_bytes //= tp if isinstance(made[name], Shard) else 1
+        num_bytes //= tp if isinstance(placement_of(graph, name, layouts), Shard) else 1
         forward += num_bytes
         backward += num_bytes if meta.requires_grad else 0
     return Arrivals(forward_bytes=forward, backward_bytes=backward)
@@ -69,10 +80,9 @@ def block_entry_seconds(
         return 0.0, 0.0
     block = graph.blocks[block_index]
     layout = layouts.get(block.class_index)
-    made = output_placements(graph, layouts)
     forward_s = backward_s = 0.0
     for position, name in enumerate(block.inputs):
-        source = made.get(name, Replicate())
+        source = placement_of(graph, name, layouts)
         taken = parse_placement(layout.inputs[position]) if layout else Replicate()
         if source == taken:
             continue

@@ -20,7 +20,7 @@ class CostCache:
     def __init__(self, graph: ModelGraph, profile: Profile) -> None:
         self.graph, self.profile = graph, profile
         self._bound: dict[tuple[int, int], Program] = {}
-        self._blocks: dict[tuple[int, int, int, str], ProgramCost] = {}
+        self._blocks: dict[tuple[int, int, int, ClassLayout | None], ProgramCost] = {}
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
@@ -39,8 +39,7 @@ class CostCache:
         self, class_index: int, tp: int, microbatch_size: int, layout: ClassLayout | None = None
     ) -> ProgramCost:
         """Return the price of one block of a class."""
-        text = "" if layout is None or tp == 1 else layout.model_dump_json()
-        key = class_index, tp, microbatch_size, text
+        key = class_index, tp, microbatch_size, None if tp == 1 else layout
         if key not in self._blocks:
             self._blocks[key] = price_program(
                 self.local(class_index, tp, microbatch_size, layout),

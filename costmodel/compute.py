@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.flops import backward_work, op_work
 from planner.graph import Op, TensorMeta
-from planner.redistribute import op_collectives
+from planner.redistribute import inner_collectives, op_collectives
 from profiles import Group, OpQuery, Profile
 
 
@@ -50,6 +50,16 @@ def redistribute_seconds(
     if not tensor[op.inputs[0]].requires_grad:
         return forward_s, 0.0
     return forward_s, _collective(profile, backward_kind, num_bytes, group)
+
+
+def inner_seconds(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, *, group: Group
+) -> float:
+    """Return seconds of the collectives inside a local op of ours (a sharded loss), forward."""
+    return sum(
+        _collective(profile, kind, num_bytes, group)
+        for kind, num_bytes in inner_collectives(op, dict(tensor))
+    )
 
 
 def _collective(profile: Profile, kind: str | None, num_bytes: float, group: Group) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from costmodel.compute import op_seconds, redistribute_seconds
+from costmodel.compute import inner_seconds, op_seconds, redistribute_seconds
 from costmodel.liveness import find_peaks
 from costmodel.saved import saved_tensors
 from planner.flops import backward_work, op_work
@@ -69,6 +69,8 @@ def price_program(local: Program, profile: Profile, *, tp: int, group: Group) ->
             forward_comm_s += there
             backward_comm_s += back
             continue
+        if tp > 1 and op.target.startswith("planner."):
+            forward_comm_s += inner_seconds(op, tensor, profile, group=group)
         there, back = op_seconds(op, tensor, profile)
         forward_s += there
         backward_s += back
