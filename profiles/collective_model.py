@@ -13,22 +13,30 @@ taken as log2 n, twice for all_reduce.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from math import exp, log, log2, sqrt
 
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from profiles.fit import piecewise_at, rising
+from profiles.fit import levels_of, rising
 from profiles.records import CollectiveFit, CollectiveRecord, Group, Lookup, Piece
 
 UNMEASURED_GROUP_ERROR = 0.2
 """Relative error added where a group shape stands in for another of the same level."""
 
+INTERPOLATION_ERROR = 0.1
+LINK_ERROR = 0.5
+
 
 class CollectiveModel:
-    """Answers for every kind, size and group from records, fits and the links."""
+    """Answers for every kind, size and group from records, fits and the links.
+
+    What holds for a kind on a group, whatever the size, is worked out when first asked:
+    immutable but for that.
+    """
 
     def __init__(
         self,
@@ -38,25 +46,52 @@ class CollectiveModel:
     ) -> None:
         self._cluster = cluster
         self._fits = tuple(fits)
-        measured: dict[tuple[str, Group], list[CollectiveRecord]] = {}
+        self._records: dict[tuple[str, Group], list[CollectiveRecord]] = {}
         for record in sorted(records, key=lambda r: r.num_bytes):
             group = Group(ranks_per_node=record.ranks_per_node, num_nodes=record.num_nodes)
-            measured.setdefault((record.kind, group), []).append(record)
-        self._measured = {key: _without_descents(found) for key, found in measured.items()}
+            self._records.setdefault((record.kind, group), []).append(record)
+        self._curves: dict[tuple[str, Group], _Curve] = {}
 
     def seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective whose full tensor has `num_bytes`.
 
         Raises ValueError for an unknown kind.
         """
-        wire_share(kind, 2)
-        if group.size == 1 or num_bytes <= 0:
-            return Lookup(seconds=0.0, source="nothing to send", relative_error=0.0)
-        if found := _between(self._measured.get((kind, group), ()), num_bytes):
-            return found
-        if fit := self._nearest(kind, group):
-            return self._scaled(fit, kind, num_bytes, group)
-        return self._from_link(kind, num_bytes, group)
+        curve = self._curves.get((kind, group))
+        if curve is None:
+            wire_share(kind, 2)  # refuses an unknown kind
+            if group.size == 1:
+                return _NOTHING
+            curve = self._curves[kind, group] = self._curve(kind, group)
+        if num_bytes <= 0:
+            return _NOTHING
+        return curve.measured.at(num_bytes) or curve.at(num_bytes)
+
+    def _curve(self, kind: str, group: Group) -> _Curve:
+        measured = _Samples.of(self._records.get((kind, group), ()))
+        fit = self._nearest(kind, group)
+        if fit is None:
+            across = group.num_nodes > 1
+            link = self._cluster.inter_node if across else self._cluster.intra_node
+            piece = Piece(
+                min_bytes=0.0,
+                alpha_s=link.alpha_s * num_steps(kind, group.size),
+                beta_s_per_byte=link.beta_s_per_byte
+                * wire_share(kind, group.size)
+                / self._width(group),
+            )
+            source = f"data-sheet rate of {link.name}"
+            return _Curve.of((piece,), measured=measured, source=source, error=LINK_ERROR)
+        if fit.kind == kind and fit.group == group:
+            source = f"{fit.origin} for {kind} on {group}"
+            return _Curve.of(fit.pieces, measured=measured, source=source, error=fit.relative_error)
+        return _Curve.of(
+            self._scaled(fit, kind, group),
+            measured=measured,
+            source=f"scaled from {fit.origin} {fit.kind} on {fit.group}",
+            error=sqrt(fit.relative_error**2 + UNMEASURED_GROUP_ERROR**2),
+            least_s_per_byte=self._least_s_per_byte(kind, group),
+        )
 
     def _nearest(self, kind: str, group: Group) -> CollectiveFit | None:
         """Return the fit whose group is most like this one: level, kind, then size."""
@@ -71,26 +106,21 @@ class CollectiveModel:
 
         return min(same_level, key=unlikeness, default=None)
 
-    def _scaled(self, fit: CollectiveFit, kind: str, num_bytes: float, group: Group) -> Lookup:
-        if fit.kind == kind and fit.group == group:
-            return Lookup(
-                seconds=piecewise_at(fit.pieces, num_bytes),
-                source=f"{fit.origin} for {kind} on {group}",
-                relative_error=fit.relative_error,
-            )
-        wire_bytes = wire_share(kind, group.size) / self._width(group) * num_bytes
-        fit_share = wire_share(fit.kind, fit.group.size) / self._width(fit.group)
-        # The same bytes on each link, hence the same point of the measured curve.
-        piece = _piece_at(fit.pieces, wire_bytes / fit_share)
+    def _scaled(self, fit: CollectiveFit, kind: str, group: Group) -> tuple[Piece, ...]:
+        """Return the fit's pieces as they hold for the same bytes on each link."""
+        share = wire_share(kind, group.size) / self._width(group)
+        share /= wire_share(fit.kind, fit.group.size) / self._width(fit.group)
         steps = num_steps(kind, group.size) / num_steps(fit.kind, fit.group.size)
-        seconds = piece.alpha_s * steps + piece.beta_s_per_byte * wire_bytes / fit_share
-        return Lookup(
-            seconds=max(seconds, self._least_seconds(kind, num_bytes, group)),
-            source=f"scaled from {fit.origin} {fit.kind} on {fit.group}",
-            relative_error=sqrt(fit.relative_error**2 + UNMEASURED_GROUP_ERROR**2),
+        return tuple(
+            Piece(
+                min_bytes=piece.min_bytes / share,
+                alpha_s=piece.alpha_s * steps,
+                beta_s_per_byte=piece.beta_s_per_byte * share,
+            )
+            for piece in fit.pieces
         )
 
-    def _least_seconds(self, kind: str, num_bytes: float, group: Group) -> float:
+    def _least_s_per_byte(self, kind: str, group: Group) -> float:
         """Return what the wire alone takes when reductions are done on the way.
 
         Switches that reduce (NVLink SHARP) beat the ring's share inside a node, and trees
@@ -98,25 +128,101 @@ class CollectiveModel:
         """
         if group.num_nodes == 1:
             share = 1.0 if kind == "all_reduce" else wire_share(kind, group.size)
-            return share * num_bytes * self._cluster.intra_node.beta_s_per_byte
+            return share * self._cluster.intra_node.beta_s_per_byte
         share = wire_share(kind, group.num_nodes) / self._width(group)
-        return share * num_bytes * self._cluster.inter_node.beta_s_per_byte
+        return share * self._cluster.inter_node.beta_s_per_byte
 
     def _width(self, group: Group) -> float:
         """Return how many inter-node links carry a group that spans nodes, at most."""
-        if group.num_nodes == 1:
-            return 1.0
         inside = self._cluster.intra_node.beta_s_per_byte
+        if group.num_nodes == 1 or inside == 0:
+            return 1.0
         return min(float(group.ranks_per_node), self._cluster.inter_node.beta_s_per_byte / inside)
 
-    def _from_link(self, kind: str, num_bytes: float, group: Group) -> Lookup:
-        across = group.num_nodes > 1
-        link = self._cluster.inter_node if across else self._cluster.intra_node
-        wire_bytes = wire_share(kind, group.size) / self._width(group) * num_bytes
+
+_NOTHING = Lookup(seconds=0.0, source="nothing to send", relative_error=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """Time by size for one kind on one group: `levels[i]` is the least time from piece i on."""
+
+    measured: _Samples
+    starts: tuple[float, ...]
+    pieces: tuple[Piece, ...]
+    levels: tuple[float, ...]
+    least_s_per_byte: float
+    source: str
+    error: float
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Sequence[Piece],
+        *,
+        measured: _Samples,
+        source: str,
+        error: float,
+        least_s_per_byte: float = 0.0,
+    ) -> _Curve:
+        return cls(
+            measured=measured,
+            starts=tuple(piece.min_bytes for piece in pieces),
+            pieces=tuple(pieces),
+            levels=levels_of(pieces),
+            least_s_per_byte=least_s_per_byte,
+            source=source,
+            error=error,
+        )
+
+    def at(self, num_bytes: float) -> Lookup:
+        index = max(bisect_right(self.starts, num_bytes) - 1, 0)
+        piece = self.pieces[index]
+        seconds = max(
+            self.levels[index],
+            piece.alpha_s + num_bytes * piece.beta_s_per_byte,
+            num_bytes * self.least_s_per_byte,
+        )
+        return Lookup(seconds=seconds, source=self.source, relative_error=self.error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    """Measured sizes in rising order; noise that falls with size is levelled out."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[CollectiveRecord]) -> _Samples:
+        seconds = rising(np.array([r.seconds for r in records])) if records else ()
+        return cls(
+            sizes=tuple(record.num_bytes for record in records),
+            seconds=tuple(float(s) for s in seconds),
+            errors=tuple(record.spread / sqrt(record.repeats) for record in records),
+        )
+
+    def at(self, num_bytes: float) -> Lookup | None:
+        """Return the record, or log-log interpolation; None outside the measured sizes."""
+        index = bisect_left(self.sizes, num_bytes)
+        if index == len(self.sizes):
+            return None
+        if self.sizes[index] == num_bytes:
+            return Lookup(
+                seconds=self.seconds[index],
+                source="measured",
+                relative_error=self.errors[index],
+            )
+        if index == 0:
+            return None
+        low, high = self.sizes[index - 1], self.sizes[index]
+        part = log(num_bytes / low) / log(high / low)
+        below, above = self.seconds[index - 1], self.seconds[index]
         return Lookup(
-            seconds=link.alpha_s * num_steps(kind, group.size) + link.beta_s_per_byte * wire_bytes,
-            source=f"data-sheet rate of {link.name}",
-            relative_error=0.5,
+            seconds=exp((1 - part) * log(below) + part * log(above)),
+            source="interpolated",
+            relative_error=INTERPOLATION_ERROR,
         )
 
 
@@ -139,34 +245,3 @@ def num_steps(kind: str, size: int) -> float:
     if kind == "send_recv":
         return 1.0
     return (2 if kind == "all_reduce" else 1) * max(log2(size), 1.0)
-
-
-def _piece_at(pieces: Sequence[Piece], num_bytes: float) -> Piece:
-    return max(
-        (piece for piece in pieces if piece.min_bytes <= num_bytes),
-        key=lambda piece: piece.min_bytes,
-        default=pieces[0],
-    )
-
-
-def _without_descents(records: Sequence[CollectiveRecord]) -> list[CollectiveRecord]:
-    """Level out noise: a larger message never takes less time than a smaller one."""
-    seconds = rising(np.array([record.seconds for record in records]))
-    return [
-        record.model_copy(update={"seconds": float(level)})
-        for record, level in zip(records, seconds, strict=True)
-    ]
-
-
-def _between(records: Sequence[CollectiveRecord], num_bytes: float) -> Lookup | None:
-    """Interpolate log time over log size between measured sizes; None outside of them."""
-    for record in records:
-        if record.num_bytes == num_bytes:
-            error = record.spread / sqrt(record.repeats)
-            return Lookup(seconds=record.seconds, source="measured", relative_error=error)
-    for low, high in pairwise(records):
-        if low.num_bytes < num_bytes < high.num_bytes:
-            part = log(num_bytes / low.num_bytes) / log(high.num_bytes / low.num_bytes)
-            seconds = exp((1 - part) * log(low.seconds) + part * log(high.seconds))
-            return Lookup(seconds=seconds, source="interpolated", relative_error=0.1)
-    return None

@@ -112,17 +112,22 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
 
 
 def piecewise_at(pieces: Sequence[Piece], num_bytes: float) -> float:
-    """Return the time of a message under a piecewise fit; larger is never cheaper.
+    """Return the time of a message under a piecewise fit; larger is never cheaper."""
+    index = max((i for i, p in enumerate(pieces) if p.min_bytes <= num_bytes), default=0)
+    piece = pieces[index]
+    return max(levels_of(pieces)[index], piece.alpha_s + num_bytes * piece.beta_s_per_byte)
+
+
+def levels_of(pieces: Sequence[Piece]) -> tuple[float, ...]:
+    """Return, per piece, the time that the pieces before it have reached.
 
     At a breakpoint the fitted line may step down; the time then stays level instead.
     """
-    seconds = 0.0
-    for piece, after in zip(pieces, (*pieces[1:], None), strict=True):
-        if piece.min_bytes > num_bytes:
-            break
-        reach = num_bytes if after is None else min(num_bytes, after.min_bytes)
-        seconds = max(seconds, piece.alpha_s + reach * piece.beta_s_per_byte)
-    return seconds
+    levels = [0.0]
+    for piece, after in pairwise(pieces):
+        reached = piece.alpha_s + after.min_bytes * piece.beta_s_per_byte
+        levels.append(max(levels[-1], reached))
+    return tuple(levels)
 
 
 def rising(seconds: _Floats) -> _Floats:
