@@ -154,11 +154,13 @@ def compare_with_one_process(
     *,
     steps: int = 3,
     tolerance: float = TOLERANCE,
+    graph: ModelGraph | None = None,
     make_engine: Callable[..., Engine] = Engine,
 ) -> VerifyReport | None:
     """Compare on the ranks that are running; rank 0 gets the report, others None.
 
-    Rank 0 is the one process too. `make_engine` stands in for Engine where a test breaks it.
+    Rank 0 is the one process too. `graph` is the model's capture where all ranks have it
+    already. `make_engine` stands in for Engine where a test breaks it.
     """
     from planner.runtime.device import choose_device
 
@@ -170,7 +172,8 @@ def compare_with_one_process(
     mesh = build_mesh(smaller, choose_device())
     torch.manual_seed(0)
     module = source.build()
-    graph = shared_capture(smaller, module, source.loss, mesh)
+    if graph is None:
+        graph = shared_capture(smaller, module, source.loss, mesh)
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")
     module = module.double()

@@ -1,0 +1,117 @@
+"""`verify` over models × layouts: each computes in fp64 what its unmodified module computes.
+
+Every model runs under dp, tp and pp on two ranks; the three that newcomers try first on
+four ranks as well. The rest of the matrix is marked slow: `make test-slow`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from planner.capture import capture_source
+from planner.graph import from_json, to_json
+from planner.model_file import ModelSource
+from planner.plan_defaults import default_plan
+from planner.runtime.verify import TOLERANCE, compare_with_one_process
+from tests.builders import tiny_models
+from tests.spawn import run_ranks
+
+TWO_RANKS = {
+    "dp2": {"dp": 2},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+}
+FOUR_RANKS = {
+    "dp2-tp2": {"dp": 2, "tp": 2},
+    "dp2-pp2": {"dp": 2, "pp": 2},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+}
+TWO_RANKS_MORE = {
+    "dp2-zero1": {"dp": 2, "zero_stage": 1},
+    "dp2-zero2": {"dp": 2, "zero_stage": 2},
+    "dp2-zero3-recompute": {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    "tp2-recompute": {"tp": 2, "recompute": "full"},
+    "pp2-fthenb": {"pp": 2, "schedule": "fthenb", "recompute": "full"},
+    "pp2-zb_h1": {"pp": 2, "schedule": "zb_h1"},
+}
+FOUR_RANKS_MORE = {
+    "dp2-tp2-zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
+    "dp2-tp2-zero3": {"dp": 2, "tp": 2, "zero_stage": 3},
+    "dp2-pp2-zero3": {"dp": 2, "pp": 2, "zero_stage": 3},
+    "tp2-pp2-recompute": {"tp": 2, "pp": 2, "recompute": "full"},
+    "dp4": {"dp": 4},
+    "tp4": {"tp": 4},
+}
+VIRTUAL = {
+    "pp2-vpp2": {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"},
+    "pp2-fold": {"pp": 2, "vpp": 2, "schedule": "fold_all_in_all_out"},
+    "pp2-zb_v": {"pp": 2, "vpp": 2, "schedule": "zb_v"},
+}
+FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
+
+
+def source_of(name):
+    tiny = tiny_models()[name]
+    return ModelSource(
+        path=Path(f"{name}.py"), build=tiny.build, batch=tiny.batch, loss=tiny.loss, dependencies=()
+    )
+
+
+def verify_layouts(name, captured, layouts):
+    """On each rank: verify a model under each layout; rank 0 returns what is too far apart."""
+    graph = from_json(captured)
+    apart = {}
+    for label, layout in layouts.items():
+        plan = default_plan(graph, microbatch_size=2, **layout)
+        report = compare_with_one_process(plan, source_of(name), steps=2, graph=graph)
+        if report is not None and not report.passed:
+            apart[label] = str(report)
+    return apart
+
+
+def check(name, num_ranks, layouts):
+    if tiny_models()[name].needs_transformers:
+        pytest.importorskip("transformers")
+    captured = to_json(capture_source(source_of(name)))
+    apart = run_ranks(verify_layouts, num_ranks, name, captured, layouts)[0]
+    assert not apart, f"over {TOLERANCE} apart: {apart}"
+
+
+@pytest.mark.parametrize("name", list(tiny_models()))
+def test_two_ranks(name):
+    """P1, P2, P3, M20, M22, X8, X13: data, tensor and pipeline parallelism, no model changed."""
+    check(name, 2, TWO_RANKS)
+
+
+@pytest.mark.parametrize("name", FIRST_TRIED)
+def test_four_ranks(name):
+    """P5, X8: two kinds of parallelism at once."""
+    check(name, 4, FOUR_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in tiny_models() if n not in FIRST_TRIED])
+def test_four_ranks_rest(name):
+    """P5, X8: the other models on four ranks."""
+    check(name, 4, FOUR_RANKS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_models()))
+def test_two_ranks_more(name):
+    """G5, P6, D14: ZeRO stages, recompute and other schedules."""
+    check(name, 2, TWO_RANKS_MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_models()))
+def test_four_ranks_more(name):
+    """D14: ZeRO beside tensor and pipeline parallelism; four-way splits."""
+    check(name, 4, FOUR_RANKS_MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in tiny_models() if n != "mlp"])
+def test_virtual_stages(name):
+    """V2, V6, V10: several stages on a rank, looped, folded and in a V (an MLP is too short)."""
+    check(name, 2, VIRTUAL)
