@@ -27,7 +27,9 @@ def apply(
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
-    Every process of the plan calls this with the same arguments. `optimizer` is a torch
+    Every process of the plan calls this with the same arguments. The engine takes the
+    weights over and leaves `model` on the meta device, without values; get them back with
+    ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
     optimizer over ``model.parameters()``, taken over by the engine with its param groups;
     or a class or function that makes one from parameters; or None for AdamW. `loss` is a
     function of (output, batch) for a model that does not return its loss. Raises

@@ -20,29 +20,47 @@ from torch.distributed import ProcessGroup
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
+from planner.runtime.weight_grads import DeferrableProduct, WeightQueue, deferrable_products
 
 
 def to_graph_module(
-    program: Program, groups: Mapping[str, ProcessGroup | None], device: torch.device
+    program: Program,
+    groups: Mapping[str, ProcessGroup | None],
+    device: torch.device,
+    *,
+    weight_queue: WeightQueue | None = None,
 ) -> fx.GraphModule:
     """Return a module called as ``gm(*inputs, *params) -> tuple(outputs)``.
 
     `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
-    on the whole tensor. Raises LayoutError for an op of ours that does not exist or an
+    on the whole tensor. With a `weight_queue`, products with trained weights can put their
+    weight gradients aside in it. Raises LayoutError for an op of ours that does not exist or an
     axis without a group.
     """
     graph = fx.Graph()
+    root = torch.nn.Module()
+    products = {}
+    if weight_queue is not None:
+        products = deferrable_products(program)
+        root.add_module("linear", DeferrableProduct(weight_queue, transposed=True))
+        root.add_module("matmul", DeferrableProduct(weight_queue, transposed=False))
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     for op in program.ops:
-        if op.target.startswith("planner."):
+        if op.name in products:
+            x, weight, bias, transposed = products[op.name]
+            env[op.outputs[0]] = graph.call_module(
+                "linear" if transposed else "matmul",
+                tuple(env[ref.name] for ref in (x, weight, bias) if ref is not None),
+            )
+        elif op.target.startswith("planner."):
             _emit_own(graph, op, env, groups, device)
         else:
             _emit_aten(graph, op, env, device)
     graph.output(tuple(env[name] for name in program.outputs))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph, class_name="".join(_words(program.name)))
+    return fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
 
 
 def aten_overload(target: str) -> torch._ops.OpOverload:

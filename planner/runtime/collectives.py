@@ -34,8 +34,9 @@ from planner.placement import Partial, Placement, Replicate, Shard, parse_placem
 
 _funcol = torch.ops._c10d_functional
 
-Step = tuple[str, int, int]
-"""A local or collective step: (kind, dim, second dim); see `_run`."""
+Step = tuple[str, int | Shard, int | Shard]
+"""A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
+all-to-all has a second place, where it splits; `run_step` says what the kinds do."""
 
 _NOTHING: Step = ("identity", 0, 0)
 
@@ -62,21 +63,21 @@ def _steps(src: Placement, dst: Placement, grad_partial: bool) -> tuple[Step, St
             return _NOTHING, _NOTHING
         case (Partial(), Replicate()):
             return ("all_reduce", 0, 0), ("all_reduce", 0, 0) if grad_partial else _NOTHING
-        case (Partial(), Shard(dim)):
-            return ("reduce_scatter", dim, 0), ("all_gather", dim, 0)
-        case (Shard(dim), Replicate()):
+        case (Partial(), Shard()):
+            return ("reduce_scatter", dst, 0), ("all_gather", dst, 0)
+        case (Shard(), Replicate()):
             back = "reduce_scatter" if grad_partial else "slice"
-            return ("all_gather", dim, 0), (back, dim, 0)
-        case (Replicate(), Shard(dim)):
-            return ("slice", dim, 0), ("all_gather", dim, 0)
-        case (Shard(dim), Shard(other)):
-            if dim == other:
+            return ("all_gather", src, 0), (back, src, 0)
+        case (Replicate(), Shard()):
+            return ("slice", dst, 0), ("all_gather", dst, 0)
+        case (Shard(), Shard()):
+            if src == dst:
                 return _NOTHING, _NOTHING
-            return ("all_to_all", dim, other), ("all_to_all", other, dim)
+            return ("all_to_all", src, dst), ("all_to_all", dst, src)
         case (Replicate(), Partial()):
             return ("keep_first", 0, 0), _NOTHING
-        case (Shard(dim), Partial()):
-            return ("pad", dim, 0), ("slice", dim, 0)
+        case (Shard(), Partial()):
+            return ("pad", src, 0), ("slice", src, 0)
     raise LayoutError(f"no way from placement {src} to {dst}")
 
 
@@ -92,8 +93,11 @@ class _Redistribute(torch.autograd.Function):
 
 
 def run_step(x: Tensor, group: str, step: Step) -> Tensor:
-    """Run one step on `x`, without autograd. Shards are equal contiguous pieces."""
-    kind, dim, other = step
+    """Run one step on `x`, without autograd."""
+    kind, first, second = step
+    if isinstance(first, Shard) or isinstance(second, Shard):
+        return _run_at_shards(x, group, kind, _as_shard(first), _as_shard(second))
+    dim, other = first, second
     match kind:
         case "identity":
             return x.view_as(x)
@@ -120,6 +124,28 @@ def run_step(x: Tensor, group: str, step: Step) -> Tensor:
 
 def _group(name: str) -> ProcessGroup:
     return _resolve_process_group(cast(Any, name))
+
+
+def _as_shard(where: int | Shard) -> Shard:
+    return where if isinstance(where, Shard) else Shard(where)
+
+
+def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard) -> Tensor:
+    """Run a step on pieces of segments: the step itself, one dim further in."""
+    places = [first, second] if kind == "all_to_all" else [first]
+    if all(place.segments == 1 for place in places):
+        return run_step(x, group, (kind, first.dim, second.dim))
+    if kind == "all_to_all" and first.dim == second.dim:
+        whole = run_step(x, group, ("all_gather", first, 0))
+        return run_step(whole, group, ("slice", second, 0))
+    by_dim = sorted(places, key=lambda place: place.dim)
+    for place in reversed(by_dim):
+        x = x.unflatten(place.dim, (place.segments, -1))
+    inner = [place.dim + 1 + by_dim.index(place) for place in places]
+    y = run_step(x, group, (kind, inner[0], inner[-1]))
+    for place in by_dim:
+        y = y.flatten(place.dim, place.dim + 1)
+    return y
 
 
 def size(group: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +32,11 @@ from planner.runtime.mesh import Mesh, build_mesh
 from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
 from planner.runtime.randomness import RandomStream
+from planner.runtime.recorder import start_recorder
 from planner.runtime.reduce import GradBuckets, TiedCopies
 from planner.runtime.stage import StageModule
+from planner.runtime.watchdog import start_watchdog
+from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.weights import local_piece, synced_tensors
 from planner.runtime.wiring import (
     block_placements,
@@ -42,7 +45,7 @@ from planner.runtime.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import schedule_of
+from planner.schedule import JobKind, schedule_of
 
 
 def apply_plan(
@@ -56,7 +59,10 @@ def apply_plan(
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     graph = shared_capture(plan, model, loss, mesh)
-    return Engine(plan, graph, model, mesh, optimizer=optimizer)
+    engine = Engine(plan, graph, model, mesh, optimizer=optimizer)
+    # Each rank has its pieces; the whole model would stay in memory beside them.
+    model.to_empty(device="meta")
+    return engine
 
 
 def shared_capture(
@@ -109,10 +115,20 @@ class Engine:
                 f"{len(graph.blocks)}; search again"
             )
         self.plan, self.graph, self.mesh = plan, graph, mesh
-        self._saved = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        self._state_names = tuple(model.state_dict())
+        used = {name for names in stage_params(graph, plan) for name in names}
+        held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
+        # What no block uses (the preamble's buffers) no step changes.
+        self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
         self.schedule = schedule_of(plan)
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
         self._zero_stage = plan.zero_stage if plan.dp > 1 else 0
+        # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
+        has_weight_jobs = any(
+            job.kind is JobKind.BACKWARD_WEIGHT for row in self.schedule.jobs for job in row
+        )
+        defers = has_weight_jobs and not self._zero_stage
+        self._weight_queue = WeightQueue() if defers else None
         self._param_placements = _param_placements(graph, plan)
         edges = build_edges(graph, plan)
         self.stages = self._build_stages(model, edges)
@@ -120,16 +136,20 @@ class Engine:
         self._buckets = self._build_buckets()
         self._tied = _tied_copies(graph, plan, mesh, self.stages)
         self.optimizer = build_optimizer(optimizer, model, self._held())
+        self._recorder = start_recorder(mesh)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
             stages=self.stages,
             edges=edges,
             post=Post(mesh, self.schedule, edges),
+            weight_queue=self._weight_queue,
+            recorder=self._recorder,
             hooks=Hooks(before_backward=self._before_backward, after_gradients=self._reduce),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
+        start_watchdog(self._executor.status)
         loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         scale = 1 / (plan.num_microbatches * plan.dp)
         self._loss_scale = torch.full((), scale, dtype=loss_dtype, device=mesh.device)
@@ -181,7 +201,9 @@ class Engine:
 
                 program = lower(program, layout, axis="tp", axis_size=self.plan.tp)
             groups = {"tp": self.mesh.group("tp")}
-            programs[index] = to_graph_module(program, groups, self.mesh.device)
+            programs[index] = to_graph_module(
+                program, groups, self.mesh.device, weight_queue=self._weight_queue
+            )
         return programs
 
     def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
@@ -212,13 +234,21 @@ class Engine:
         self._zero_gradients()
         with nullcontext() if self._random is None else self._random.drawn():
             losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
-        for buckets in self._buckets.values():
-            buckets.finish()
-        for tied in self._tied:
-            tied.sum()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return self._mean_loss(losses)
+        with self._recorded("REDUCE"):
+            for buckets in self._buckets.values():
+                buckets.finish()
+            for tied in self._tied:
+                tied.sum()
+        with self._recorded("OPTIMIZE"):
+            if self.optimizer is not None:
+                self.optimizer.step()
+        loss = self._mean_loss(losses)
+        if self._recorder is not None:
+            self._recorder.end_step()
+        return loss
+
+    def _recorded(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
     def evaluate(self, batch: Any) -> Tensor:
         """Return the mean loss of one global batch without training on it."""
@@ -266,8 +296,8 @@ class Engine:
         """
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
-        # What no block uses (the preamble's buffers) no step has changed.
-        return {name: held.get(name, value) for name, value in self._saved.items()} if held else {}
+        whole = self._unused | held
+        return {name: whole[name] for name in self._state_names} if held else {}
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.

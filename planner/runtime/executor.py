@@ -7,7 +7,8 @@ of its outputs, nothing else; the record dies with the last job that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.runtime.p2p import Message, Post, taken_by
+from planner.runtime.recorder import Recorder, job_name
 from planner.runtime.stage import StageModule
+from planner.runtime.watchdog import Status
+from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
 
@@ -75,17 +79,27 @@ class Executor:
         edges: tuple[Edge, ...],
         post: Post,
         hooks: Hooks,
+        weight_queue: WeightQueue | None = None,
+        recorder: Recorder | None = None,
         lookahead: int = 1,
     ) -> None:
-        """`lookahead` is how many jobs ahead receives are posted, each at a buffer's cost."""
+        """`weight_queue` is where the stages' programs put weight gradients aside; without
+        one an I job makes them all and a W job has nothing left to do. `lookahead` is how
+        many jobs ahead receives are posted, each at a buffer's cost.
+        """
         self.schedule = schedule
         self.jobs = schedule.jobs[pp_rank]
         self.live: dict[tuple[int, int], Live] = {}
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
         self._lookahead, self._pp_rank = lookahead, pp_rank
-        self._by_stage = {
-            s: (stage.wiring.incoming, stage.wiring.outgoing) for s, stage in stages.items()
-        }
+        self._queue, self._recorder = weight_queue, recorder
+        self._progress = 0
+        self._current: Job | None = None
+        self._split = frozenset(
+            (job.stage_index, job.microbatch_index)
+            for job in self.jobs
+            if job.kind is JobKind.BACKWARD_INPUT and weight_queue is not None
+        )
         self._taken = tuple(taken_by(job, edges) for job in self.jobs)
         last: dict[int, int] = {}
         for position, job in enumerate(self.jobs):
@@ -116,13 +130,15 @@ class Executor:
         for turn, position in enumerate(order):
             for ahead in order[turn : turn + 1 + self._lookahead]:
                 self._post.expect(self._taken[ahead])
-            job = self.jobs[position]
+            job = self._current = self.jobs[position]
+            self._progress += 1
             try:
                 self._do(job, side_inputs, loss_scale, losses, position in self._last_gradients)
             except Exception as error:
                 error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
                 raise
         self._post.close()
+        self._current = None
         return [losses[m] for m in sorted(losses)]
 
     def _do(
@@ -137,7 +153,11 @@ class Executor:
             self._forward(job, side_inputs, losses)
             return
         assert loss_scale is not None
-        self._backward(job, loss_scale, is_last=is_last)
+        if job.kind is not JobKind.BACKWARD_WEIGHT:
+            self._backward(job, loss_scale, is_last=is_last)
+        elif self._queue is not None:
+            with self._computing(job):
+                self._queue.flush((job.stage_index, job.microbatch_index))
         if is_last:
             self._hooks.after_gradients(job.stage_index)
 
@@ -147,11 +167,12 @@ class Executor:
         leaves = []
         arrived = []
         for edge in wiring.incoming:
-            tensor = self._post.get(Message(edge.index, m, False)).detach()
+            tensor = self._get(Message(edge.index, m, False)).detach()
             if edge.requires_grad and torch.is_grad_enabled():
                 leaves.append((edge, tensor.requires_grad_()))
             arrived.append(tensor)
-        outputs = stage(*arrived, *side_inputs(job.stage_index, m))
+        with self._computing(job), self._collecting(job):
+            outputs = stage(*arrived, *side_inputs(job.stage_index, m))
         del arrived
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             self._post.put(Message(edge.index, m, False), outputs[index].detach())
@@ -164,15 +185,13 @@ class Executor:
             self.live[job.stage_index, m] = Live(tuple(leaves), sent, loss)
 
     def _backward(self, job: Job, loss_scale: Tensor, *, is_last: bool) -> None:
-        if job.kind is JobKind.BACKWARD_WEIGHT:
-            return
         m = job.microbatch_index
         wiring = self._stages[job.stage_index].wiring
         live = self.live.pop((job.stage_index, m))
         grads: list[Tensor | None] = [None] * len(live.roots)
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             if edge.requires_grad:
-                grad = self._post.get(Message(edge.index, m, True))
+                grad = self._get(Message(edge.index, m, True))
                 total = grads[index]
                 grads[index] = grad if total is None else total + grad
         pairs = [(r, g) for r, g in zip(live.roots, grads, strict=True) if r is not None]
@@ -180,7 +199,48 @@ class Executor:
             pairs.append((live.loss, loss_scale))
         if pairs:
             self._hooks.before_backward(job.stage_index, is_last)
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            with self._computing(job), self._collecting(job):
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         for edge, leaf in live.leaves:
             grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
             self._post.put(Message(edge.index, m, True), grad)
+
+    def status(self) -> Status:
+        """Return what this rank is doing; called from the watchdog's thread."""
+        job = self._current
+        if job is None:
+            return Status(self._progress, False, "between two steps")
+        waiting = self._post.waiting_for
+        text = f"job {describe_job(job)}"
+        if waiting is not None:
+            text += f", waiting for {self._post.describe(waiting)}"
+        return Status(self._progress, True, text)
+
+    def _get(self, message: Message) -> Tensor:
+        if self._recorder is None:
+            return self._post.get(message)
+        edge = self._edges[message.edge]
+        name = f"wait {'grad ' if message.is_grad else ''}{edge.tensor}"
+        stage = edge.producer if message.is_grad else edge.consumer
+        with self._recorder.span("WAIT", name, stage, message.microbatch):
+            return self._post.get(message)
+
+    @contextmanager
+    def _computing(self, job: Job) -> Iterator[None]:
+        """Name a job's computation for profilers, and record when it ran."""
+        name = job_name(job)
+        with ExitStack() as around:
+            if torch.autograd._profiler_enabled():
+                around.enter_context(torch.profiler.record_function(name))
+            if self._recorder is not None:
+                around.enter_context(
+                    self._recorder.span(str(job.kind), name, job.stage_index, job.microbatch_index)
+                )
+            yield
+
+    def _collecting(self, job: Job) -> AbstractContextManager[None]:
+        """Weight gradients are put aside where the table has a W job to make them."""
+        place = job.stage_index, job.microbatch_index
+        if place in self._split and self._queue is not None and torch.is_grad_enabled():
+            return self._queue.collecting(place)
+        return nullcontext()

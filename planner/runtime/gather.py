@@ -51,7 +51,7 @@ def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     group = mesh.group("tp")
     if group is None or not isinstance(placement, Shard):
         return tensor
-    return run_step(tensor, group.group_name, ("all_gather", placement.dim, 0))
+    return run_step(tensor, group.group_name, ("all_gather", placement, 0))
 
 
 def _over_dp(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:

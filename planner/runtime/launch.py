@@ -8,7 +8,7 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.plan import Plan, load_plan
-from planner.runtime.workers import run_workers
+from planner.runtime.workers import TIMELINE_DIR, run_workers
 from planner.schedule import schedule_of
 
 
@@ -20,13 +20,15 @@ def launch(
     *,
     num_nodes: int = 1,
     rendezvous: str = "localhost:0",
+    timeline: str | os.PathLike[str] | None = None,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
     Everything that can be checked is checked before a process starts: raises PlanError or
     ScheduleError for a plan that can't run here. Ranks get RANK, WORLD_SIZE and LOCAL_RANK,
     this process's working directory, and the script's folder as the first import path. On
-    several nodes, run the same on each, `rendezvous` being host:port of one of them.
+    several nodes, run the same on each, `rendezvous` being host:port of one of them. With
+    `timeline`, every rank records its jobs in that folder (see `planner.timeline`).
     """
     plan = load_plan(plan_path)
     if not Path(script).is_file():
@@ -38,6 +40,7 @@ def launch(
         device=device,
         num_nodes=num_nodes,
         rendezvous=rendezvous,
+        extra={} if timeline is None else {TIMELINE_DIR: os.path.abspath(timeline)},
     )
 
 

@@ -85,6 +85,7 @@ class Post:
         self._posted: dict[Message, tuple[dist.Work, Tensor]] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._local: dict[Message, Tensor] = {}
+        self.waiting_for: Message | None = None
         self._sent = dict.fromkeys(range(schedule.pp), 0)
         self._received = dict.fromkeys(range(schedule.pp), 0)
 
@@ -135,15 +136,18 @@ class Post:
         if message not in self._posted:
             self.expect((message,))
         work, buffer = self._posted.pop(message)
+        self.waiting_for = message
         try:
             work.wait()
         except RuntimeError as error:
-            error.add_note(f"waiting for {self._describe(message)}")
+            error.add_note(f"waiting for {self.describe(message)}")
             raise
+        self.waiting_for = None
         devices.keep_for_stream(buffer)
         return buffer
 
-    def _describe(self, message: Message) -> str:
+    def describe(self, message: Message) -> str:
+        """Return what a message carries and who sends it, in words."""
         edge, source = self._edges[message.edge], self._ticket(message).source
         what = f"{'the gradient of ' if message.is_grad else ''}{edge.tensor} {list(edge.shape)}"
         peer = f"rank {self._mesh.peer(source)} (pp rank {source})"

@@ -22,12 +22,16 @@ def local_piece(whole: Tensor, placement: Placement, parts: int, rank: int, fqn:
     if not isinstance(placement, Shard):
         return whole.clone()
     length = whole.shape[placement.dim]
-    if length % parts:
+    if length % (parts * placement.segments):
         raise LayoutError(
             f"tp={parts} does not divide dim {placement.dim} of {fqn} (size {length}); "
             "search again with another tp"
         )
-    return whole.chunk(parts, placement.dim)[rank].clone(memory_format=torch.contiguous_format)
+    by_segment = whole.unflatten(placement.dim, (placement.segments, -1))
+    piece = by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
+        placement.dim, placement.dim + 1
+    )
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def module_tensor(module: nn.Module, meta: TensorMeta) -> Tensor:

@@ -20,6 +20,9 @@ from pathlib import Path
 FAILURE_FILE = "PLANNER_FAILURE_FILE"
 """Names the file that the first rank to fail creates, holding its exit code."""
 
+TIMELINE_DIR = "PLANNER_TIMELINE"
+"""Names the folder in which ranks record timelines; unset, they record none."""
+
 
 def run_workers(
     args: Sequence[str],
@@ -28,11 +31,13 @@ def run_workers(
     device: str,
     num_nodes: int = 1,
     rendezvous: str = "localhost:0",
+    extra: Mapping[str, str] | None = None,
 ) -> int:
     """Run the worker module with `args` on `num_ranks` ranks; return the exit code.
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
-    (host:port of the first). An interrupted run returns 128 plus the signal's number.
+    (host:port of the first); `extra` is added to their environment. An interrupted run
+    returns 128 plus the signal's number.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -52,6 +57,7 @@ def run_workers(
             monitor_interval=0.1,
         )
         environment = _environment(per_node, device) | {FAILURE_FILE: str(failure)}
+        environment |= extra or {}
         # -P: a folder of the user's that is called like one of ours must not shadow it.
         command = ("-P", "-m", "planner.runtime.worker", *args)
         with _set_environment(environment), _quiet_elastic():

@@ -37,10 +37,20 @@ class Outcome:
 
 
 @cache
-def capture(name: str) -> ModelGraph:
-    """The graph of a tiny model."""
+def capture(name: str, dtype: torch.dtype = torch.float32) -> ModelGraph:
+    """The graph of a tiny model made with this default dtype."""
     tiny = models()[name]
-    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        two, three = ({k: _cast(v, dtype) for k, v in tiny.batch(n).items()} for n in (2, 3))
+        return capture_module(tiny.build(), two, three, loss=tiny.loss, name=name)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def build(name: str) -> tuple[TinyModel, torch.nn.Module]:

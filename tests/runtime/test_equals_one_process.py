@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from planner.plan_defaults import default_plan
 from tests.runtime.scenarios import Outcome, capture, train_many
@@ -20,7 +21,9 @@ RTOL = 1e-10
 
 def _run(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
     """Outcomes as [case][rank], each checked to equal one process on every rank."""
-    plans = [(name, default_plan(capture(name), **choices)) for name, choices in cases]
+    plans = [
+        (name, default_plan(capture(name, torch.float64), **choices)) for name, choices in cases
+    ]
     by_rank = run_ranks(train_many, world_size, plans)
     by_case = [list(outcomes) for outcomes in zip(*by_rank, strict=True)]
     for (name, choices), outcomes in zip(cases, by_case, strict=True):

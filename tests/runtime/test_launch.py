@@ -43,7 +43,10 @@ if mode == "fault" and 1 in engine.stages:
             raise RuntimeError("deliberate")
         return forward(*inputs)
     stage.forward = failing
-for step in range(10_000 if mode == "endless" else 3):
+if mode == "stall" and 1 in engine.stages:
+    stage, forward = engine.stages[1], engine.stages[1].forward
+    stage.forward = lambda *inputs: (time.sleep(5), forward(*inputs))[1]
+for step in range(1 if mode == "stall" else 10_000 if mode == "endless" else 3):
     loss = engine.step(gpt_batch(engine.plan.global_batch))
     if mode == "vanish" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
@@ -148,6 +151,18 @@ def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
     assert _gone_within(10, tmp_path)
 
 
+def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
+    monkeypatch.setenv("PLANNER_STALL_S", "2")
+    _, err = start("stall").communicate(timeout=120)
+    assert "planner: nothing has moved for 2 s; the ranks are in" in err
+    assert re.search(
+        r"rank 0: job 0\S+ \(.*\), waiting for the gradient of \S+ \[1, 16, 32\] of microbatch 0 "
+        r"from rank 1 \(pp rank 1\)",
+        err,
+    )
+    assert re.search(r"rank 1: job 1F0 \(forward of stage 1, microbatch 0\)", err)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_survives_the_launcher(start, tmp_path, sent):
     """G15: interrupted, terminated, or killed outright."""
@@ -187,5 +202,5 @@ def test_the_wrong_number_of_ranks_is_refused():
     import planner
     from tests.builders import PlainGPT
 
-    with pytest.raises(PlanError, match="plan is for 2 ranks and this is a lone process"):
+    with pytest.raises(PlanError, match="plan is for 2 ranks .* lone process"):
         planner.apply(default_plan(capture("gpt"), pp=2), PlainGPT())

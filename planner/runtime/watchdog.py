@@ -1,0 +1,93 @@
+"""Says what every rank is doing when nothing moves any more.
+
+A thread on each rank notes every few seconds, in the store that the processes met at, which
+job the rank is in and what it waits for. The first rank that has been in one job for too
+long collects all notes and prints them once. It ends nothing: a slow disk may have stalled
+the run; the communication backend's own timeout ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+STALL_S = "PLANNER_STALL_S"
+"""Environment variable: seconds in one job that count as a stall; 0 turns the watchdog off."""
+
+_DEFAULT_STALL_S = 20.0
+_TELLER = "teller"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a rank is doing: `progress` counts the jobs begun; idle between steps."""
+
+    progress: int
+    is_busy: bool
+    text: str
+
+
+class Watchdog(threading.Thread):
+    """Watches one executor for as long as it lives. Mutable: a thread."""
+
+    def __init__(
+        self, status: Callable[[], Status], store: dist.Store, rank: int, world_size: int
+    ) -> None:
+        """`status` is a bound method; it is called from the thread, and held weakly."""
+        super().__init__(name="planner-watchdog", daemon=True)
+        self._status = weakref.WeakMethod(status)
+        self._store = dist.PrefixStore("planner-watchdog", store)
+        self._rank, self._world_size = rank, world_size
+        self.stall_s = float(os.environ.get(STALL_S, _DEFAULT_STALL_S))
+
+    def run(self) -> None:
+        """Note and compare until the executor or the store is gone."""
+        progress, since = -1, time.monotonic()
+        while True:
+            time.sleep(self.stall_s / 4)
+            status = self._status()
+            if status is None:
+                return
+            now = status()
+            if now.progress != progress or not now.is_busy:
+                progress, since = now.progress, time.monotonic()
+            try:
+                self._store.set(str(self._rank), f"{time.time():.0f} {now.text}")
+                if time.monotonic() - since >= self.stall_s:
+                    self._tell(progress)
+                    since = time.monotonic()
+            except RuntimeError:  # the run is over and the store gone
+                return
+
+    def _tell(self, progress: int) -> None:
+        # The first to add says it; a run stalled for long is told of again at its next job.
+        if self._store.add(f"{_TELLER}-{progress}", 1) > 1:
+            return
+        lines = [f"planner: nothing has moved for {self.stall_s:.0f} s; the ranks are in"]
+        for rank in range(self._world_size):
+            if not self._store.check([str(rank)]):
+                lines.append(f"  rank {rank}: not heard of yet")
+                continue
+            at, _, text = self._store.get(str(rank)).decode().partition(" ")
+            age_s = time.time() - float(at)
+            silent = f" (silent for {age_s:.0f} s)" if age_s > self.stall_s else ""
+            lines.append(f"  rank {rank}: {text}{silent}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def start_watchdog(status: Callable[[], Status]) -> None:
+    """Watch a rank, unless it is alone or the environment says not to."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if dist.get_world_size() == 1:
+        return
+    dog = Watchdog(status, _get_default_store(), dist.get_rank(), dist.get_world_size())
+    if dog.stall_s > 0:
+        dog.start()

@@ -1,0 +1,181 @@
+"""Weight gradients computed later: what makes an input-gradient job only that.
+
+A table with I and W jobs gains nothing if I computes both gradients. Nearly all work of a
+weight gradient is in products of an activation with a weight, so those products alone are
+run by a function of ours: in I its backward makes the input gradient and puts (activation,
+output gradient) aside; W multiplies them, straight into the weight's gradient. The other
+parameters (norms, biases of convolutions, embeddings) get theirs in I; it is little work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.graph import Program, Ref, iter_refs
+
+Place = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One weight gradient to be made: of y = x @ w (or x @ w.T when `transposed`) + bias.
+
+    `x` is [samples, in], `grad` [samples, out].
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+    x: Tensor
+    grad: Tensor
+
+    def accumulate(self) -> None:
+        """Add the gradient to the weight's, or pass it on to what the weight was made from."""
+        left, right = (self.grad, self.x) if self.transposed else (self.x, self.grad)
+        if self.weight.is_leaf and self.weight.grad is not None:
+            self.weight.grad.addmm_(left.t(), right)
+        else:
+            _give(self.weight, left.t() @ right)
+        if self.bias is not None and self.bias.requires_grad:
+            _give(self.bias, self.grad.sum(0))
+
+
+def _give(tensor: Tensor, grad: Tensor) -> None:
+    if not tensor.is_leaf:
+        torch.autograd.backward(tensor, grad)
+    elif tensor.grad is None:
+        tensor.grad = grad
+    else:
+        tensor.grad += grad
+
+
+class WeightQueue:
+    """Weight gradients put aside, by stage and microbatch. Mutable.
+
+    Products record here only inside `collecting`; elsewhere they are ordinary products
+    with ordinary gradients.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[Place, list[Pending]] = {}
+        self.current: list[Pending] | None = None
+
+    @contextmanager
+    def collecting(self, place: Place) -> Iterator[None]:
+        """Let products made (or made again) inside put their weight gradients aside."""
+        self.current = self._pending.setdefault(place, [])
+        try:
+            yield
+        finally:
+            self.current = None
+
+    @torch.no_grad()
+    def flush(self, place: Place) -> None:
+        """Make the weight gradients put aside at a place, and forget what they needed."""
+        pending = self._pending.pop(place, [])
+        while pending:
+            pending.pop().accumulate()
+
+
+class DeferrableProduct(nn.Module):
+    """x @ w + bias, or with `transposed` x @ w.T + bias, whose weight gradient can wait."""
+
+    def __init__(self, queue: WeightQueue, *, transposed: bool) -> None:
+        super().__init__()
+        self._queue, self._transposed = queue, transposed
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x` is [..., in], `weight` 2-d, `bias` [out]."""
+        if self._queue.current is not None and torch.is_grad_enabled():
+            # Hidden from autograd: in I the graph behind the weight must not be walked.
+            held = _Held(weight, bias, self._transposed, self._queue.current)
+            return _Product.apply(x, held)
+        return _product(x, weight, bias, transposed=self._transposed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+    pending: list[Pending]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+    if transposed:
+        return torch.ops.aten.linear.default(x, weight, bias)
+    if bias is None:
+        return torch.ops.aten.matmul.default(x, weight)
+    flat = torch.ops.aten.addmm.default(bias, x.reshape(-1, x.shape[-1]), weight)
+    return flat.view(*x.shape[:-1], weight.shape[1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: _Held) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.held = held
+        return _product(x, held.weight, held.bias, transposed=held.transposed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        held: _Held = ctx.held
+        flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        held.pending.append(Pending(held.weight, held.bias, held.transposed, flat_x, flat_grad))
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        weight = held.weight.detach()
+        flat = flat_grad @ (weight if held.transposed else weight.t())
+        return flat.view(x.shape), None
+
+
+def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | None, bool]]:
+    """Return (x, weight, bias, transposed) of each op that multiplies by a trained weight.
+
+    A weight is a parameter or made from parameters only (a transpose, a cast). A product
+    whose x never needs a gradient counts too: its weight gradient is as much work.
+    """
+    from_params = {
+        t.name for t in program.tensors if t.name in program.params and t.kind == "param"
+    }
+    found = {}
+    for op in program.ops:
+        names = [ref.name for ref in iter_refs((op.args, tuple(v for _, v in op.kwargs)))]
+        if names and from_params.issuperset(names):
+            from_params.update(op.outputs)
+            continue
+        product = _as_product(op.target, op.args, dict(op.kwargs))
+        if product is None:
+            continue
+        x, weight, bias, _ = product
+        is_trained = weight.name in from_params and program.tensor[weight.name].requires_grad
+        two_dims = len(program.tensor[weight.name].shape) == 2
+        bias_is_ours = bias is None or bias.name in from_params
+        if is_trained and two_dims and bias_is_ours and x.name not in from_params:
+            found[op.name] = product
+    return found
+
+
+def _as_product(
+    target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Ref, Ref, Ref | None, bool] | None:
+    if kwargs or not all(isinstance(arg, Ref) or arg is None for arg in args):
+        return None
+    match target, args:
+        case "aten.linear.default", (x, weight):
+            return x, weight, None, True
+        case "aten.linear.default", (x, weight, bias):
+            return x, weight, bias, True
+        case "aten.addmm.default", (bias, x, weight):
+            return x, weight, bias, False
+        case (("aten.mm.default" | "aten.matmul.default"), (x, weight)):
+            return x, weight, None, False
+    return None

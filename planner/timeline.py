@@ -1,0 +1,216 @@
+"""Timelines: what each rank did when, as one JSON-lines file per rank, and as one trace.
+
+A file begins with a header and has one span per line, so that a killed run leaves all but
+its last line readable:
+
+    {"format": "planner-timeline", "version": 1, "rank": 1, "pp_rank": 1, "clock_offset_s": 0.0}
+    {"kind": "F", "name": "F1.0", "step": 0, "stage": 1, "microbatch": 0, "start_s": …, "end_s": …}
+
+Kinds are the job kinds F, B, I, W; REDUCE and OPTIMIZE; and WAIT, for a tensor that has not
+come yet. Times are on the rank's own clock; adding its offset gives rank 0's. A simulated
+timetable is written the same way, so prediction and measurement load side by side.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from planner.errors import PlannerError
+
+FORMAT, VERSION = "planner-timeline", 1
+
+JOB_KINDS = ("F", "B", "I", "W")
+KINDS = (*JOB_KINDS, "REDUCE", "OPTIMIZE", "WAIT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One thing a rank did. `stage` and `microbatch` are -1 where they mean nothing.
+
+    `memory_bytes` is what the device held when it ended; 0 is unknown.
+    """
+
+    kind: str
+    name: str
+    step: int
+    start_s: float
+    end_s: float
+    stage: int = -1
+    microbatch: int = -1
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimeline:
+    """One rank's spans, in the order they were written, on its own clock."""
+
+    rank: int
+    pp_rank: int
+    clock_offset_s: float
+    spans: tuple[Span, ...]
+
+
+def rank_file(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Return the file of a rank in a timeline folder."""
+    return Path(folder) / f"rank_{rank:05d}.jsonl"
+
+
+def write_header(file: IO[str], *, rank: int, pp_rank: int, clock_offset_s: float) -> None:
+    """Write the first line of a rank's file."""
+    header = {"format": FORMAT, "version": VERSION, "rank": rank, "pp_rank": pp_rank}
+    file.write(json.dumps(header | {"clock_offset_s": clock_offset_s}) + "\n")
+
+
+def write_spans(file: IO[str], spans: Iterable[Span]) -> None:
+    """Append spans, one line each."""
+    file.write("".join(json.dumps(asdict(span)) + "\n" for span in spans))
+
+
+def save_timeline(timeline: Iterable[RankTimeline], folder: str | os.PathLike[str]) -> None:
+    """Write whole timelines, such as simulated ones, into a folder."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for line in timeline:
+        with rank_file(folder, line.rank).open("w") as file:
+            write_header(
+                file, rank=line.rank, pp_rank=line.pp_rank, clock_offset_s=line.clock_offset_s
+            )
+            write_spans(file, line.spans)
+
+
+def load_timeline(folder: str | os.PathLike[str]) -> tuple[RankTimeline, ...]:
+    """Read every rank's file; a last line cut short by a killed run is dropped.
+
+    Raises PlannerError when there is no such file or one is not a timeline.
+    """
+    paths = sorted(Path(folder).glob("rank_*.jsonl"))
+    if not paths:
+        raise PlannerError(
+            f"no timeline in {folder}; make one with: planner launch --timeline {folder} …"
+        )
+    return tuple(map(_load_rank, paths))
+
+
+def _load_rank(path: Path) -> RankTimeline:
+    first, *rest = path.read_text().split("\n")
+    try:
+        header = json.loads(first)
+        if header["format"] != FORMAT or header["version"] > VERSION:
+            raise KeyError("format")
+        # The text after the last newline is empty, or a line that was never finished.
+        spans = tuple(Span(**json.loads(line)) for line in rest[:-1])
+        return RankTimeline(
+            rank=header["rank"],
+            pp_rank=header["pp_rank"],
+            clock_offset_s=header["clock_offset_s"],
+            spans=spans,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlannerError(f"{path} is not a timeline of version {VERSION} ({error!r})") from None
+
+
+def chrome_trace(timeline: Iterable[RankTimeline], *, label: str = "") -> dict[str, Any]:
+    """Return all ranks on rank 0's clock as a Chrome trace (also read by Perfetto).
+
+    Each rank is a process with a track for compute, one for communication and a memory
+    counter. `label` goes before the ranks' names, to tell two timelines in one view apart.
+    """
+    events: list[dict[str, Any]] = []
+    for line in timeline:
+        pid = line.rank
+        name = f"{label} rank {line.rank} (pp {line.pp_rank})".strip()
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
+        for tid, track in enumerate(("compute", "communication")):
+            args = {"name": track}
+            events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": args})
+        for span in line.spans:
+            start_us = (span.start_s + line.clock_offset_s) * 1e6
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": pid,
+                    "tid": int(span.kind in ("WAIT", "REDUCE")),
+                    "name": span.name,
+                    "cat": span.kind,
+                    "ts": start_us,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"step": span.step},
+                }
+            )
+            if span.memory_bytes:
+                end_us = (span.end_s + line.clock_offset_s) * 1e6
+                events.append(
+                    {
+                        "ph": "C",
+                        "pid": pid,
+                        "name": "memory",
+                        "ts": end_us,
+                        "args": {"bytes": span.memory_bytes},
+                    }
+                )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBubble:
+    """How one rank spent one step, from the first job anywhere to the last one's end.
+
+    `compute_s` is in jobs, `bubble_s` the rest; `bubble_fraction` = bubble_s / step_s.
+    """
+
+    rank: int
+    pp_rank: int
+    step: int
+    step_s: float
+    compute_s: float
+
+    @property
+    def bubble_s(self) -> float:
+        """Time in no job."""
+        return self.step_s - self.compute_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Part of the step in no job."""
+        return self.bubble_s / self.step_s
+
+
+def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
+    """Return how every rank spent every step, by step, then rank."""
+    timeline = tuple(timeline)
+    jobs = {
+        (span.step, line.rank): [s for s in line.spans if s.step == span.step and _is_job(s)]
+        for line in timeline
+        for span in line.spans
+    }
+    result = []
+    for step in sorted({step for step, _ in jobs}):
+        bounds = [
+            (span.start_s + line.clock_offset_s, span.end_s + line.clock_offset_s)
+            for line in timeline
+            for span in jobs.get((step, line.rank), [])
+        ]
+        if not bounds:
+            continue
+        step_s = max(end for _, end in bounds) - min(start for start, _ in bounds)
+        for line in timeline:
+            spans = jobs.get((step, line.rank), [])
+            result.append(
+                RankBubble(
+                    rank=line.rank,
+                    pp_rank=line.pp_rank,
+                    step=step,
+                    step_s=step_s,
+                    compute_s=sum(s.end_s - s.start_s for s in spans),
+                )
+            )
+    return tuple(result)
+
+
+def _is_job(span: Span) -> bool:
+    return span.kind in JOB_KINDS

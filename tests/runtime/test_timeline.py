@@ -1,0 +1,161 @@
+"""Timelines: recorded while training, readable when cut short, merged into one trace.
+
+P28 (compute without communication), P29 (a line per job, truncated files load), P30 (Chrome
+trace, clocks aligned), P31 (off by default), P32 (profiler ranges).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+import planner
+from planner.errors import PlannerError
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from planner.timeline import (
+    RankTimeline,
+    Span,
+    bubbles,
+    chrome_trace,
+    load_timeline,
+    rank_file,
+    save_timeline,
+)
+from tests.runtime.scenarios import build, capture
+from tests.spawn import run_ranks
+
+
+def train_recorded(plan: Plan, folder: str, slow_s: float) -> list[str]:
+    """Train two steps with every forward of stage 1 made `slow_s` longer; return the jobs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_TIMELINE", folder)
+        tiny, module = build("gpt")
+        engine = planner.apply(plan, module)
+    if 1 in engine.stages:
+        stage, forward = engine.stages[1], engine.stages[1].forward
+
+        def slow(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            until = time.perf_counter() + slow_s
+            while time.perf_counter() < until:
+                pass
+            return forward(*inputs)
+
+        stage.forward = slow
+    for _ in range(2):
+        engine.step(tiny.batch(plan.global_batch))
+    return [f"{j.kind}{j.stage_index}.{j.microbatch_index}" for j in engine._executor.jobs]
+
+
+def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
+    plan = default_plan(capture("gpt"), pp=2, num_microbatches=4)
+    tables = run_ranks(train_recorded, 2, plan, str(tmp_path), 0.1)
+    timeline = load_timeline(tmp_path)
+    assert [line.rank for line in timeline] == [0, 1]
+    for line, table in zip(timeline, tables, strict=True):
+        for step in (0, 1):
+            spans = [s for s in line.spans if s.step == step]
+            jobs = [s for s in spans if s.kind in "FBIW"]
+            assert [s.name for s in jobs] == table
+            assert [s.kind for s in spans if s.kind in ("REDUCE", "OPTIMIZE")] == [
+                "REDUCE",
+                "OPTIMIZE",
+            ]
+            ends = [s.end_s for s in jobs]
+            assert ends == sorted(ends)
+            assert all(s.memory_bytes > 0 for s in jobs)
+    # Rank 1's forwards take their 0.1 s; rank 0's wait for it is not counted as computing.
+    slow = [s.end_s - s.start_s for s in timeline[1].spans if s.kind == "F"]
+    assert min(slow) >= 0.1
+    waited = sum(s.end_s - s.start_s for s in timeline[0].spans if s.kind == "WAIT")
+    assert waited > 0.1
+    # On rank 0's clock a forward of stage 1 begins after the one of stage 0 that feeds it.
+    begun = {(s.step, s.microbatch): s for s in timeline[1].spans if s.kind == "F"}
+    for fed in (s for s in timeline[0].spans if s.kind == "F"):
+        later = begun[fed.step, fed.microbatch]
+        assert later.start_s + timeline[1].clock_offset_s >= fed.end_s - 0.01
+    idle = bubbles(timeline)
+    assert [(b.step, b.rank) for b in idle] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert idle[2].bubble_fraction > idle[3].bubble_fraction
+
+
+def test_no_files_unless_asked(tmp_path, monkeypatch):
+    """P31."""
+    monkeypatch.chdir(tmp_path)
+    tiny, module = build("gpt")
+    engine = planner.apply(default_plan(capture("gpt")), module)
+    engine.step(tiny.batch(2))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_profilers_see_the_jobs_by_name():
+    """P32."""
+    tiny, module = build("gpt")
+    engine = planner.apply(default_plan(capture("gpt"), num_microbatches=2), module)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        engine.step(tiny.batch(2))
+    names = {event.name for event in profile.events()}
+    assert {"F0.0", "F0.1", "B0.0", "B0.1"} <= names
+
+
+def _example() -> tuple[RankTimeline, ...]:
+    """Rank 1's clock is 100 s behind rank 0's; it works from 1 s to 3 s of rank 0's time."""
+
+    def span(name: str, start_s: float, end_s: float) -> Span:
+        return Span(kind=name[0], name=name, step=0, start_s=start_s, end_s=end_s, stage=0)
+
+    return (
+        RankTimeline(rank=0, pp_rank=0, clock_offset_s=0.0, spans=(span("F0.0", 0.0, 1.0),)),
+        RankTimeline(
+            rank=1,
+            pp_rank=1,
+            clock_offset_s=100.0,
+            spans=(span("F1.0", -99.0, -98.0), span("B1.0", -98.0, -97.0)),
+        ),
+    )
+
+
+def test_saved_timelines_load(tmp_path):
+    save_timeline(_example(), tmp_path)
+    assert load_timeline(tmp_path) == _example()
+
+
+def test_a_file_cut_short_loads_without_its_last_line(tmp_path):
+    """P29: a killed run leaves half a line."""
+    save_timeline(_example(), tmp_path)
+    path = rank_file(tmp_path, 1)
+    path.write_text(path.read_text()[:-20])
+    assert [s.name for s in load_timeline(tmp_path)[1].spans] == ["F1.0"]
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "not json\n", '{"format": "other", "version": 1}\n'])
+def test_what_is_no_timeline_is_refused(tmp_path, text):
+    rank_file(tmp_path, 0).write_text(text)
+    with pytest.raises(PlannerError, match="is not a timeline"):
+        load_timeline(tmp_path)
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    with pytest.raises(PlannerError, match="no timeline in"):
+        load_timeline(tmp_path)
+
+
+def test_the_trace_is_on_one_clock():
+    """P30: offsets added, one process per rank, microseconds."""
+    events = json.loads(json.dumps(chrome_trace(_example())))["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert [(e["pid"], e["name"], e["ts"], e["dur"]) for e in spans] == [
+        (0, "F0.0", 0.0, 1e6),
+        (1, "F1.0", 1e6, 1e6),
+        (1, "B1.0", 2e6, 1e6),
+    ]
+
+
+def test_the_bubble_is_what_is_left_of_the_step():
+    first, second = bubbles(_example())
+    assert first.step_s == pytest.approx(3.0)
+    assert first.bubble_s == pytest.approx(2.0)
+    assert second.bubble_fraction == pytest.approx(1 / 3)
