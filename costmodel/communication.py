@@ -62,13 +62,10 @@ def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
     return profile.collective_seconds("send_recv", num_bytes, group).seconds if num_bytes else 0.0
 
 
-def adamw_seconds(profile: Profile, *, param_bytes: float, num_tensors: int) -> float:
-    """Return one AdamW step over local parameters.
-
-    It reads parameter, gradient and two moments and writes all but the gradient: seven
-    passes over memory, at the device's rate, with a launch per tensor and pass.
-    """
-    passes = 7
-    rate = profile.cluster.memory_bytes_per_s
-    launches = num_tensors * passes if profile.cluster.device_type == "cpu" else passes
-    return passes * param_bytes / rate + launches * profile.launch_overhead_s
+def adamw_seconds(
+    profile: Profile, *, param_bytes: float, num_tensors: int, sharded: bool = False
+) -> float:
+    """Return one AdamW step over local parameters; `sharded` ones are DTensors (ZeRO)."""
+    return profile.optimizer_seconds(
+        param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
+    ).seconds

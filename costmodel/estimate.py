@@ -294,6 +294,7 @@ def _time_parts(
             param_bytes=sum(float(loads[s].param_bytes) for s in stages)
             / (plan.dp if plan.zero_stage else 1),
             num_tensors=sum(int(loads[s].num_params) for s in stages),
+            sharded=plan.zero_stage > 0 and plan.dp > 1,
         )
         for stages in stages_of
     ]

@@ -343,6 +343,7 @@ class RankStages:
             self.table.profile,
             param_bytes=param_bytes / (self.dp if self.zero else 1),
             num_tensors=int(num_params),
+            sharded=bool(self.zero) and self.dp > 1,
         )
 
     def _replica_seconds(self, load: StageLoad) -> tuple[Floats, Floats, Floats]:
