@@ -31,7 +31,7 @@ from costmodel.memory import kept_bytes, stage_memory
 from costmodel.stage import StageLoad
 from planner.schedule import find_schedule, stage_to_pp_rank
 from search.chain_dp import Floats
-from search.space import Configuration
+from search.space import Configuration, Shape
 from search.stage_table import StageTable
 
 
@@ -41,17 +41,27 @@ class TableBounds:
 
     table: StageTable
     _memory: dict[tuple, float] = field(default_factory=dict)
+    _seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def block_seconds(self, recompute: str) -> tuple[float, float]:
+        """Return one microbatch's seconds through all blocks, and through the longest one."""
+        if recompute not in self._seconds:
+            forward = self.table.forward_s
+            block = forward + self.table.backward_s + (forward if recompute == "full" else 0.0)
+            self._seconds[recompute] = (float(block.sum()), float(block.max()))
+        return self._seconds[recompute]
+
+    def least_step_of_shape(self, shape: Shape) -> float:
+        """Return a step time that no schedule and no stage boundaries can beat."""
+        total, longest = self.block_seconds(shape.recompute)
+        return max(shape.num_microbatches * max(total / shape.pp, longest), total)
 
     def least_step_s(self, configuration: Configuration) -> float:
-        """Return a step time that no stage boundaries can beat."""
+        """Return a step time that no stage boundaries can beat, for `vpp` 1."""
         m, pp = configuration.num_microbatches, configuration.pp
-        forward = self.table.forward_s
-        again = forward if configuration.recompute == "full" else 0.0
-        block = forward + self.table.backward_s + again
-        total = float(block.sum())
-        bound = max(m * total / pp, m * float(block.max()), total)
-        splits = find_schedule(configuration.schedule).splits_backward
-        if configuration.vpp == 1 and not splits:
+        total, longest = self.block_seconds(configuration.recompute)
+        bound = max(m * max(total / pp, longest), total)
+        if not find_schedule(configuration.schedule).splits_backward:
             bound = max(bound, total * pipeline_factor(configuration.schedule, pp, m))
         return bound
 

@@ -13,7 +13,6 @@ from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
-    build_schedule,
     find_schedule,
     in_flight_per_stage,
     stage_to_pp_rank,
@@ -23,7 +22,7 @@ from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
 from search.chain_dp import ChainProblem, Cut
 from search.layouts import LayoutSolver
-from search.quick_price import quick_step_s
+from search.quick_price import job_table, quick_step_s
 from search.space import Configuration
 from search.stage_table import StageTable
 
@@ -146,7 +145,7 @@ class Candidates:
         """Return bytes that the fullest rank of these virtual stages needs at least.
 
         A rank holds the parameters of all its stages, and at some moment all the microbatches
-        in flight of any one of them, recomputing if that is allowed.
+        in flight of any one of them, recomputing if that is allowed. Builds the job table.
         """
         one = configuration
         homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
@@ -241,13 +240,12 @@ def recompute_choices(configuration: Configuration) -> tuple[str, ...]:
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the most microbatches each stage holds."""
-    return _in_flight(
-        configuration.schedule,
-        configuration.pp,
-        configuration.vpp,
-        configuration.num_microbatches,
-    )
+    """Return the most microbatches each stage holds, as the schedule promises or its table says."""
+    one = configuration
+    limit = find_schedule(one.schedule).in_flight_limit
+    if one.vpp == 1 and limit is not None:
+        return tuple(limit(one.pp, one.vpp, one.num_microbatches))
+    return _in_flight_of_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
 
 
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:
@@ -255,19 +253,6 @@ def with_estimate(plan: Plan, answer: Estimate) -> Plan:
     return plan.model_copy(update={"estimate": answer.to_dict()})
 
 
-@lru_cache(maxsize=4096)
-def _in_flight(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    """Return the most microbatches each stage holds, read off the schedule's own table.
-
-    Most schedules hold no more after their warm-up however many microbatches follow; where
-    the numbers of two short tables agree, the long one is not built.
-    """
-
-    def at(count: int) -> tuple[int, ...]:
-        return in_flight_per_stage(build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=count))
-
-    if num_microbatches > 6 * pp:
-        short = at(4 * pp)
-        if short == at(6 * pp):
-            return short
-    return at(num_microbatches)
+@lru_cache(maxsize=1024)
+def _in_flight_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return in_flight_per_stage(job_table(schedule, pp, vpp, num_microbatches).schedule)

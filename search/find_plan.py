@@ -1,5 +1,6 @@
 """find_plan: branch and bound over configurations, the cost model deciding.
 
+Shapes (`space`) are opened into configurations when their common bound is the smallest left.
 Every configuration passes up to three gates, each with a lower bound of its step time that is
 no smaller than the one before:
 
@@ -38,12 +39,24 @@ from search.chain_dp import Cut, solve_chain
 from search.layouts import LayoutSolver, parse_pins_of
 from search.nothing_fits import explain_nothing_fits
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
-from search.space import Configuration, Refusals, list_configurations
+from search.space import Configuration, Refusals, Shape, list_shapes
 from search.stage_table import StageTable
 
 Progress = Callable[[float, str], None]
 
 MOST_RUNNERS_UP = 5
+
+# A microbatch size that gains less than this per sample ends the list of sizes.
+_LEAST_GAIN = 0.002
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unopened:
+    """A shape with one layout, not yet taken apart into configurations."""
+
+    shape: Shape
+    table: StageTable
+    bound: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,12 +86,12 @@ class _Search:
     request: SearchRequest
     memory_limit_bytes: float
     started: float
-    heap: list[tuple[float, int, Entry]] = field(default_factory=list)
+    heap: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     ticket: count[int] = field(default_factory=count)
     pruned: Counter[str] = field(default_factory=Counter)
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
-    losers: list[tuple[float, int, Entry]] = field(default_factory=list)
+    losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
     simulated: int = 0
     best: Finished | None = None
@@ -89,10 +102,10 @@ class _Search:
         """Step time of the best so far."""
         return self.best.answer.step_s if self.best else float("inf")
 
-    def push(self, entry: Entry) -> None:
-        """Add a configuration, unless its bound already rules it out."""
+    def push(self, entry: Entry | Unopened) -> None:
+        """Add what may hold the best, unless its bound already rules it out."""
         if entry.bound >= self.best_s:
-            self.pruned["bound: cannot beat the best"] += 1
+            self.pruned["bound: cannot beat the best"] += size_of(entry)
             self.losers.append((entry.bound, next(self.ticket), entry))
             return
         heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
@@ -124,7 +137,7 @@ def find_plan(
         model_file=request.model_file,
     )
     refusals = Refusals()
-    configurations = list_configurations(
+    shapes = list_shapes(
         request, graph, profile.cluster, can_split=solver.can_split, refusals=refusals
     )
     search = _Search(
@@ -133,11 +146,11 @@ def find_plan(
         memory_limit_bytes=float(request.memory_limit_bytes or profile.memory_bytes),
         started=started,
     )
-    considered = _first_gate(search, configurations, progress)
+    considered = _first_gate(search, shapes, progress)
     _walk(search, progress)
     if search.best is None:
         reasons, smallest = explain_nothing_fits(
-            candidates, configurations, request, search.memory_limit_bytes
+            candidates, shapes, request, search.memory_limit_bytes
         )
         return SearchResult(
             plan=None,
@@ -159,43 +172,77 @@ def find_plan(
     )
 
 
-def _first_gate(
-    search: _Search, configurations: list[Configuration], progress: Progress | None
-) -> int:
-    """Push every configuration whose arithmetic bounds allow it; return how many there were."""
-    groups: dict[tuple[int, int], list[Configuration]] = {}
-    for configuration in configurations:
-        key = (configuration.tp, configuration.microbatch_size)
-        groups.setdefault(key, []).append(configuration)
-    too_big: dict[int, int] = {}
+def size_of(entry: Entry | Unopened) -> int:
+    """Return how many configurations an entry stands for."""
+    return entry.shape.num_configurations if isinstance(entry, Unopened) else 1
+
+
+def _first_gate(search: _Search, shapes: list[Shape], progress: Progress | None) -> int:
+    """Push every shape that the arithmetic bounds allow; return how many configurations it had.
+
+    Microbatch sizes are priced in ascending order, and no further once a size does not fit,
+    or is no faster per sample than a smaller one (larger ones then only fill the pipeline
+    less well).
+    """
+    groups: dict[tuple[int, int], list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault((shape.tp, shape.microbatch_size), []).append(shape)
+    enough: dict[int, str] = {}
+    per_sample: dict[int, float] = {}
     considered = 0
     for done, (tp, size) in enumerate(sorted(groups)):
         members = groups[tp, size]
+        count = sum(shape.num_configurations for shape in members)
         if progress:
             progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
-        if size > too_big.get(tp, size):
-            considered += len(members)
-            search.pruned["memory: a smaller microbatch does not fit either"] += len(members)
+        if tp in enough:
+            considered += count
+            search.pruned[enough[tp]] += count
             continue
-        fitted = False
+        fitted, seconds = False, float("inf")
         for table in search.candidates.tables(tp, size):
-            considered += len(members)
+            considered += count
             bounds = search.candidates.bounds(table)
-            for configuration in members:
-                if bounds.least_peak_bytes(configuration) > search.memory_limit_bytes:
-                    search.pruned["memory: parameters or one block alone"] += 1
-                    continue
-                fitted = True
-                bound = bounds.least_step_s(configuration)
-                search.push(Entry(configuration=configuration, table=table, bound=bound))
+            seconds = min(seconds, bounds.block_seconds(members[0].recompute)[0] / size)
+            for shape in members:
+                fitted |= _push_shape(search, shape, table)
         if not fitted:
-            too_big[tp] = size
+            enough[tp] = "memory: a smaller microbatch does not fit either"
+        elif seconds > (1 - _LEAST_GAIN) * per_sample.get(tp, float("inf")):
+            enough[tp] = "microbatch: a smaller one is as fast per sample"
+        per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
     return considered
+
+
+def _push_shape(search: _Search, shape: Shape, table: StageTable) -> bool:
+    """Push a shape without the ZeRO stages that cannot fit; return whether any can."""
+    bounds = search.candidates.bounds(table)
+    samples = {one.zero: one for one in replace(shape, options=shape.options[:1]).configurations()}
+    zeros = tuple(
+        zero
+        for zero, one in samples.items()
+        if bounds.least_peak_bytes(one) <= search.memory_limit_bytes
+    )
+    gone = (len(shape.zeros) - len(zeros)) * len(shape.options)
+    if gone:
+        search.pruned["memory: parameters or one block alone"] += gone
+    if not zeros:
+        return False
+    bound = bounds.least_step_of_shape(shape)
+    search.push(Unopened(shape=replace(shape, zeros=zeros), table=table, bound=bound))
+    return True
+
+
+def _open_shape(search: _Search, entry: Unopened) -> None:
+    """Push a shape's configurations one by one, each with its own bound."""
+    bounds = search.candidates.bounds(entry.table)
+    for one in entry.shape.configurations():
+        own = bounds.least_step_s(one) if one.vpp == 1 else 0.0
+        search.push(Entry(configuration=one, table=entry.table, bound=max(entry.bound, own)))
 
 
 def _walk(search: _Search, progress: Progress | None) -> None:
     """Take configurations by bound until none can beat the best."""
-    total = max(1, len(search.heap))
     while search.heap:
         bound, _, entry = search.heap[0]
         if bound >= search.best_s * (1.0 - search.request.max_gap):
@@ -206,9 +253,12 @@ def _walk(search: _Search, progress: Progress | None) -> None:
             search.stopped_early = f"--time-limit {search.request.time_limit_s} s passed"
             return
         heapq.heappop(search.heap)
+        if isinstance(entry, Unopened):
+            _open_shape(search, entry)
+            continue
         if progress:
-            done = 1.0 - len(search.heap) / total
-            progress(0.5 + 0.5 * max(0.0, done), f"cutting {entry.configuration.label}")
+            looked = search.simulated / (search.simulated + len(search.heap) + 1)
+            progress(0.5 + 0.5 * looked, f"cutting {entry.configuration.label}")
         if entry.cut is None:
             _second_gate(search, entry)
         else:
@@ -252,12 +302,7 @@ def _only_cut(search: _Search, entry: Entry) -> Cut | None:
     one, table, candidates = entry.configuration, entry.table, search.candidates
     if one.vpp == 1:
         return candidates.one_stage(one, table, search.memory_limit_bytes)
-    cut = candidates.even_cut(one, table)
-    if cut.value < search.best_s and (
-        candidates.virtual_peak_bytes(one, table, cut) > search.memory_limit_bytes
-    ):
-        return None
-    return cut
+    return candidates.even_cut(one, table)
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
@@ -284,6 +329,8 @@ def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
 def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
     """Return the cost model's answer, or None when a rank does not fit after all."""
     one, limit = entry.configuration, search.memory_limit_bytes
+    if one.vpp > 1 and search.candidates.virtual_peak_bytes(one, entry.table, cut) > limit:
+        return None
     plan = search.candidates.plan(one, entry.table, cut)
     answer = search.candidates.estimate(plan)
     if answer.peak_bytes > limit and one.vpp > 1 and one.recompute == "mixed":
@@ -307,8 +354,9 @@ def _certificate(
     search: _Search, best: Finished, considered: int, refusals: Refusals
 ) -> Certificate:
     left = [bound for bound, _, _ in search.heap]
+    waiting = sum(size_of(entry) for _, _, entry in search.heap)
     ended = not search.stopped_early
-    beaten = len(left) if ended else 0
+    beaten = waiting if ended else 0
     if beaten:
         search.pruned["bound: cannot beat the best"] += beaten
     lower = min([search.best_s, *search.open_bounds, *(() if ended else left)])
@@ -317,7 +365,7 @@ def _certificate(
         lower_bound_s=min(lower, search.best_s),
         considered=considered,
         evaluated=search.simulated,
-        unexplored=0 if ended else len(left),
+        unexplored=0 if ended else waiting,
         pruned=tuple(sorted(search.pruned.items())),
         proved_by=(
             ("degrees, microbatches and schedules", "branch and bound"),
@@ -339,7 +387,10 @@ def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
     for done in sorted(search.finished, key=lambda one: one.answer.step_s):
         found.setdefault(_degrees_of(done.configuration), done)
     tries = 0
-    for _, _, entry in sorted([*search.losers, *search.heap], key=lambda one: one[:2]):
+    waiting = sorted([*search.losers, *search.heap], key=lambda one: one[:2])
+    for _, _, entry in waiting:
+        if isinstance(entry, Unopened):
+            entry = _first_of(entry)
         if len(found) > MOST_RUNNERS_UP or tries >= 2 * MOST_RUNNERS_UP:
             break
         if _degrees_of(entry.configuration) in found:
@@ -359,6 +410,14 @@ def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
         )
         for done in rest[:MOST_RUNNERS_UP]
     )
+
+
+def _first_of(entry: Unopened) -> Entry:
+    """Return a shape's plainest configuration, to stand for it among the runners-up."""
+    options = sorted(entry.shape.options, key=lambda option: (option[1], option[0] != "1f1b"))
+    zero = max(entry.shape.zeros, key=lambda stage: (stage == 1, stage))
+    one = next(replace(entry.shape, options=options[:1], zeros=(zero,)).configurations())
+    return Entry(configuration=one, table=entry.table, bound=entry.bound)
 
 
 def _degrees_of(one: Configuration) -> tuple[int, ...]:

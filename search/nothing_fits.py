@@ -9,18 +9,18 @@ from planner.units import GIB, format_bytes
 from search.candidates import Candidates
 from search.chain_dp import smallest_peak
 from search.request import SearchRequest
-from search.space import Configuration
+from search.space import Configuration, Shape
 from search.stage_table import StageTable
 
 
 def explain_nothing_fits(
     candidates: Candidates,
-    configurations: Sequence[Configuration],
+    shapes: Sequence[Shape],
     request: SearchRequest,
     memory_limit_bytes: float,
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
-    least, configuration = smallest_memory(candidates, configurations)
+    least, configuration = smallest_memory(candidates, shapes)
     limit_gib = round_up(least / GIB)
     reasons = (
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
@@ -37,24 +37,23 @@ def round_up(number: float, digits: int = 4) -> float:
     return float(f"{math.ceil(number / step) * step:.{digits}g}")
 
 
-def smallest_memory(
-    candidates: Candidates, configurations: Sequence[Configuration]
-) -> tuple[float, Configuration]:
+def smallest_memory(candidates: Candidates, shapes: Sequence[Shape]) -> tuple[float, Configuration]:
     """Return the fewest bytes per device of any configuration, and which one.
 
     Best first by the arithmetic bound: a configuration whose bound is no smaller than the
     least found need not be cut. Virtual stages are left out: they never need less than the
     same pipeline without.
     """
-    plain = [c for c in configurations if c.vpp == 1] or list(configurations)
-    tries: list[tuple[float, int, Configuration, StageTable]] = []
-    smallest_size = {
-        tp: min(c.microbatch_size for c in plain if c.tp == tp) for tp in {c.tp for c in plain}
+    least = {
+        tp: min(shape.microbatch_size for shape in shapes if shape.tp == tp)
+        for tp in {shape.tp for shape in shapes}
     }
+    # Activations grow with the microbatch, all else stays.
+    small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp]]
+    every = [one for shape in small for one in shape.configurations()]
+    plain = [one for one in every if one.vpp == 1] or every
+    tries: list[tuple[float, int, Configuration, StageTable]] = []
     for order, configuration in enumerate(plain):
-        # Activations grow with the microbatch, all else stays.
-        if configuration.microbatch_size > smallest_size[configuration.tp]:
-            continue
         for table in candidates.tables(configuration.tp, configuration.microbatch_size):
             tries.append(
                 (
@@ -69,7 +68,11 @@ def smallest_memory(
     for bound, _, configuration, table in tries:
         if bound >= best:
             break
-        cut = smallest_peak(candidates.problem(configuration, table, math.inf))
+        cut = (
+            smallest_peak(candidates.problem(configuration, table, math.inf))
+            if configuration.vpp == 1
+            else candidates.even_cut(configuration, table)
+        )
         if cut is None:
             continue
         peak = candidates.estimate(candidates.plan(configuration, table, cut)).peak_bytes

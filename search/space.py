@@ -2,8 +2,11 @@
 
 A configuration fixes everything but the stage boundaries and the placements inside blocks.
 Degrees are any divisors, not only powers of two, and what the user fixed is honoured
-exactly. Tensor-parallel groups of more than `MOST_TP_NODES` nodes are outside the space
-unless asked for by `tp`.
+exactly. Tensor-parallel groups stay inside a node, and ranks hold at most `MOST_VPP` stages,
+unless asked otherwise by `tp` or `vpp`.
+
+A `Shape` is a set of configurations that differ in schedule, vpp and ZeRO stage alone; they
+share most bounds, so a search opens a shape only when it may hold the best.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from planner.graph import ModelGraph
 from planner.schedule import SCHEDULES, find_schedule
 from search.request import SearchRequest
 
-MOST_TP_NODES = 2
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
 # One rank works at a time under ``naive``, so it can only win when nothing runs at all.
@@ -51,6 +53,37 @@ class Configuration:
         if self.pp > 1:
             parts.append(self.schedule)
         return " ".join([*parts, f"zero{self.zero}", f"recompute-{self.recompute}"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage."""
+
+    dp: int
+    cp: int
+    tp: int
+    pp: int
+    microbatch_size: int
+    num_microbatches: int
+    options: tuple[tuple[str, int], ...]
+    zeros: tuple[int, ...]
+    recompute: str
+
+    @property
+    def num_configurations(self) -> int:
+        """How many configurations the shape holds."""
+        return len(self.options) * len(self.zeros)
+
+    def configurations(self) -> Iterator[Configuration]:
+        """Yield each of them."""
+        for schedule, vpp in self.options:
+            for zero in self.zeros:
+                yield Configuration(
+                    dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp, vpp=vpp,
+                    microbatch_size=self.microbatch_size,
+                    num_microbatches=self.num_microbatches,
+                    schedule=schedule, zero=zero, recompute=self.recompute,
+                )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -138,15 +171,15 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         )
 
 
-def list_configurations(
+def list_shapes(
     request: SearchRequest,
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
     can_split: Callable[[int], bool],
     refusals: Refusals | None = None,
-) -> list[Configuration]:
-    """Return every configuration that divides; raise LayoutError when there is none.
+) -> list[Shape]:
+    """Return every shape that divides; raise LayoutError when there is none.
 
     `can_split(tp)` says whether any op of the model has a sharded strategy at that degree.
     """
@@ -158,7 +191,7 @@ def list_configurations(
             f"be split along; use tp in {_listed(tried)}"
         )
     refusals = refusals if refusals is not None else Refusals()
-    found = list(_configurations(request, graph, cluster, can_split, refusals))
+    found = list(_shapes(request, graph, cluster, can_split, refusals))
     if not found:
         why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
         raise LayoutError(
@@ -169,13 +202,27 @@ def list_configurations(
     return found
 
 
-def _configurations(
+def list_configurations(
+    request: SearchRequest,
+    graph: ModelGraph,
+    cluster: ClusterSpec,
+    *,
+    can_split: Callable[[int], bool],
+) -> list[Configuration]:
+    """Return every configuration that divides, shape by shape; errors as `list_shapes`."""
+    shapes = list_shapes(request, graph, cluster, can_split=can_split)
+    return [one for shape in shapes for one in shape.configurations()]
+
+
+def _shapes(
     request: SearchRequest,
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
     refusals: Refusals,
-) -> Iterator[Configuration]:
+) -> Iterator[Shape]:
+    options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
+    recompute = request.recompute or "mixed"
     for dp, tp, pp in _degrees(request, cluster, can_split, refusals):
         if pp > len(graph.blocks):
             refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
@@ -187,17 +234,22 @@ def _configurations(
             continue
         per_dp = request.global_batch // dp
         for size in _allowed(request.microbatch_size, divisors(per_dp)):
-            count = per_dp // size
-            for schedule, vpp in _schedules(request, graph, pp, count, refusals):
-                for zero in _zeros(request, dp):
-                    for recompute in _recomputes(request):
-                        candidate = Configuration(
-                            dp=dp, cp=1, tp=tp, pp=pp, vpp=vpp, microbatch_size=size,
-                            num_microbatches=count, schedule=schedule, zero=zero,
-                            recompute=recompute,
-                        )  # fmt: skip
-                        if not _forbidden(request, candidate):
-                            yield candidate
+            key = (pp, per_dp // size)
+            if key not in options_of:
+                options_of[key] = tuple(
+                    (schedule, vpp)
+                    for schedule, vpp in _schedules(request, graph, *key, refusals)
+                    if not request.is_forbidden("schedule", schedule)
+                    and not request.is_forbidden("vpp", vpp)
+                )
+            zeros = tuple(z for z in _zeros(request, dp) if not request.is_forbidden("zero", z))
+            chosen = {"dp": dp, "tp": tp, "pp": pp, "microbatch_size": size}
+            forbidden = any(request.is_forbidden(name, value) for name, value in chosen.items())
+            if options_of[key] and zeros and not forbidden:
+                yield Shape(
+                    dp=dp, cp=1, tp=tp, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                    options=options_of[key], zeros=zeros, recompute=recompute,
+                )  # fmt: skip
 
 
 def _degrees(
@@ -207,11 +259,10 @@ def _degrees(
     refusals: Refusals,
 ) -> Iterator[tuple[int, int, int]]:
     n = request.num_devices
-    widest = MOST_TP_NODES * cluster.devices_per_node
     for tp in _allowed(request.tp, divisors(n)):
         if request.tp is None and tp > 1:
-            if tp > widest:
-                refusals.add("tp spans too many nodes", f"tp={tp} spans over {MOST_TP_NODES} nodes")
+            if tp > cluster.devices_per_node:
+                refusals.add("tp stays in a node", f"tp={tp} spans nodes, which only --tp asks for")
                 continue
             if not can_split(tp):
                 refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
@@ -258,22 +309,11 @@ def _zeros(request: SearchRequest, dp: int) -> Sequence[int]:
     return SEARCHED_ZERO if dp > 1 else (0,)
 
 
-def _recomputes(request: SearchRequest) -> Sequence[str]:
-    return (request.recompute,) if request.recompute else ("mixed",)
-
-
 def _allowed(fixed: int | None, candidates: Sequence[int]) -> Sequence[int]:
     """The fixed value if it is among the candidates, else all of them."""
     if fixed is None:
         return candidates
     return (fixed,) if fixed in candidates else ()
-
-
-def _forbidden(request: SearchRequest, candidate: Configuration) -> bool:
-    return any(
-        request.is_forbidden(name, getattr(candidate, name))
-        for name in ("dp", "tp", "pp", "vpp", "microbatch_size", "schedule", "zero", "recompute")
-    )
 
 
 def _listed(numbers: Sequence[int]) -> str:
