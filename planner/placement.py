@@ -14,12 +14,18 @@ from planner.errors import LayoutError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Split in equal contiguous pieces along tensor dim `dim` (never negative)."""
+    """Split in equal pieces along tensor dim `dim` (never negative).
+
+    With `segments` the dim is a row of that many equal parts (the q, k and v of a fused
+    projection; the sequences of a flattened batch) and each part is split in equal
+    contiguous pieces: a rank holds its piece of every part, side by side.
+    """
 
     dim: int
+    segments: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" + (f"x{self.segments}" if self.segments > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +46,17 @@ class Partial:
 
 Placement = Shard | Replicate | Partial
 
-_SHARD = re.compile(r"S\((\d+)\)")
+_SHARD = re.compile(r"S\((\d+)\)(?:x([1-9]\d*))?")
 
 
 def parse_placement(text: str) -> Placement:
-    """Parse ``R``, ``P`` or ``S(dim)``; raise LayoutError on anything else."""
+    """Parse ``R``, ``P``, ``S(dim)`` or ``S(dim)xSEGMENTS``; raise LayoutError on anything else."""
     if text == "R":
         return Replicate()
     if text == "P":
         return Partial()
     if match := _SHARD.fullmatch(text):
-        return Shard(int(match[1]))
+        return Shard(int(match[1]), int(match[2] or 1))
     raise LayoutError(f"placement {text!r} is unknown; use R, P or S(dim), for example S(0)")
 
 

@@ -41,7 +41,10 @@ def collectives(
         return forward, "all_reduce" if grad_partial else None
     if isinstance(dst, Shard):
         if isinstance(src, Shard):
-            return (None, None) if src == dst else ("all_to_all", "all_to_all")
+            if src == dst:
+                return None, None
+            # Pieces of other segments of the same dim: gathered, then cut again.
+            return ("all_gather",) * 2 if src.dim == dst.dim else ("all_to_all",) * 2
         return ("reduce_scatter" if isinstance(src, Partial) else None), "all_gather"
     return None, None
 

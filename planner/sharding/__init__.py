@@ -29,6 +29,7 @@ from planner.sharding.registry import (
     local_ops,
     ops_without_rule,
     rule,
+    segment_counts,
     strategies,
 )
 
@@ -44,5 +45,6 @@ __all__ = [
     "propagate_graph",
     "propagate_layout",
     "rule",
+    "segment_counts",
     "strategies",
 ]

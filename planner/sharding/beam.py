@@ -29,7 +29,7 @@ from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
 from planner.redistribute import collectives, payload_bytes
 from planner.sharding.call import local_shape
-from planner.sharding.registry import grad_is_partial, strategies
+from planner.sharding.registry import grad_is_partial, segment_counts, strategies
 
 BEAM = 64
 
@@ -92,6 +92,7 @@ class BeamSearch:
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep asks for them at every state."""
         self._bytes = {t.name: payload_bytes(t) for t in self.program.tensors}
+        self._segments = segment_counts(self.program)
         self._wire = (self.axis_size - 1) / self.axis_size
 
     def run(self, placement: Mapping[str, Placement], outputs: Mapping[str, Placement]) -> State:
@@ -136,7 +137,7 @@ class BeamSearch:
 
     def _allowed(self, op: Op) -> list[OpSharding]:
         """Return the shardings of an op that honour every pin on its tensors."""
-        offered = strategies(op, self.program.tensor, self.axis_size)
+        offered = strategies(op, self.program.tensor, self.axis_size, segments=self._segments)
         if not self.pins:
             return list(offered)
         names = (*op.inputs, *op.outputs)

@@ -16,11 +16,15 @@ R, P = Replicate(), Partial()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op, the tensors around it with whole (not local) shapes, and the axis size."""
+    """One op, the tensors around it with whole (not local) shapes, and the axis size.
+
+    `segments` are counts of segments worth offering (see `Shard`), beside one.
+    """
 
     op: Op
     tensor: Mapping[str, TensorMeta]
     axis_size: int
+    segments: tuple[int, ...] = ()
 
     def arg(self, index: int, name: str, default: Any = None) -> Any:
         """Return an argument given by position or by keyword, else `default`."""
@@ -69,9 +73,10 @@ def divides(placement: Placement, shape: Shape, axis_size: int) -> bool:
     """Whether a tensor of this shape splits evenly under a placement."""
     if not isinstance(placement, Shard):
         return True
-    return (
-        placement.dim < len(shape) and shape[placement.dim] % axis_size == 0 < shape[placement.dim]
-    )
+    if placement.dim >= len(shape):
+        return False
+    size = shape[placement.dim]
+    return size > 0 and size % (axis_size * placement.segments) == 0
 
 
 def local_shape(shape: Shape, placement: Placement, axis_size: int) -> Shape:

@@ -19,7 +19,7 @@ _CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
 _TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 
 
-@rule(*_CONVOLUTIONS)
+@rule(*_CONVOLUTIONS, contiguous=True)
 def convolution(call: Call) -> Iterator[OpSharding]:
     """Input [n, i, …] or [i, …], weight [o, i / groups, …], bias [o]."""
     weight = call.inputs[1]
@@ -135,7 +135,7 @@ def batch_norm(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([x, *([["c"]] * (len(call.inputs) - 1))], [x])
 
 
-@rule("aten.group_norm")
+@rule("aten.group_norm", contiguous=True)
 def group_norm(call: Call) -> Iterator[OpSharding]:
     """Input [n, c, …], number of groups, weight [c], bias [c]: by sample or by whole groups."""
     rank = len(call.inputs[0])

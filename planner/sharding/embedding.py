@@ -5,18 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.placement import OpSharding, Shard
-from planner.sharding.call import Call
+from planner.sharding.call import Call, P, R
 from planner.sharding.letters import by_letters
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
+
+
+@rule("aten.embedding", contiguous=True)
+def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
+    """Each rank has a range of rows and yields a term of the sum."""
+    if not _depends_on_the_batch(call):
+        yield OpSharding(inputs=(Shard(0), R), outputs=(P,))
 
 
 @rule("aten.embedding")
 def embedding(call: Call) -> Iterator[OpSharding]:
     """Weight [vocabulary, hidden], indices […], output […, hidden]."""
-    if call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False):
-        return  # gradients that depend on the whole batch, or are sparse
-    indices = list(range(len(call.inputs[1])))
-    yield from by_letters([["v", "h"], indices], [[*indices, "h"]], summed="v")
+    if not _depends_on_the_batch(call):
+        indices = list(range(len(call.inputs[1])))
+        yield from by_letters([[None, "h"], indices], [[*indices, "h"]])
+
+
+def _depends_on_the_batch(call: Call) -> bool:
+    """Whether gradients are scaled by how often a row is used, or sparse."""
+    return bool(call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False))
 
 
 @local_form("aten.embedding")

@@ -14,25 +14,33 @@ NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for a loss's `reduction`."""
 
 
+@rule("aten.cross_entropy_loss", contiguous=True)
+def cross_entropy_by_class(call: Call) -> Iterator[OpSharding]:
+    """Ranks exchange a few numbers a sample instead of the logits."""
+    if _has_plain_targets(call):
+        rank = len(call.inputs[0])
+        yield OpSharding(inputs=(Shard(min(1, rank - 1)), R), outputs=(R,))
+
+
 @rule("aten.cross_entropy_loss")
 def cross_entropy(call: Call) -> Iterator[OpSharding]:
-    """Logits [n, c, …] or [c], target [n, …]; not probabilities as target.
+    """Logits [n, c, …] or [c], target [n, …], divided by sample.
 
-    Classes can be divided when targets are indices and classes have no weights: ranks
-    exchange three numbers a sample instead of the logits. Samples can be divided too; a
-    mean then needs the number of targets counted on all ranks.
+    A mean needs the number of targets counted on all ranks.
     """
-    if call.is_floating(call.op.inputs[1]) or isinstance(call.arg(2, "weight"), Ref):
+    if not _has_plain_targets(call):
         return
     reduction = call.arg(3, "reduction", MEAN)
     rank = len(call.inputs[0])
     samples = [d for d in range(rank) if d != min(1, rank - 1)]
-    logits = list(range(rank))
     out = samples if reduction == NONE else []
-    whole = (R,) if reduction != NONE else tuple(R for _ in call.outputs)
-    yield OpSharding(inputs=(Shard(min(1, rank - 1)), R), outputs=whole)
-    inputs: list[Letters] = [[d if d in samples else None for d in logits], samples]
+    inputs: list[Letters] = [[d if d in samples else None for d in range(rank)], samples]
     yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
+
+
+def _has_plain_targets(call: Call) -> bool:
+    """Whether targets are indices and classes have no weights."""
+    return not call.is_floating(call.op.inputs[1]) and not isinstance(call.arg(2, "weight"), Ref)
 
 
 @local_form("aten.cross_entropy_loss")

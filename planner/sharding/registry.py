@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from planner.errors import LayoutError
 from planner.graph import Arg, Op, Program, TensorMeta
-from planner.placement import OpSharding, Placement, Replicate
+from planner.placement import OpSharding, Placement, Replicate, Shard
 from planner.sharding.call import Call, local_shape
 
+_T = TypeVar("_T")
 Rule = Callable[[Call], Iterable[OpSharding]]
 
 
@@ -58,18 +60,29 @@ class Placed:
 
 LocalRule = Callable[[Placed], LocalForm]
 
-_RULES: dict[str, Rule] = {}
+MAX_SEGMENT_COUNTS = 3
+"""Each count multiplies what a search has to look at; more than these are rare."""
+
+_JOINTS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.cat")
+
+_RULES: dict[str, list[tuple[Rule, bool]]] = {}
 _LOCAL: dict[str, LocalRule] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for op packets (``aten.add``) or single overloads (``aten.add.Tensor``)."""
+def rule(*names: str, contiguous: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for op packets (``aten.add``) or single overloads (``aten.add.Tensor``).
+
+    Most ops don't mind which indices of a dim a rank holds, as long as all tensors agree;
+    their shardings are offered in segments too. A rule whose shards must be contiguous, or
+    which speaks of segments itself, says `contiguous`. An op may have one rule of each kind.
+    """
 
     def register(function: Rule) -> Rule:
         for name in names:
-            if name in _RULES:
+            known = _RULES.setdefault(name, [])
+            if any(kind == contiguous for _, kind in known):
                 raise ValueError(f"two sharding rules for {name}")
-            _RULES[name] = function
+            known.append((function, contiguous))
         return function
 
     return register
@@ -88,7 +101,7 @@ def local_form(*names: str) -> Callable[[LocalRule], LocalRule]:
     return register
 
 
-def _find(table: Mapping[str, object], target: str) -> object | None:
+def _find(table: Mapping[str, _T], target: str) -> _T | None:
     found = table.get(target)
     return found if found is not None else table.get(target.rpartition(".")[0])
 
@@ -98,19 +111,37 @@ def has_rule(target: str) -> bool:
     return _find(_RULES, target) is not None
 
 
-def strategies(op: Op, tensor: Mapping[str, TensorMeta], axis_size: int) -> tuple[OpSharding, ...]:
+def strategies(
+    op: Op, tensor: Mapping[str, TensorMeta], axis_size: int, *, segments: Iterable[int] = ()
+) -> tuple[OpSharding, ...]:
     """Return every sharding of an op that computes the right thing, all-replicated first.
 
     `tensor` has whole shapes as numbers. Only shardings whose sizes divide are offered.
+    `segments` are the counts of segments to offer beside plain shards, for example those of
+    `segment_counts(program)`.
     """
-    call = Call(op, tensor, axis_size)
+    call = Call(op, tensor, axis_size, tuple(segments))
     found = {call.replicated(): None}
-    function = _find(_RULES, op.target)
-    if function is not None and axis_size > 1:
-        for sharding in function(call):  # type: ignore[operator]
-            if call.fits(sharding):
-                found[sharding] = None
+    for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
+        for sharding in function(call):
+            counts = (1,) if contiguous else (1, *call.segments)
+            for candidate in (_in_segments(sharding, count) for count in counts):
+                if call.fits(candidate):
+                    found[candidate] = None
     return tuple(found)
+
+
+def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
+    def cut(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        return Shard(placement.dim, placement.segments * count)
+
+    if count == 1:
+        return sharding
+    return OpSharding(
+        inputs=tuple(map(cut, sharding.inputs)), outputs=tuple(map(cut, sharding.outputs))
+    )
 
 
 def local_ops(
@@ -120,9 +151,10 @@ def local_ops(
 
     Raises LayoutError when the sharding is not one of them.
     """
-    replicated = all(isinstance(p, Replicate) for p in (*sharding.inputs, *sharding.outputs))
-    if not replicated:
-        offered = strategies(op, tensor, axis_size)
+    placements = (*sharding.inputs, *sharding.outputs)
+    if not all(isinstance(p, Replicate) for p in placements):
+        counts = {p.segments for p in placements if isinstance(p, Shard)}
+        offered = strategies(op, tensor, axis_size, segments=sorted(counts - {1}))
         if sharding not in offered:
             shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
             raise LayoutError(
@@ -131,13 +163,32 @@ def local_ops(
             )
         form = _find(_LOCAL, op.target)
         if form is not None:
-            return form(Placed(Call(op, tensor, axis_size), sharding, axis))  # type: ignore[operator]
+            return form(Placed(Call(op, tensor, axis_size), sharding, axis))
     return LocalForm((op,))
 
 
 def grad_is_partial(outputs: Iterable[Placement]) -> bool:
     """Whether an op leaves the gradient of its Replicate inputs as a Partial sum."""
     return any(not isinstance(placement, Replicate) for placement in outputs)
+
+
+def segment_counts(program: Program) -> tuple[int, ...]:
+    """Return the counts of segments worth offering in a bound program.
+
+    Those are the equal parts into which a fused dim is cut, or of which it is joined, and
+    the samples of a batch whose leading dims are flattened, as a sequence split needs.
+    """
+    counts: dict[int, None] = {}
+    for op in program.ops:
+        call = Call(op, program.tensor, axis_size=1)
+        for function, contiguous in _find(_RULES, op.target) or ():
+            for sharding in function(call) if contiguous or call.packet in _JOINTS else ():
+                for placement in (*sharding.inputs, *sharding.outputs):
+                    if isinstance(placement, Shard) and (
+                        call.packet in _JOINTS or placement.dim == 0
+                    ):
+                        counts[placement.segments] = None
+    return tuple(sorted(counts.keys() - {1})[:MAX_SEGMENT_COUNTS])
 
 
 def ops_without_rule(program: Program) -> dict[str, int]:

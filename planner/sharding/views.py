@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import prod
 
-from planner.placement import OpSharding
-from planner.sharding.call import Call, P, Shape, normal_dim, normal_dims
+from planner.placement import OpSharding, Shard
+from planner.sharding.call import Call, P, R, Shape, normal_dim, normal_dims
 from planner.sharding.letters import Letters, broadcast, by_letters, same_dims
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
@@ -44,18 +44,42 @@ def dim_groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[i
         yield left, right
 
 
-def reshape_letters(source: Shape, target: Shape) -> tuple[list[int | None], list[int | None]]:
-    """Letters of a reshape: the leading dim of a group is cut where the group is cut."""
-    letters: list[int | None] = [None] * len(source)
-    out: list[int | None] = [None] * len(target)
+def reshape_placements(
+    source: Shape, target: Shape, axis_size: int, segments: Collection[int] = ()
+) -> Iterator[tuple[Shard, Shard]]:
+    """Yield (placement before, placement after) of every way to shard a reshape.
+
+    A group of dims holds the same elements before and after, so it is one flat dim seen
+    twice. Sharding dim i of a group cuts the flat dim in as many segments as the dims in
+    front of i have entries; the same cut must then be a sharding of a dim on the other
+    side. The leading dims give one segment: a plain shard on both sides. Each cut is also
+    offered in `segments` more.
+    """
     if prod(source) == 0:
-        return letters, out
-    for number, (left, right) in enumerate(dim_groups(source, target)):
-        first = next((d for d in left if source[d] > 1), None)
-        second = next((d for d in right if target[d] > 1), None)
-        if first is not None and second is not None:
-            letters[first] = out[second] = number
-    return letters, out
+        return
+    for left, right in dim_groups(source, target):
+        cuts = {_segments_in_front(left, source, d) for d in left}
+        cuts |= {_segments_in_front(right, target, d) for d in right}
+        for count in sorted({cut * more for cut in cuts for more in (1, *segments)}):
+            before = _dim_at(left, source, count, axis_size)
+            after = _dim_at(right, target, count, axis_size)
+            if before is not None and after is not None:
+                yield before, after
+
+
+def _segments_in_front(group: list[int], shape: Shape, dim: int) -> int:
+    """Return the segments of the flattened group that sharding one of its dims makes."""
+    return prod(shape[d] for d in group if d < dim)
+
+
+def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard | None:
+    """Return the sharding of one dim of a group that cuts the flat dim in `count` segments."""
+    for dim in reversed(group):
+        segments, rest = divmod(count, _segments_in_front(group, shape, dim))
+        fits = segments > 0 and rest == 0 and shape[dim] % (segments * axis_size) == 0
+        if fits and shape[dim] > 1:
+            return Shard(dim, segments)
+    return None
 
 
 @rule(
@@ -67,12 +91,15 @@ def reshape_letters(source: Shape, target: Shape) -> tuple[list[int | None], lis
     "aten.squeeze",
     "aten.unsqueeze",
     "aten.view_as",
+    contiguous=True,
 )
 def reshape(call: Call) -> Iterator[OpSharding]:
-    """A dim can be sharded if it leads a group of dims that are merged or divided."""
-    inputs, out = reshape_letters(call.inputs[0], call.outputs[0])
-    rest = [[None] * len(shape) for shape in call.inputs[1:]]
-    yield from by_letters([inputs, *rest], [out])
+    """The same elements under other sizes; see `reshape_placements`."""
+    rest = (R,) * (len(call.inputs) - 1)
+    for before, after in reshape_placements(
+        call.inputs[0], call.outputs[0], call.axis_size, call.segments
+    ):
+        yield OpSharding(inputs=(before, *rest), outputs=(after,))
     if not rest:
         yield _PARTIAL
 
@@ -188,6 +215,23 @@ def split(call: Call) -> Iterator[OpSharding]:
     out = [d for d in range(rank) if d != dim] if unbinds else letters
     yield from by_letters([letters], [out] * len(call.outputs))
     yield OpSharding(inputs=(P,), outputs=(P,) * len(call.outputs))
+    count = len(call.outputs)
+    if not unbinds and count > 1 and len(set(call.outputs)) == 1:
+        # Equal parts are segments: a rank that holds its piece of each part cuts them apart.
+        yield OpSharding(inputs=(Shard(dim, count),), outputs=(Shard(dim),) * count)
+
+
+@local_form("aten.split", "aten.unsafe_split", "aten.split_with_sizes")
+def split_on_shard(placed: Placed) -> LocalForm:
+    """With segments divided, parts are as large as a rank's piece of one."""
+    op, call = placed.op, placed.call
+    dim = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0]))
+    cut = placed.sharding.outputs[0]
+    if not isinstance(cut, Shard) or cut.dim != dim:
+        return LocalForm((op,))
+    part = placed.local_output()[dim]
+    sizes = part if isinstance(op.args[1], int) else (part,) * len(op.outputs)
+    return LocalForm((replace(op, args=(op.args[0], sizes, *op.args[2:])),))
 
 
 @rule("aten.cat", "aten.concat", "aten.stack")
@@ -200,6 +244,8 @@ def join(call: Call) -> Iterator[OpSharding]:
     count = len(call.inputs)
     yield from by_letters([letters] * count, [out])
     yield OpSharding(inputs=(P,) * count, outputs=(P,))
+    if call.packet != "aten.stack" and count > 1 and len(set(call.inputs)) == 1:
+        yield OpSharding(inputs=(Shard(dim),) * count, outputs=(Shard(dim, count),))
 
 
 @rule("aten.pad", "aten.constant_pad_nd")

@@ -85,7 +85,9 @@ def one_op(target: str, *args: Any, **kwargs: Any) -> OneOp:
 def place(tensor: Tensor, placement: Placement, rank: int, world_size: int) -> Tensor:
     """Return one rank's part; terms of a Partial are random and add up to the tensor."""
     if isinstance(placement, Shard):
-        return tensor.chunk(world_size, placement.dim)[rank].clone()
+        segments = tensor.chunk(placement.segments, placement.dim)
+        pieces = [segment.chunk(world_size, placement.dim)[rank] for segment in segments]
+        return torch.cat(pieces, placement.dim)
     if isinstance(placement, Replicate):
         return tensor.clone()
     generator = torch.Generator().manual_seed(tensor.numel())
@@ -99,7 +101,9 @@ def place(tensor: Tensor, placement: Placement, rank: int, world_size: int) -> T
 def whole(parts: Sequence[Tensor], placement: Placement) -> list[Tensor]:
     """Return the whole tensor as each rank knows it: all must agree with the dense one."""
     if isinstance(placement, Shard):
-        return [torch.cat(list(parts), placement.dim)]
+        pieces = [part.chunk(placement.segments, placement.dim) for part in parts]
+        in_order = [piece[i] for i in range(placement.segments) for piece in pieces]
+        return [torch.cat(in_order, placement.dim)]
     if isinstance(placement, Replicate):
         return list(parts)
     return [torch.stack(list(parts)).sum(0)]

@@ -7,15 +7,16 @@ import random
 from planner.graph import Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.plan import ClassLayout
-from planner.sharding import divides, strategies
+from planner.sharding import divides, segment_counts, strategies
 
 
 def random_layout(program: Program, rng: random.Random, axis_size: int) -> ClassLayout:
     """Any strategy for any op and any placement at the boundary, drawn at random."""
     ops: list[tuple[str, OpSharding]] = []
     wanted: dict[str, list[Placement]] = {}
+    counts = segment_counts(program)
     for op in program.ops:
-        offered = strategies(op, program.tensor, axis_size)
+        offered = strategies(op, program.tensor, axis_size, segments=counts)
         sharding = (
             rng.choice(offered[1:]) if len(offered) > 1 and rng.random() < 0.8 else offered[0]
         )

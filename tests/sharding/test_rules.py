@@ -13,11 +13,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from planner.errors import LayoutError
 from planner.placement import OpSharding, Partial, Replicate, Shard
 from planner.sharding import grad_is_partial, has_rule, local_ops, local_shape, strategies
 from tests.sharding.op_cases import CASES
 from tests.sharding.programs import (
     OneOp,
+    one_op,
+    place,
     random_cotangents,
     run_dense,
     run_local,
@@ -35,7 +38,7 @@ def test_every_strategy_equals_the_whole_op(case, seed):
     torch.manual_seed(seed)
     single = CASES[case](random.Random(f"{case}{seed}"), axis_size)
     assert has_rule(single.op.target)
-    offered = strategies(single.op, single.program.tensor, axis_size)
+    offered = strategies(single.op, single.program.tensor, axis_size, segments=(2, 3))
     assert offered[0] == OpSharding(
         inputs=(Replicate(),) * len(single.op.inputs),
         outputs=(Replicate(),) * len(single.op.outputs),
@@ -85,7 +88,7 @@ def check(single: OneOp, sharding: OpSharding, axis_size: int) -> None:
 
 def _locals(tensor, placement, axis_size):
     if isinstance(placement, Shard):
-        return tensor.chunk(axis_size, placement.dim)
+        return [place(tensor, placement, rank, axis_size) for rank in range(axis_size)]
     return [tensor] * axis_size
 
 
@@ -131,9 +134,6 @@ def test_the_same_tensor_twice_needs_one_placement_each():
 
 def test_sizes_that_do_not_divide_are_refused_with_the_rule():
     """M8: dim 6 on 4 ranks is not offered, and asking for it says what is."""
-    from planner.errors import LayoutError
-    from tests.sharding.programs import one_op
-
     single = one_op("aten.relu.default", torch.randn(6, 8))
     offered = strategies(single.op, single.program.tensor, 4)
     assert [str(s) for s in offered] == ["R->R", "S(1)->S(1)"]
@@ -142,3 +142,13 @@ def test_sizes_that_do_not_divide_are_refused_with_the_rule():
         LayoutError, match=r"can't run as S\(0\)->S\(0\) on tp=4; use one of R->R; S"
     ):
         local_ops(single.op, asked, single.program.tensor, axis="tp", axis_size=4)
+
+
+def test_fused_projections_and_flattened_batches_are_cut_in_segments():
+    """The q, k and v of one matrix stay on their rank; a sequence shard survives flattening."""
+    split = one_op("aten.split.Tensor", torch.randn(2, 12), 4, 1)
+    offered = list(map(str, strategies(split.op, split.program.tensor, 2)))
+    assert "S(1)x3->S(1),S(1),S(1)" in offered
+    flatten = one_op("aten.view.default", torch.randn(3, 4, 5), [12, 5])
+    offered = list(map(str, strategies(flatten.op, flatten.program.tensor, 2)))
+    assert "S(1)->S(0)x3" in offered
