@@ -16,11 +16,10 @@ from planner.schedule import (
     Transfer,
     build_schedule,
     communication_order,
-    fold_placement,
-    loop_placement,
     validate_communication,
     validate_schedule,
 )
+from tests.schedule.tables import random_table
 
 PLAIN = build_schedule("1f1b", pp=3, vpp=1, num_microbatches=4)
 SPLIT = build_schedule("zb_h1", pp=3, vpp=1, num_microbatches=4)
@@ -175,41 +174,6 @@ def test_an_in_flight_limit_may_be_given() -> None:
         validate_schedule(fthenb, in_flight_limit=(4, 3))
     with pytest.raises(ScheduleError, match="1 entries for pp=2"):
         validate_schedule(fthenb, in_flight_limit=(4,))
-
-
-def random_table(rng: random.Random) -> Schedule:
-    """A valid table: jobs taken in a random order in which each has its inputs."""
-    pp, vpp, m = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 6)
-    placed = list(rng.choice([loop_placement, fold_placement])(pp, vpp))
-    if rng.random() < 0.3:
-        rng.shuffle(placed)
-    num_stages = pp * vpp
-    split = {(s, i): rng.random() < 0.5 for s in range(num_stages) for i in range(m)}
-    ready = [Job(kind=JobKind.FORWARD, stage_index=0, microbatch_index=i) for i in range(m)]
-    rows: Rows = [[] for _ in range(pp)]
-    while ready:
-        job = ready.pop(rng.randrange(len(ready)))
-        rows[placed[job.stage_index]].append(job)
-        stage, i = job.stage_index, job.microbatch_index
-
-        def gradient(s: int, i: int = i) -> Job:
-            kind = JobKind.BACKWARD_INPUT if split[s, i] else JobKind.FULL_BACKWARD
-            return Job(kind=kind, stage_index=s, microbatch_index=i)
-
-        if job.kind is JobKind.FORWARD:
-            last = stage + 1 == num_stages
-            ready.append(gradient(stage) if last else replace(job, stage_index=stage + 1))
-        elif job.kind is not JobKind.BACKWARD_WEIGHT:
-            if stage:
-                ready.append(gradient(stage - 1))
-            if job.kind is JobKind.BACKWARD_INPUT:
-                ready.append(replace(job, kind=JobKind.BACKWARD_WEIGHT))
-    return Schedule(
-        name="random",
-        stage_to_pp_rank=tuple(placed),
-        num_microbatches=m,
-        jobs=tuple(map(tuple, rows)),
-    )
 
 
 def test_a_thousand_valid_tables_are_accepted() -> None:
