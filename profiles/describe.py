@@ -57,6 +57,8 @@ def _machine(profile: Profile) -> Any:
     row("allocator overhead", f"{overhead.value:.1%}", overhead)
     launch = file.launch_overhead_s
     row("launch overhead per op", format_seconds(launch.value), launch)
+    for direction, figure in file.block_correction.items():
+        row(f"whole blocks, {direction}", f"x {figure.value:.2f} the sum of ops", figure)
     for fit in file.optimizer_fits:
         name = "AdamW, sharded parameters" if fit.sharded else "AdamW"
         each = format_seconds(fit.s_per_tensor)

@@ -16,6 +16,9 @@ MATMUL = "matmul"
 CONVOLUTION = "convolution"
 ATTENTION = "attention"
 MEMORY = "memory"
+BLOCK = "block"
+BLOCK_TARGET = "planner.block"
+"""Target of records of whole blocks, which check sums of ops and speak for no op."""
 
 _POINTWISE = frozenset(
     (
@@ -34,6 +37,8 @@ def packet_of(target: str) -> str:
 
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
+    if target == BLOCK_TARGET:
+        return BLOCK
     name = packet_of(target)
     if name in MATMULS:
         return MATMUL

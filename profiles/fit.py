@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from profiles.families import family_of
+from profiles.families import BLOCK, family_of
 from profiles.records import CollectiveFit, CollectiveRecord, Direction, OpFit, OpRecord, Piece
 
 MAX_PIECES = 4
@@ -48,6 +48,8 @@ def fit_ops(records: Sequence[OpRecord]) -> tuple[OpFit, ...]:
     """Fit one line per family, and per target with enough samples, dtype and direction."""
     groups: dict[tuple[str, str, Direction], list[OpRecord]] = defaultdict(list)
     for record in records:
+        if family_of(record.target) == BLOCK:
+            continue
         for name in (family_of(record.target), record.target):
             groups[name, record.dtype, record.direction].append(record)
     fits = []

@@ -23,10 +23,10 @@ from planner.graph import ModelGraph
 from profiles.fit import MIN_SAMPLES_PER_TARGET
 from profiles.grid import base_probes, collective_probes, standard_grid
 from profiles.launchers import ClusterLauncher, Launcher, LocalLauncher, cluster_rank, serve
-from profiles.probes import CollectiveProbe, OpProbe
+from profiles.probes import BlockProbe, CollectiveProbe, OpProbe
 from profiles.profile import Profile
 from profiles.session import THREADS, Ranks, Session
-from profiles.signatures import signatures
+from profiles.signatures import blocks, signatures
 from profiles.store import PROFILE_FILE, check_writable, remove_session, write_profile_file
 from profiles.summary import summarize
 from profiles.surroundings import measure_surroundings
@@ -100,20 +100,23 @@ def measure_profile(
         )
         num_devices = gpus or len(about)
         grid = signatures(models, num_devices=num_devices) if models else standard_grid(device)
+        whole = blocks(models)
+        missing_blocks = [p for p in whole if session.lacks_op(p)]
         missing_ops = [p for p in (*base_probes(), *grid) if session.lacks_op(p)]
         asked = collective_probes(groups_to_measure(ranks.nodes))
         missing = [p for p in asked if session.lacks_collective(p)]
-        if not missing_ops and not missing and (directory / PROFILE_FILE).exists():
+        if not (missing_ops or missing or missing_blocks) and (directory / PROFILE_FILE).exists():
             remove_session(directory)
             return _loaded(directory)
         try:
             surroundings = measure_surroundings(workers, session, run.report)
         except ProbeFailed as error:
             raise ProfileError(f"can't measure the memory of a process: {error}") from None
-        complete = run.measure(missing_ops, missing)
+        complete = run.measure(missing_ops, missing, missing_blocks)
     file = summarize(
         session,
         surroundings,
+        blocks=whole,
         complete=complete,
         stragglers=describe_stragglers(run.rank_seconds, ranks.hosts) if run.rank_seconds else [],
     )
@@ -139,22 +142,31 @@ class _Run:
     progress: Progress
     total: int = 0
     done: int = 0
-    samples: dict[OpProbe, dict[tuple[str, str], list[float]]] = field(default_factory=dict)
+    samples: dict[OpProbe | BlockProbe, dict[tuple[str, str], list[float]]] = field(
+        default_factory=dict
+    )
     rank_seconds: dict[int, float] = field(default_factory=dict)
 
-    def measure(self, ops: Sequence[OpProbe], collectives: Sequence[CollectiveProbe]) -> bool:
+    def measure(
+        self,
+        ops: Sequence[OpProbe],
+        collectives: Sequence[CollectiveProbe],
+        blocks: Sequence[BlockProbe],
+    ) -> bool:
         """Measure and return whether everything asked for was reached."""
-        self.total = len(ops) + len(collectives)
+        self.total = len(ops) + len(collectives) + len(blocks)
         basic = [p for p in ops if p.weight == float("inf")]
         for probe in basic:
             self._time_op(probe, MOST_PROBE_S / 2)
         postponed = self._collectives(collectives)
         rest = _spanning_first(p for p in ops if p.weight < float("inf"))
-        for index, probe in enumerate(rest):
-            if 8 * _expected_seconds(probe) > 0.3 * self._left():
+        # Blocks before ops: they are few, and correct whatever the ops add up to.
+        every: list[OpProbe | BlockProbe] = [*blocks, *rest]
+        for index, item in enumerate(every):
+            if 8 * _expected_seconds(item) > 0.3 * self._left():
                 postponed += 1
                 continue
-            self._time_op(probe, self._share(self._left(), len(rest) - index))
+            self._time_op(item, self._share(self._left(), len(every) - index))
         self._refine(rest)
         return postponed == 0
 
@@ -194,7 +206,7 @@ class _Run:
         worst = max(map(_standard_error, cold), default=0.0)
         return 0.0 if worst < GOOD_STANDARD_ERROR else worst * probe.weight
 
-    def _time_op(self, probe: OpProbe, seconds: float) -> None:
+    def _time_op(self, probe: OpProbe | BlockProbe, seconds: float) -> None:
         answers = self._call(probe, {"task": "op", "probe": probe.to_json(), "seconds": seconds})
         if not answers:
             return
@@ -222,7 +234,9 @@ class _Run:
         if samples:
             self.session.add_collective(probe, samples, concurrent_groups=len(groups))
 
-    def _call(self, probe: OpProbe | CollectiveProbe, task: dict[str, Any]) -> list[dict[str, Any]]:
+    def _call(
+        self, probe: OpProbe | BlockProbe | CollectiveProbe, task: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         self.report(str(probe))
         self.done += 1
         try:
@@ -248,7 +262,7 @@ def _standard_error(samples: Sequence[float]) -> float:
     return float((high - low) / middle / np.sqrt(len(samples)))
 
 
-def _expected_seconds(probe: OpProbe) -> float:
+def _expected_seconds(probe: OpProbe | BlockProbe) -> float:
     """Guess, before measuring, at a rate that any machine of today has."""
     return sum(q.flop / 2e10 + q.num_bytes / 5e9 for q in probe.queries)
 

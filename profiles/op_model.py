@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cluster import ClusterSpec
-from profiles.families import canonical_shapes, family_of, features
+from profiles.families import BLOCK, canonical_shapes, family_of, features
 from profiles.records import Lookup, OpFit, OpQuery, OpRecord
 
 LENGTH_SCALE = 2.0
@@ -115,6 +115,8 @@ class OpModel:
     def _build_surfaces(self, records: Sequence[OpRecord]) -> dict[tuple, _Surface]:
         groups: dict[tuple, list[OpRecord]] = {}
         for record in records:
+            if family_of(record.target) == BLOCK:
+                continue
             for name in {record.target, family_of(record.target)}:
                 groups.setdefault((name, record.dtype, record.direction), []).append(record)
         return {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.flops import backward_work, op_work
-from planner.graph import Op, Ref, TensorMeta, map_refs, to_json
-from profiles.families import canonical_shapes
-from profiles.records import CollectiveKind, Group, OpQuery
+from planner.graph import Op, Program, Ref, TensorMeta, map_refs, to_json
+from profiles.families import BLOCK_TARGET, canonical_shapes
+from profiles.records import CollectiveKind, Direction, Group, OpQuery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,52 @@ class OpProbe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProbe:
+    """A whole block as the runtime runs it: the check on the sum of its ops.
+
+    `forward` and `backward` are the block as one query; `parts` the queries of its ops.
+    """
+
+    program: Program
+    forward: OpQuery
+    backward: OpQuery | None
+    parts: tuple[OpQuery, ...]
+    weight: float
+
+    @property
+    def queries(self) -> tuple[OpQuery, ...]:
+        """What the probe answers."""
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
+
+    @property
+    def arguments(self) -> str:
+        """The program's digest: blocks of equal inputs may differ inside."""
+        text = json.dumps(to_json(self.program), separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def key(self) -> tuple:
+        """Equal for probes of the same program."""
+        return BLOCK_TARGET, self.arguments
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a worker needs to run the probe."""
+        tensors = [
+            asdict(
+                ProbeTensor(
+                    shape=meta.shape_at(1), dtype=meta.dtype, requires_grad=meta.requires_grad
+                )
+            )
+            for name in (*self.program.inputs, *self.program.params)
+            for meta in [self.program.tensor[name]]
+        ]
+        return {"program": to_json(self.program), "tensors": tensors}
+
+    def __str__(self) -> str:
+        return f"block {self.program.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveProbe:
     """One collective to time on every group of one shape at once."""
 
@@ -112,6 +159,35 @@ def probe_of(op: Op, tensor: Mapping[str, TensorMeta], *, weight: float = 1.0) -
         ),
         forward=query,
         backward=back if backward.num_bytes else None,
+        weight=weight,
+    )
+
+
+def block_probe(program: Program, *, weight: float) -> BlockProbe | None:
+    """Return the probe of a bound program; None if it has ops that need a process group."""
+    if any(op.target.startswith("planner.") for op in program.ops):
+        return None
+    ops = [probe_of(op, program.tensor) for op in program.ops]
+    parts = [q for op in ops for q in op.queries if op.forward.num_bytes]
+    inputs = [program.tensor[name] for name in (*program.inputs, *program.params)]
+
+    def total(direction: Direction) -> OpQuery:
+        mine = [part for part in parts if part.direction == direction]
+        return OpQuery(
+            target=BLOCK_TARGET,
+            shapes=tuple(meta.shape_at(1) for meta in inputs),
+            dtype=next((m.dtype for m in inputs if "float" in m.dtype), "float32"),
+            direction=direction,
+            flop=sum(part.flop for part in mine),
+            num_bytes=sum(part.num_bytes for part in mine),
+        )
+
+    backward = total("backward")
+    return BlockProbe(
+        program=program,
+        forward=total("forward"),
+        backward=backward if backward.num_bytes else None,
+        parts=tuple(parts),
         weight=weight,
     )
 

@@ -11,6 +11,7 @@ from profiles.collective_model import CollectiveModel
 from profiles.op_model import OpModel
 from profiles.records import (
     CollectiveRecord,
+    Direction,
     Group,
     Lookup,
     OpQuery,
@@ -110,6 +111,11 @@ class Profile:
             source="AdamW, passes over memory at its peak rate",
             relative_error=0.3,
         )
+
+    def block_correction(self, direction: Direction) -> float:
+        """Return measured time of whole blocks over the sum of their ops; 1 if not measured."""
+        figure = self.file.block_correction.get(direction)
+        return 1.0 if figure is None else figure.value
 
     def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
         """Return by how much a part slows while both run together; 1 if not measured."""

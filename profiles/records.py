@@ -268,6 +268,7 @@ class ProfileFile(_Record):
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
+    block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     optimizer_fits: tuple[OptimizerFit, ...] = ()
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()

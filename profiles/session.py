@@ -13,7 +13,7 @@ import numpy as np
 
 from planner.errors import ProfileError
 from profiles.op_model import record_key
-from profiles.probes import CollectiveProbe, OpProbe
+from profiles.probes import BlockProbe, CollectiveProbe, OpProbe
 from profiles.records import CollectiveRecord, OpRecord, SkippedProbe
 from profiles.store import (
     COLLECTIVES_FILE,
@@ -109,7 +109,7 @@ class Session:
         write_collectives(directory, session.collectives)
         return session
 
-    def lacks_op(self, probe: OpProbe) -> bool:
+    def lacks_op(self, probe: OpProbe | BlockProbe) -> bool:
         """Whether a direction of the probe has no record for some kind of device."""
         known = {_op_key(record) for record in self.ops}
         return any(
@@ -122,7 +122,9 @@ class Session:
         """Whether the probe has no record."""
         return all(_collective_key(record) != _probe_key(probe) for record in self.collectives)
 
-    def add_op(self, probe: OpProbe, samples: Mapping[tuple[str, str], Sequence[float]]) -> None:
+    def add_op(
+        self, probe: OpProbe | BlockProbe, samples: Mapping[tuple[str, str], Sequence[float]]
+    ) -> None:
         """Write a probe's records; `samples` are by kind of device and name, which is a
         direction, or a direction followed by ``_warm``.
         """

@@ -14,7 +14,7 @@ from planner.graph import ModelGraph, Op, Program, TensorMeta
 from planner.placement import Placement
 from planner.sharding import local_ops, strategies
 from planner.sharding.call import local_shape
-from profiles.probes import OpProbe, probe_of
+from profiles.probes import BlockProbe, OpProbe, block_probe, probe_of
 
 MICROBATCH_SIZES = (1, 2, 4, 8)
 """Measured for every op; other microbatch sizes are interpolated."""
@@ -49,6 +49,22 @@ def signatures(
                         weight = probe.weight + (known.weight if known else 0.0)
                         found[probe.key] = replace(known or probe, weight=weight)
     return tuple(sorted(found.values(), key=lambda probe: -probe.weight))
+
+
+BLOCK_MICROBATCH_SIZES = (1, 4)
+
+
+def blocks(models: Iterable[ModelGraph]) -> tuple[BlockProbe, ...]:
+    """Return a probe of every block class as a whole, at two microbatch sizes."""
+    found: dict[tuple, BlockProbe] = {}
+    for graph in models:
+        for index, program in enumerate(graph.classes):
+            uses = sum(block.class_index == index for block in graph.blocks)
+            for size in BLOCK_MICROBATCH_SIZES:
+                probe = block_probe(program.bind(size), weight=float(uses))
+                if probe is not None:
+                    found[probe.key] = probe
+    return tuple(found.values())
 
 
 def degrees(num_devices: int) -> tuple[int, ...]:

@@ -10,9 +10,12 @@ from planner.errors import ProfileError
 from profiles.families import MATMUL, family_of
 from profiles.fit import fit_collectives, fit_nonnegative, fit_ops
 from profiles.grid import COPY_BYTES
+from profiles.op_model import OpModel, record_key
+from profiles.probes import BlockProbe
 from profiles.records import (
     ClusterRecord,
     CollectiveRecord,
+    Direction,
     Figure,
     Group,
     LinkRecord,
@@ -28,6 +31,7 @@ def summarize(
     session: Session,
     surroundings: Surroundings,
     *,
+    blocks: Sequence[BlockProbe],
     complete: bool,
     stragglers: Sequence[str],
 ) -> ProfileFile:
@@ -40,12 +44,14 @@ def summarize(
     ops = [record for record in session.ops if record.device == device]
     others = [kind for kind in session.ranks.kinds if kind != device]
     mixed = [f"mixed devices: {device} is the slowest and stands for all; also {', '.join(others)}"]
+    cluster = _cluster(session, device, ops)
+    fits = fit_ops(ops)
     return ProfileFile(
         name=session.ranks.hosts[0],
         source="measured",
         complete=complete,
         conditions=dict(session.conditions),
-        cluster=_cluster(session, device, ops),
+        cluster=cluster,
         context_bytes=_measured(
             surroundings.context_bytes,
             "a rank with its libraries, communicator and a first tiny step, before tensors",
@@ -62,11 +68,40 @@ def summarize(
             for part, factor in surroundings.overlap.items()
         },
         optimizer_fits=_optimizer_fits(surroundings.optimizer),
-        op_fits=fit_ops(ops),
+        block_correction=_block_correction(blocks, ops, OpModel(cluster.spec(device), ops, fits)),
+        op_fits=fits,
         collective_fits=fit_collectives(session.collectives),
         skipped=tuple(session.skipped),
         notes=(*(mixed if others else []), *surroundings.links, *stragglers),
     )
+
+
+def _block_correction(
+    blocks: Sequence[BlockProbe], ops: Sequence[OpRecord], model: OpModel
+) -> dict[Direction, Figure]:
+    """Return time of whole blocks over the sum of their ops, blocks weighted by their uses."""
+    known = {(record_key(record), record.arguments): record.seconds for record in ops}
+    corrections: dict[Direction, Figure] = {}
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        measured = summed = 0.0
+        ratios = []
+        for block in blocks:
+            for query in block.queries:
+                seconds = known.get((record_key(query), block.arguments))
+                if query.direction != direction or seconds is None:
+                    continue
+                parts = [part for part in block.parts if part.direction == direction]
+                total = sum(model.seconds(part).seconds for part in parts)
+                if total:
+                    measured += block.weight * seconds
+                    summed += block.weight * total
+                    ratios.append(seconds / total)
+        if summed:
+            spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+            detail = f"{len(ratios)} whole blocks over the sums of their ops ({spread})"
+            corrections[direction] = _measured(measured / summed, detail)
+    return corrections
 
 
 def _slowest_kind(session: Session) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.graph import Ref, Symbol, from_json
-from planner.program_fx import aten_overload
+from planner.program_fx import aten_overload, to_graph_module
 
 ROTATION_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Inputs rotate through this much memory, so that weights are as cold as in training: more
@@ -135,7 +135,7 @@ Call = tuple[list[Any], dict[str, Any], list[Tensor]]
 
 
 class _Calls:
-    """Ready-made calls of one op: on storage that rotates, or always on the same.
+    """Ready-made calls of one op or block: on storage that rotates, or always on the same.
 
     Each call of a sample has its own leaves, so that gradients of shared weights are not
     summed, which the op alone would not do. Mutable: it remembers where the rotation is.
@@ -150,29 +150,39 @@ class _Calls:
         self._calls, self._warm = cold, warm
         self._next = 0
         self._leaves: list[Tensor] = []
-        self._gradient: Tensor | None = None
+        self._gradients: list[Tensor] = []
 
     @classmethod
     def of(cls, probe: Mapping[str, Any], device: torch.device) -> _Calls:
-        op = from_json(probe["op"])
+        """Return the calls of an op, or of a whole program (``probe["program"]``)."""
         forms = probe["tensors"]
+        function: Callable[..., Any]
+        kwargs: tuple[tuple[str, Any], ...] = ()
+        if "program" in probe:
+            program = from_json(probe["program"])
+            function, name = to_graph_module(program, {}, device), program.name
+            args = tuple(Ref(f"t{position}") for position in range(len(forms)))
+        else:
+            op = from_json(probe["op"])
+            function, name = aten_overload(op.target), op.target
+            args, kwargs = op.args, op.kwargs
 
         def call_on(tensors: list[Tensor]) -> Call:
             own = [tensor.detach() for tensor in tensors]
             needing = zip(own, forms, strict=True)
             leaves = [t.requires_grad_() for t, form in needing if form["requires_grad"]]
             named = {f"t{position}": tensor for position, tensor in enumerate(own)}
-            args = [_plain(arg, named, device) for arg in op.args]
-            return args, {k: _plain(v, named, device) for k, v in op.kwargs}, leaves
+            plain = [_plain(arg, named, device) for arg in args]
+            return plain, {k: _plain(v, named, device) for k, v in kwargs}, leaves
 
         num_bytes = sum(_empty(form, "meta").nbytes for form in forms)
         rotation = ROTATION_BYTES[device.type] // max(num_bytes, 1)
         stores = max(1, min(MAX_CALLS_PER_SAMPLE, rotation))
-        first = [_make(form, op.target, forms, device) for form in forms]
+        first = [_make(form, name, forms, device) for form in forms]
         # Values do not matter, so the other sets are copies: they are quicker to make.
         sets = [first, *([tensor.clone() for tensor in first] for _ in range(stores - 1))]
         return cls(
-            aten_overload(op.target),
+            function,
             cold=[call_on(sets[i % stores]) for i in range(MAX_CALLS_PER_SAMPLE)],
             warm=[call_on(first) for _ in range(MAX_CALLS_PER_SAMPLE)],
             device=device,
@@ -197,22 +207,21 @@ class _Calls:
         """
         if not self.differentiable:
             return
-        outputs = [_first_differentiable(result) for result in results]
-        gradient = self._gradient
-        if gradient is None:
-            gradient = self._gradient = torch.ones_like(outputs[0])
+        outputs = [_differentiable(result) for result in results]
+        if not self._gradients:
+            self._gradients = [torch.ones_like(part) for part in outputs[0]]
         torch.autograd.grad(
-            outputs,
+            [part for parts in outputs for part in parts],
             self._leaves,
-            [gradient] * len(outputs),
+            self._gradients * len(outputs),
             allow_unused=True,
             retain_graph=keep,
         )
 
 
-def _first_differentiable(result: Any) -> Tensor:
+def _differentiable(result: Any) -> list[Tensor]:
     parts = result if isinstance(result, tuple | list) else (result,)
-    return next(part for part in parts if isinstance(part, Tensor) and part.requires_grad)
+    return [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
 
 
 def _plain(arg: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:

@@ -9,14 +9,17 @@ import time
 
 import pytest
 
+from planner.capture import capture_module
 from planner.errors import ProfileError
 from profiles import Group, load_profile, measure_profile
 from profiles import measure as measuring
-from profiles.grid import collective_probes, standard_grid
+from profiles.grid import base_probes, collective_probes, standard_grid
 from profiles.launchers import LocalLauncher, free_port
 from profiles.measure import _spanning_first
 from profiles.op_model import record_key
+from profiles.signatures import blocks, signatures
 from profiles.workers import ProbeFailed, WorkerGroup
+from tests.builders import tiny_models
 
 
 def a_few_probes(device):
@@ -217,3 +220,16 @@ def test_processes_that_a_launcher_started_measure_together(tmp_path):
     loaded = load_profile(tmp_path / "p")
     assert loaded.file.conditions["nproc"] == 2
     assert {(r.ranks_per_node, r.num_nodes) for r in loaded.collectives} == {(2, 1)}
+
+
+@pytest.mark.slow
+def test_a_model_is_measured_by_its_signatures_and_its_blocks(tmp_path):
+    """X7, M16: as many op records as signatures; whole blocks give a correction near 1."""
+    model = tiny_models()["gpt"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+    measured = measure_profile(tmp_path, nproc=1, models=[graph])
+    asked = [*base_probes(), *signatures([graph], num_devices=1), *blocks([graph])]
+    assert measured.file.complete
+    assert len(measured.ops) == sum(len(probe.queries) for probe in asked)
+    for direction in ("forward", "backward"):
+        assert 0.3 < measured.block_correction(direction) < 3

@@ -8,7 +8,7 @@ from planner.capture import capture_module
 from planner.flops import op_work
 from planner.sharding import strategies
 from profiles.grid import standard_grid
-from profiles.signatures import signatures
+from profiles.signatures import blocks, signatures
 from tests.builders import tiny_models
 
 
@@ -76,3 +76,14 @@ def test_strategies_of_a_linear_layer_are_more_than_one(graph):
     bound = graph.classes[1].bind(2)
     linear = next(op for op in bound.ops if op.target == "aten.linear.default")
     assert len(strategies(linear, bound.tensor, 2)) > 1
+
+
+def test_a_block_is_the_sum_of_its_ops(graph):
+    """One probe per class and size; its parts are the queries of its ops with work."""
+    probes = blocks([graph, graph])
+    assert len(probes) == 2 * len(graph.classes)
+    for probe in probes:
+        works = [op_work(op, probe.program.tensor) for op in probe.program.ops]
+        assert probe.forward.flop == sum(work.flop for work in works)
+        forward = [part for part in probe.parts if part.direction == "forward"]
+        assert len(forward) == sum(work.num_bytes > 0 for work in works)
