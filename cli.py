@@ -21,6 +21,7 @@ from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from profiles import Profile
+    from search import SearchRequest
 
 app = typer.Typer(
     name="planner",
@@ -41,6 +42,27 @@ ProfileOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
+]
+
+GpusOption = Annotated[int, typer.Option(help="Devices to use, all of them.")]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option(help="Samples per step. Default: 8 per device.")
+]
+MemoryLimitOption = Annotated[
+    float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
+]
+DpOption = Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")]
+TpOption = Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")]
+PpOption = Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")]
+VppOption = Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")]
+CpOption = Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")]
+MicrobatchSizeOption = Annotated[int | None, typer.Option(help="Fix samples per microbatch.")]
+ScheduleOption = Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")]
+ZeroOption = Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")]
+RecomputeOption = Annotated[str | None, typer.Option(help="Fix recompute: none or full.")]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
 ]
 
 
@@ -226,31 +248,43 @@ def _num_devices(device: str) -> int:
     return torch.cuda.device_count() if device == "cuda" else 2
 
 
+def _request(
+    *,
+    model: Path,
+    gpus: int,
+    global_batch: int | None,
+    memory_limit: float | None,
+    **choices: Any,
+) -> SearchRequest:
+    from search import SearchRequest
+
+    return SearchRequest(
+        num_devices=gpus,
+        global_batch=8 * gpus if global_batch is None else global_batch,
+        memory_limit_bytes=_bytes_of_gib(memory_limit),
+        model_file=str(model),
+        **choices,
+    )
+
+
 @app.command()
 def search(
     model: ModelFile,
-    gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")],
+    gpus: GpusOption,
     profile: ProfileOption = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="Samples per step. Default: 8 per device.")
-    ] = None,
-    memory_limit: Annotated[
-        float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
-    ] = None,
+    global_batch: GlobalBatchOption = None,
+    memory_limit: MemoryLimitOption = None,
     out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
-    dp: Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None,
-    vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None,
-    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None,
-    microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None,
-    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="Fix recompute: none or full.")] = None,
-    pin: Annotated[
-        list[str] | None,
-        typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
-    ] = None,
+    dp: DpOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    vpp: VppOption = None,
+    cp: CpOption = None,
+    microbatch_size: MicrobatchSizeOption = None,
+    schedule: ScheduleOption = None,
+    zero: ZeroOption = None,
+    recompute: RecomputeOption = None,
+    pin: PinOption = None,
     gap: Annotated[
         float, typer.Option(help="Stop when proved within this fraction of the best.")
     ] = 0.0,
@@ -259,23 +293,26 @@ def search(
     ] = None,
 ) -> None:
     """Find the fastest plan that fits in memory and write it to a file."""
-    from search import SearchRequest, find_plan
+    from planner.plan import save_plan
+    from search import find_plan
     from search.describe import describe_result
 
-    request = SearchRequest(
-        num_devices=gpus,
-        global_batch=8 * gpus if global_batch is None else global_batch,
-        memory_limit_bytes=_bytes_of_gib(memory_limit),
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        microbatch_size=microbatch_size,
-        schedule=schedule,
-        zero=zero,
-        recompute=recompute,
-        model_file=str(model),
+    request = replace(
+        _request(
+            model=model,
+            gpus=gpus,
+            global_batch=global_batch,
+            memory_limit=memory_limit,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            microbatch_size=microbatch_size,
+            schedule=schedule,
+            zero=zero,
+            recompute=recompute,
+        ),
         max_gap=gap,
         time_limit_s=None if time_limit is None else _seconds(time_limit),
     )
@@ -286,12 +323,56 @@ def search(
         result = find_plan(graph, cluster, request, progress=progress)
     if result.plan is None:
         raise PlannerError(result.reasons[0])
-    from planner.plan import save_plan
-
     save_plan(result.plan, out)
     _note(note)
     _print(*describe_result(result))
     print(f"wrote {out}")
+
+
+@app.command()
+def why(
+    model: ModelFile,
+    gpus: GpusOption,
+    profile: ProfileOption = None,
+    global_batch: GlobalBatchOption = None,
+    memory_limit: MemoryLimitOption = None,
+    dp: DpOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    vpp: VppOption = None,
+    cp: CpOption = None,
+    microbatch_size: MicrobatchSizeOption = None,
+    schedule: ScheduleOption = None,
+    zero: ZeroOption = None,
+    recompute: RecomputeOption = None,
+    pin: PinOption = None,
+) -> None:
+    """Explain why choices of yours are refused, or by which parts they are slower."""
+    from search.describe import describe_comparison
+    from search.explain import compare_choices
+
+    request = _request(
+        model=model,
+        gpus=gpus,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        zero=zero,
+        recompute=recompute,
+    )
+    cluster, note = _profile(profile)
+    with _progress("comparing") as progress:
+        graph = _graph(model)
+        request = replace(request, pins=_pins(graph, pin or ()))
+        comparison = compare_choices(graph, cluster, request, progress)
+    _note(note)
+    _print(*describe_comparison(comparison))
 
 
 @app.command(

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
+from search.explain import Comparison, differences
 from search.request import Certificate, RunnerUp, SearchResult
 
 
@@ -23,15 +24,52 @@ def describe_result(result: SearchResult) -> list[RenderableType]:
     return parts
 
 
+def describe_comparison(comparison: Comparison) -> list[RenderableType]:
+    """Return why the given choices are refused, or by which parts they are slower."""
+    given, best = comparison.given, comparison.best
+    if given is None:
+        parts: list[RenderableType] = [Text(f"refused: {line}") for line in comparison.shortfall]
+        return (
+            parts if best is None else [*parts, Text("instead, the best that fits:"), _chosen(best)]
+        )
+    assert best is not None, "a plan of the given choices is one of all plans"
+    mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
+    if mine <= theirs:
+        return [Text("this is the best plan:"), _chosen(given)]
+    table = Table("part", "given", "best", "difference")
+    for name, seconds, best_seconds in differences(given.estimate, best.estimate):
+        label = name.removesuffix("_s").replace("_", " ")
+        table.add_row(label, *_difference(seconds, best_seconds))
+    table.add_row("step", *_difference(mine, theirs), style="bold")
+    return [
+        Text(f"{mine / theirs - 1:.1%} slower than the best plan"),
+        Text("given, at its best: ") + Text(_choices(given)),
+        Text("best of all: ") + Text(_choices(best)),
+        table,
+    ]
+
+
+def _difference(given_s: float, best_s: float) -> tuple[str, str, str]:
+    sign = "+" if given_s >= best_s else "-"
+    change = f"{sign}{format_seconds(abs(given_s - best_s))}"
+    return format_seconds(given_s), format_seconds(best_s), change
+
+
 def _chosen(plan: Plan) -> Text:
+    return Text(
+        f"best plan: {_choices(plan)}\n"
+        f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
+        f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
+    )
+
+
+def _choices(plan: Plan) -> str:
     axes = (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp), ("vpp", plan.vpp))
     degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
     recompute = {stage.recompute for stage in plan.stages}
-    return Text(
-        f"best plan: {degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
-        f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}\n"
-        f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
-        f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
+    return (
+        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
+        f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
     )
 
 
