@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.fit_published import held_out, shipped_profile
+from benchmarks.gpu.measure import read_kept
 from profiles import Group, load_profile, shipped_names
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "published"
@@ -68,5 +69,6 @@ def test_no_shipped_number_passes_for_measured():
         profile = load_profile(name)
         assert profile.source == "shipped"
         origins = {fit.origin for fit in (*profile.file.op_fits, *profile.file.collective_fits)}
-        assert "measured" not in origins
+        # What benchmarks/gpu measured says on what and when.
+        assert "measured" not in origins or read_kept(name)
         assert all(fit.detail for fit in profile.file.op_fits)
