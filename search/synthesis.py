@@ -14,6 +14,7 @@ from costmodel.memory import MemoryParts
 from planner.plan import Plan
 from planner.schedule import Pipeline, StageTimes, synthesize_schedule
 from profiles import Profile
+from search.candidates import with_estimate
 
 SYNTHESISED = "synthesised"
 """The schedule name of a plan that brings its own table."""
@@ -28,7 +29,7 @@ _LEAST_GAIN = 0.005
 def with_synthesised_table(
     plan: Plan, answer: Estimate, *, costs: CostCache, memory_limit_bytes: float
 ) -> tuple[Plan, Estimate] | None:
-    """Return the plan with a table of its own and its estimate, or None if none is faster.
+    """Return the plan with its own table and that one's estimate, or None if none is faster.
 
     Stages, layouts and degrees stay; the table may split backwards. `answer` is the
     estimate of `plan`, which must fit `memory_limit_bytes` on each device.
@@ -63,7 +64,7 @@ def with_synthesised_table(
         1 - _LEAST_GAIN
     ):
         return None
-    return changed, new_answer
+    return with_estimate(changed, new_answer), new_answer
 
 
 def _live_limit(parts: MemoryParts, memory_limit_bytes: float, profile: Profile) -> float:

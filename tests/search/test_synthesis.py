@@ -42,6 +42,7 @@ def test_a_faster_table_replaces_the_named_one(gpt: ModelGraph, tmp_path: Path) 
     own, new_answer = better
     assert new_answer.step_s < 0.99 * answer.step_s
     assert new_answer.peak_bytes <= limit
+    assert own.estimate["step_s"] == new_answer.step_s
     assert (own.schedule, own.stages) == ("synthesised", plan.stages)
     save_plan(own, tmp_path / "plan.json")
     loaded = load_plan(tmp_path / "plan.json")
