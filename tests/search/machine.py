@@ -65,3 +65,11 @@ class Machine:
 
     def overlap_slowdown(self, part: str) -> float:
         return 1.0
+
+    def optimizer_seconds(
+        self, *, param_bytes: float, num_tensors: int, sharded: bool = False
+    ) -> Lookup:
+        return Lookup(seconds=7 * param_bytes / self.bytes_per_s, source="test", relative_error=0.0)
+
+    def block_correction(self, direction: str) -> float:
+        return 1.0
