@@ -141,3 +141,16 @@ def test_eager_1f1b_hides_transfers() -> None:
         pairs = zip(in_flight(plain), in_flight(schedule), strict=True)
         assert all(few <= more <= m for few, more in pairs)
     assert faster > 50
+
+
+@pytest.mark.parametrize("transfer_s", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_eager_1f1b_pays_for_transfers_in_fill_and_drain_only(pp: int, transfer_s: float) -> None:
+    """P9: 2(pp-1) transfers lengthen the step, however many microbatches; 1F1B pays in each."""
+    times = StageTimes.equal(pp, transfer_s=transfer_s)
+    for m in (2 * pp, 4 * pp):
+        eager = build_schedule("eager_1f1b", pp=pp, vpp=1, num_microbatches=m)
+        plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
+        hidden_s = 3 * (m + pp - 1) + 2 * (pp - 1) * transfer_s
+        assert time_schedule(eager, times).step_s == hidden_s
+        assert time_schedule(plain, times).step_s > hidden_s
