@@ -20,6 +20,8 @@ import typer
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
+    from costmodel import JobSeconds, Timeline
+    from planner.timeline import RankTimeline
     from profiles import Profile
     from search import SearchRequest
 
@@ -60,6 +62,9 @@ MicrobatchSizeOption = Annotated[int | None, typer.Option(help="Fix samples per 
 ScheduleOption = Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")]
 ZeroOption = Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")]
 RecomputeOption = Annotated[str | None, typer.Option(help="Fix recompute: none or full.")]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
+]
 PinOption = Annotated[
     list[str] | None,
     typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
@@ -389,6 +394,9 @@ def launch(
     rendezvous: Annotated[
         str, typer.Option(help="host:port of one of the nodes, the same on all.")
     ] = "localhost:0",
+    timeline: Annotated[
+        Path | None, typer.Option(help="Record what each rank does when in this folder.")
+    ] = None,
 ) -> int:
     """Run a training script, one process per rank of the plan.
 
@@ -397,7 +405,13 @@ def launch(
     from planner.runtime.launch import launch as launch_ranks
 
     return launch_ranks(
-        plan, script, arguments or [], device, num_nodes=num_nodes, rendezvous=rendezvous
+        plan,
+        script,
+        arguments or [],
+        device,
+        num_nodes=num_nodes,
+        rendezvous=rendezvous,
+        timeline=timeline,
     )
 
 
@@ -485,11 +499,59 @@ def simulate(
     plan: PlanFile,
     model: ModelFile,
     profile: ProfileOption = None,
+    trace: TraceOption = None,
 ) -> None:
     """Play a plan's job table and print when each pipeline rank works and waits."""
+    from costmodel.compare import as_rank_timelines
+    from costmodel.describe import describe_timeline
+
+    timeline, seconds, _, note = _simulate(plan, model, profile)
+    _note(note)
+    _print(*describe_timeline(timeline, seconds))
+    _save_trace(trace, predicted=as_rank_timelines(timeline))
+
+
+@app.command()
+def compare(
+    plan: PlanFile,
+    model: ModelFile,
+    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Set a plan's prediction beside the timeline of its run, job by job."""
+    from costmodel.compare import as_rank_timelines, compare_run
+    from costmodel.describe import describe_run
+    from planner.timeline import load_timeline
+
+    measured = load_timeline(folder)
+    timeline, _, step_s, note = _simulate(plan, model, profile)
+    comparison = compare_run(timeline, step_s, measured)
+    _note(note)
+    _print(*describe_run(comparison))
+    _save_trace(trace, predicted=as_rank_timelines(timeline), measured=measured)
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
+    trace: TraceOption = None,
+) -> None:
+    """Print how much of each step every rank worked, and merge all ranks into one trace."""
+    from planner.describe import describe_timeline
+    from planner.timeline import load_timeline
+
+    measured = load_timeline(folder)
+    _print(*describe_timeline(measured))
+    _save_trace(trace, measured=measured)
+
+
+def _simulate(
+    plan: Path, model: Path, profile: str | None
+) -> tuple[Timeline, JobSeconds, float, str]:
+    """Return the predicted timeline, its jobs' seconds, the whole step's, and a note."""
     from costmodel import CostCache
     from costmodel import estimate as estimate_plan
-    from costmodel.describe import describe_timeline
     from costmodel.estimate import plan_job_seconds
     from planner.plan import load_plan, validate_model
 
@@ -499,10 +561,17 @@ def simulate(
         graph = _graph(model)
         validate_model(loaded, graph)
         costs = CostCache(graph, cluster)
-        timeline = estimate_plan(graph, cluster, loaded, costs=costs).timeline
-        seconds = plan_job_seconds(loaded, costs)
-    _note(note)
-    _print(*describe_timeline(timeline, seconds))
+        result = estimate_plan(graph, cluster, loaded, costs=costs)
+        return result.timeline, plan_job_seconds(loaded, costs), result.step_s, note
+
+
+def _save_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
+    if path is None:
+        return
+    from planner.timeline import save_trace
+
+    save_trace(path, timelines)
+    print(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")
 
 
 def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:

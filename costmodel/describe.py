@@ -1,10 +1,12 @@
-"""A predicted timeline for people: when each pipeline rank works and when it waits."""
+"""Timelines for people: when each pipeline rank works, and prediction beside measurement."""
 
 from __future__ import annotations
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from costmodel.compare import RunComparison
 from costmodel.simulate import JobSeconds, Timeline
 from planner.describe import draw_timetable
 from planner.schedule import StageTimes
@@ -32,3 +34,31 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
         transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
     )
     return [draw_timetable(timeline.schedule, times), ranks]
+
+
+def describe_run(comparison: RunComparison) -> list[RenderableType]:
+    """Return predicted against measured seconds of each job, of the step, and the bubbles."""
+    table = Table("stage", "job", "predicted", "measured", "predicted / measured", "jobs timed")
+    for job in comparison.jobs:
+        table.add_row(
+            str(job.stage),
+            job.kind,
+            format_seconds(job.predicted_s),
+            format_seconds(job.measured_s),
+            f"{job.ratio:.2f}",
+            str(job.count),
+        )
+    table.add_row(
+        "",
+        "step",
+        format_seconds(comparison.predicted_step_s),
+        format_seconds(comparison.measured_step_s),
+        f"{comparison.predicted_step_s / comparison.measured_step_s:.2f}",
+        f"{comparison.num_steps} steps",
+        style="bold",
+    )
+    bubble = (
+        f"bubble: {comparison.predicted_bubble_fraction:.1%} predicted, "
+        f"{comparison.measured_bubble_fraction:.1%} measured"
+    )
+    return [table, Text(bubble)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
@@ -14,6 +15,7 @@ from planner.graph import ModelGraph
 from planner.plan import ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
 from planner.sharding import ops_without_rule
+from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -172,6 +174,24 @@ def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[Rend
     if error is not None:
         basis += f"; expected to be within {error:.0%}"
     return [share, memory, Text(basis)]
+
+
+def describe_timeline(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
+    """Return how long each rank's steps were and how much of them it waited."""
+    by_rank: dict[int, list[RankBubble]] = {}
+    for bubble in bubbles(timeline):
+        by_rank.setdefault(bubble.rank, []).append(bubble)
+    table = Table("rank", "pp rank", "steps", "median step", "in jobs", "bubble")
+    for rank, found in sorted(by_rank.items()):
+        table.add_row(
+            str(rank),
+            str(found[0].pp_rank),
+            str(len(found)),
+            format_seconds(median(bubble.step_s for bubble in found)),
+            format_seconds(median(bubble.compute_s for bubble in found)),
+            f"{median(bubble.bubble_fraction for bubble in found):.1%}",
+        )
+    return [table]
 
 
 def describe_verification(report: VerifyReport) -> list[RenderableType]:
