@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -146,20 +147,32 @@ def virtual_stage_bound(
 
     A rank starts when the first microbatch has passed the stages before its first one, does
     all its work, and (unless backward is split, when weight gradients may come last) sends
-    the last gradient back through those stages. Recompute and ZeRO only add to it.
+    the last gradient back through those stages to rank 0. Then follow gradient sync and
+    optimizer. Recompute only adds to it.
     """
-    homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
-    splits = find_schedule(configuration.schedule).splits_backward
-    again = 1.0 if configuration.recompute == "full" else 0.0
-    first = np.asarray(cuts[:-1])
-    forward = np.add.reduceat(table.forward_s, first)
-    backward = np.add.reduceat(table.backward_s, first) + again * forward
-    hops = hop_s[first]
-    hops[1:] *= np.asarray(homes[1:]) != np.asarray(homes[:-1])
-    work = np.bincount(homes, weights=forward + backward, minlength=configuration.pp)
+    one = configuration
+    homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+    splits = find_schedule(one.schedule).splits_backward
+    ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
+    runs = [ranks.run(first, end) for first, end in pairwise(cuts)]
+    again = 1.0 if one.recompute == "full" else 0.0
+    forward = np.array([run.forward_s + run.per_forward_s for run in runs])
+    backward = np.array(
+        [run.backward_s + run.per_backward_s + again * run.forward_s for run in runs]
+    )
+    hops = hop_s[np.asarray(cuts[:-1])]
+    hops[1:] *= homes[1:] != homes[:-1]
+    sync = np.bincount(homes, weights=[run.after_s for run in runs])
+    param_bytes = np.bincount(homes, weights=[run.param_bytes for run in runs])
+    num_params = np.bincount(homes, weights=[run.num_params for run in runs])
+    tail = sync + [
+        ranks.optimizer_s(size, count) for size, count in zip(param_bytes, num_params, strict=True)
+    ]
+    work = one.num_microbatches * np.bincount(homes, weights=forward + backward)
     # Rank r's first stage is r under loop and fold placements alike.
-    hops_before = np.cumsum(hops)[: configuration.pp]
-    fill = np.cumsum(forward)[: configuration.pp] - forward[: configuration.pp] + hops_before
-    drain = np.cumsum(backward)[: configuration.pp] - backward[: configuration.pp] + hops_before
-    path = fill + configuration.num_microbatches * work + (0.0 if splits else drain)
-    return float(path.max())
+    hops_before = np.cumsum(hops)[: one.pp]
+    fill = np.cumsum(forward)[: one.pp] - forward[: one.pp] + hops_before
+    drain = np.cumsum(backward)[: one.pp] - backward[: one.pp] + hops_before
+    own = fill + work + tail
+    through_rank_0 = own if splits else fill + work + drain + tail[0]
+    return float(max(own.max(), through_rank_0.max()))

@@ -14,6 +14,7 @@ from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
     find_schedule,
+    in_flight,
     in_flight_per_stage,
     stage_to_pp_rank,
 )
@@ -139,36 +140,39 @@ class Candidates:
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None
 
-    def virtual_peak_bytes(
-        self, configuration: Configuration, table: StageTable, cut: Cut
-    ) -> float:
-        """Return bytes that the fullest rank of these virtual stages needs at least.
+    def too_full(
+        self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
+    ) -> tuple[int, ...] | None:
+        """Return each virtual stage's recompute choice, or None when a rank cannot hold its own.
 
-        A rank holds the parameters of all its stages, and at some moment all the microbatches
-        in flight of any one of them, recomputing if that is allowed. Builds the job table.
+        A rank recomputes all its stages if it would be too full otherwise. Counts a rank's
+        parameters and, at its heaviest, as many microbatch-stages as the schedule holds, each
+        keeping what the rank's stages keep on average; the estimate has the last word.
         """
         one = configuration
         homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
         first = np.asarray(cut.cuts[:-1])
         load = table.blocks
-        kept = kept_bytes(load, recompute=one.recompute != "none")
-        kept = np.add.reduceat(np.maximum(0.0, kept - load.tail_bytes), first)
-        held = np.zeros(one.pp)
-        np.maximum.at(held, homes, kept * np.asarray(in_flight_of(one)))
+        live = np.asarray(live_stages_of(one), dtype=float)
         params = np.bincount(homes, weights=np.add.reduceat(load.param_bytes, first))
-        params = np.maximum(0.0, params - sum(size for _, _, size in table.ties))
-        return float(
-            np.max(
-                stage_memory(
-                    StageLoad(param_bytes=params, saved_bytes=held),
-                    in_flight=1,
-                    recompute=False,
-                    dp=one.dp * one.cp,
-                    zero_stage=one.zero,
-                    profile=self.profile,
-                ).total
-            )
-        )
+        choices = recompute_choices(one)
+        fits = []
+        for choice in choices:
+            kept = np.maximum(0.0, kept_bytes(load, recompute=choice == "full") - load.tail_bytes)
+            held = np.bincount(homes, weights=np.add.reduceat(kept, first)) / one.vpp
+            peak = stage_memory(
+                StageLoad(param_bytes=params, saved_bytes=held),
+                in_flight=live,
+                recompute=False,
+                dp=one.dp * one.cp,
+                zero_stage=one.zero,
+                profile=self.profile,
+            ).total
+            fits.append(peak <= memory_limit_bytes)
+        if not np.all(np.any(fits, axis=0)):
+            return None
+        picked = np.argmax(fits, axis=0)
+        return tuple(int(picked[home]) for home in homes)
 
     def even_cut(self, configuration: Configuration, table: StageTable) -> Cut:
         """Return the cut for virtual stages, nothing recomputed that need not be.
@@ -251,6 +255,20 @@ def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:
     """Return the plan with the estimate's parts written in."""
     return plan.model_copy(update={"estimate": answer.to_dict()})
+
+
+def live_stages_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return the most microbatch-stages alive on each pp rank, all its stages together."""
+    one = configuration
+    limit = find_schedule(one.schedule).in_flight_limit
+    if limit is not None:
+        return tuple(limit(one.pp, one.vpp, one.num_microbatches))
+    return _live_of_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
+
+
+@lru_cache(maxsize=1024)
+def _live_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return in_flight(job_table(schedule, pp, vpp, num_microbatches).schedule)
 
 
 @lru_cache(maxsize=1024)

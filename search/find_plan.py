@@ -45,6 +45,8 @@ from search.stage_table import StageTable
 Progress = Callable[[float, str], None]
 
 MOST_RUNNERS_UP = 5
+PLAIN = ("1f1b", 1)
+"""The schedule and vpp that are searched first, to have something for the others to beat."""
 
 # A microbatch size that gains less than this per sample ends the list of sizes.
 _LEAST_GAIN = 0.002
@@ -91,6 +93,7 @@ class _Search:
     pruned: Counter[str] = field(default_factory=Counter)
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
+    later: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
     simulated: int = 0
@@ -147,6 +150,9 @@ def find_plan(
         started=started,
     )
     considered = _first_gate(search, shapes, progress)
+    _walk(search, progress)
+    for entry in search.later:
+        search.push(entry)
     _walk(search, progress)
     if search.best is None:
         reasons, smallest = explain_nothing_fits(
@@ -229,7 +235,12 @@ def _push_shape(search: _Search, shape: Shape, table: StageTable) -> bool:
     if not zeros:
         return False
     bound = bounds.least_step_of_shape(shape)
-    search.push(Unopened(shape=replace(shape, zeros=zeros), table=table, bound=bound))
+    plain = tuple(option for option in shape.options if option == PLAIN)
+    other = tuple(option for option in shape.options if option != PLAIN)
+    for options, push in ((plain, search.push), (other, search.later.append)):
+        if options:
+            part = replace(shape, zeros=zeros, options=options)
+            push(Unopened(shape=part, table=table, bound=bound))
     return True
 
 
@@ -307,6 +318,14 @@ def _only_cut(search: _Search, entry: Entry) -> Cut | None:
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
     """Simulate; estimate in full, memory included, what might be the best."""
+    if entry.configuration.vpp > 1:
+        full = search.candidates.too_full(
+            entry.configuration, entry.table, cut, search.memory_limit_bytes
+        )
+        if full is None:
+            search.pruned["memory: virtual stages, rank by rank"] += 1
+            return
+        cut = replace(cut, choices=full)
     step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
     search.simulated += 1
     # One cut stands for a configuration with virtual stages; otherwise others are still open.
@@ -328,17 +347,9 @@ def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
 
 def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
     """Return the cost model's answer, or None when a rank does not fit after all."""
-    one, limit = entry.configuration, search.memory_limit_bytes
-    if one.vpp > 1 and search.candidates.virtual_peak_bytes(one, entry.table, cut) > limit:
-        return None
-    plan = search.candidates.plan(one, entry.table, cut)
-    answer = search.candidates.estimate(plan)
-    if answer.peak_bytes > limit and one.vpp > 1 and one.recompute == "mixed":
-        # The ranks that are too full recompute all their stages.
-        full = {rank for rank, parts in enumerate(answer.memory) if parts.total > limit}
-        choices = tuple(int(stage.pp_rank in full) for stage in plan.stages)
-        plan = search.candidates.plan(one, entry.table, replace(cut, choices=choices))
-        answer = search.candidates.estimate(plan)
+    one, limit, candidates = entry.configuration, search.memory_limit_bytes, search.candidates
+    plan = candidates.plan(one, entry.table, cut)
+    answer = candidates.estimate(plan)
     if answer.peak_bytes > limit:
         return None
     return Finished(configuration=_as_chosen(one, plan), plan=plan, answer=answer)
@@ -427,7 +438,11 @@ def _degrees_of(one: Configuration) -> tuple[int, ...]:
 def _cut(search: _Search, entry: Entry) -> Cut | None:
     one = entry.configuration
     if one.vpp > 1 or one.pp == 1:
-        return _only_cut(search, entry)
+        cut = _only_cut(search, entry)
+        if cut is None or one.vpp == 1:
+            return cut
+        full = search.candidates.too_full(one, entry.table, cut, search.memory_limit_bytes)
+        return replace(cut, choices=full) if full else None
     return solve_chain(search.candidates.problem(one, entry.table, search.memory_limit_bytes)).cut
 
 

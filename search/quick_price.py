@@ -8,16 +8,17 @@ wins is estimated in full.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from costmodel import JobSeconds, build_job_table, simulate
 from costmodel.simulate import JobTable
-from planner.schedule import build_schedule
+from planner.schedule import build_schedule, stage_to_pp_rank
 from search.chain_dp import Cut
 from search.space import Configuration
-from search.stage_table import StageTable
+from search.stage_table import Run, StageTable
 
 
 def quick_step_s(
@@ -25,18 +26,50 @@ def quick_step_s(
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
     one = configuration
-    jobs = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
     runs = [ranks.run(first, end) for first, end in zip(cut.cuts[:-1], cut.cuts[1:], strict=True)]
-    full = [choices[choice] == "full" for choice in cut.choices]
-    hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[list(cut.cuts[:-1])].tolist()
-    backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[list(cut.cuts[:-1])].tolist()
+    full = tuple(choices[choice] == "full" for choice in cut.choices)
+    # ZeRO 0 and 1 differ only after the last job, so they share a simulation.
+    key = (
+        one.schedule,
+        one.pp,
+        one.vpp,
+        one.num_microbatches,
+        one.dp,
+        one.zero // 2,
+        cut.cuts,
+        full,
+    )
+    if key not in table.rank_ends:
+        table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, full)
+    homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+    ends = []
+    for rank, end in enumerate(table.rank_ends[key]):
+        mine = [runs[stage] for stage in np.flatnonzero(homes == rank)]
+        update = ranks.optimizer_s(
+            sum(run.param_bytes for run in mine), sum(run.num_params for run in mine)
+        )
+        ends.append(end + sum(run.after_s for run in mine) + update)
+    return max(ends)
+
+
+def _simulated_rank_ends(
+    one: Configuration,
+    table: StageTable,
+    cut: Cut,
+    runs: Sequence[Run],
+    full: Sequence[bool],
+) -> tuple[float, ...]:
+    """Return when each pp rank ends its last job."""
+    starts = list(cut.cuts[:-1])
+    hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
+    backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     inputs = [
         run.backward_s + run.per_backward_s + again * run.forward_s - run.weight_s
         for run, again in zip(runs, full, strict=True)
     ]
     timeline = simulate(
-        jobs,
+        job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
         JobSeconds(
             forward_s=tuple(run.forward_s + run.per_forward_s for run in runs),
             backward_input_s=tuple(inputs),
@@ -45,15 +78,7 @@ def quick_step_s(
             receive_backward_s=(*backs[1:], 0.0),
         ),
     )
-    homes = np.asarray(jobs.schedule.stage_to_pp_rank)
-    ends = []
-    for rank, end in enumerate(timeline.rank_end_s):
-        mine = [runs[stage] for stage in np.flatnonzero(homes == rank)]
-        update = ranks.optimizer_s(
-            sum(run.param_bytes for run in mine), sum(run.num_params for run in mine)
-        )
-        ends.append(end + sum(run.after_s for run in mine) + update)
-    return max(ends)
+    return timeline.rank_end_s
 
 
 @lru_cache(maxsize=128)

@@ -43,6 +43,7 @@ class StageTable:
     `layouts` is one ClassLayout per class, in class order, or empty at tp 1. `once_bytes` (n),
     known once `blocks` is, are side inputs a rank holds once whatever is in flight.
     `replica_memo` (seconds by degrees, bytes and counts) may be shared by all tables.
+    `rank_ends` keeps simulations.
     """
 
     costs: CostCache
@@ -52,6 +53,7 @@ class StageTable:
     once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
+    rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _bands: dict[int, StageLoad] = field(default_factory=dict)
     _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
 
