@@ -102,6 +102,457 @@ def _refuse(message: str) -> int:
     return 2
 
 
+@app.command()
+def profile(
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Model files: measure just what a search of them can ask for. Without one: a "
+            "standard grid. Or `show DIR`: print what a profile holds.",
+            metavar="[MODEL]...",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices that a search will be asked for.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
+    ] = None,
+    device: DeviceOption = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write. Default: this machine's own profile.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Only check this profile directory.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="With show: also write plots to this HTML file.")
+    ] = None,
+) -> int:
+    """Measure this machine, once; run again to resume.
+
+    The same command goes on where it was stopped. `planner profile show DIR` prints what a
+    profile holds.
+    """
+    import profiles as room
+
+    if check is not None:
+        problems = room.check_profile(check)
+        print("\n".join(problems) or f"{check} is a complete profile")
+        return 1 if problems else 0
+    if models and str(models[0]) == "show":
+        if len(models) != 2:
+            raise PlannerError("profile show takes one profile directory or shipped name")
+        loaded = room.load_profile(str(models[1]))
+        _print(*room.describe_profile(loaded))
+        if plots is not None:
+            room.write_plots(loaded, plots)
+            print(f"wrote {plots}")
+        return 0
+    device = device or _found_device()
+    folder = out or room.own_profile_dir(device)
+    with _progress("profiling") as progress:
+        measured = room.measure_profile(
+            folder,
+            nproc=nproc or gpus or _num_devices(device),
+            device=device,
+            models=[_graph(model) for model in models or ()],
+            gpus=gpus,
+            budget_s=None if budget is None else _seconds(budget),
+            progress=progress,
+        )
+    if measured is None:  # one of several processes that a launcher started; rank 0 tells
+        return 0
+    _print(room.describe_profile(measured)[0])
+    print(f"wrote {folder}; see all of it with: planner profile show {folder}")
+    return 0
+
+
+def _found_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _num_devices(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 2
+
+
+@app.command()
+def search(
+    model: ModelFile,
+    gpus: GpusOption,
+    profile: ProfileOption = None,
+    global_batch: GlobalBatchOption = None,
+    memory_limit: MemoryLimitOption = None,
+    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+    dp: DpOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    vpp: VppOption = None,
+    cp: CpOption = None,
+    microbatch_size: MicrobatchSizeOption = None,
+    schedule: ScheduleOption = None,
+    zero: ZeroOption = None,
+    recompute: RecomputeOption = None,
+    pin: PinOption = None,
+    gap: Annotated[
+        float, typer.Option(help="Stop when proved within this fraction of the best.")
+    ] = 0.0,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
+    ] = None,
+) -> None:
+    """Find the fastest plan that fits, and write it."""
+    from planner.plan import save_plan
+    from search import find_plan
+    from search.describe import describe_result
+
+    request = replace(
+        _request(
+            model=model,
+            gpus=gpus,
+            global_batch=global_batch,
+            memory_limit=memory_limit,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            vpp=vpp,
+            cp=cp,
+            microbatch_size=microbatch_size,
+            schedule=schedule,
+            zero=zero,
+            recompute=recompute,
+        ),
+        max_gap=gap,
+        time_limit_s=None if time_limit is None else _seconds(time_limit),
+    )
+    cluster, note = _profile(profile)
+    with _progress("searching") as progress:
+        graph = _graph(model)
+        request = replace(request, pins=_pins(graph, pin or ()))
+        result = find_plan(graph, cluster, request, progress=progress)
+    if result.plan is None:
+        raise PlannerError(result.reasons[0])
+    save_plan(result.plan, out)
+    _note(note)
+    _print(*describe_result(result))
+    print(f"wrote {out}")
+
+
+@app.command()
+def show(
+    plan: PlanFile,
+    model: Annotated[
+        Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
+    ] = None,
+) -> None:
+    """Print what a plan decides and should cost."""
+    from planner.describe import describe_plan
+    from planner.plan import load_plan
+
+    loaded = load_plan(plan)
+    graph = None if model is None else _graph(model)
+    _print(*describe_plan(loaded, graph))
+
+
+@app.command()
+def why(
+    model: ModelFile,
+    gpus: GpusOption,
+    profile: ProfileOption = None,
+    global_batch: GlobalBatchOption = None,
+    memory_limit: MemoryLimitOption = None,
+    dp: DpOption = None,
+    tp: TpOption = None,
+    pp: PpOption = None,
+    vpp: VppOption = None,
+    cp: CpOption = None,
+    microbatch_size: MicrobatchSizeOption = None,
+    schedule: ScheduleOption = None,
+    zero: ZeroOption = None,
+    recompute: RecomputeOption = None,
+    pin: PinOption = None,
+) -> None:
+    """Say why your choices are refused, or slower."""
+    from search.describe import describe_comparison
+    from search.explain import compare_choices
+
+    request = _request(
+        model=model,
+        gpus=gpus,
+        global_batch=global_batch,
+        memory_limit=memory_limit,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        microbatch_size=microbatch_size,
+        schedule=schedule,
+        zero=zero,
+        recompute=recompute,
+    )
+    cluster, note = _profile(profile)
+    with _progress("comparing") as progress:
+        graph = _graph(model)
+        request = replace(request, pins=_pins(graph, pin or ()))
+        comparison = compare_choices(graph, cluster, request, progress)
+    _note(note)
+    _print(*describe_comparison(comparison))
+
+
+@app.command()
+def estimate(
+    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
+    profile: ProfileOption = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
+    ] = None,
+) -> None:
+    """Predict a plan's step time and memory, in parts."""
+    if batch is not None or out is not None:
+        if batch is None or out is None or plan is not None or profile is not None:
+            raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
+        _estimate_rows(batch, out)
+        return
+    if plan is None or model is None:
+        raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
+    from costmodel import estimate as estimate_plan
+    from planner.describe import describe_estimate
+    from planner.plan import load_plan, validate_model
+
+    loaded = load_plan(plan)
+    cluster, note = _profile(profile)
+    with _progress("estimating"):
+        graph = _graph(model)
+        validate_model(loaded, graph)
+        result = estimate_plan(graph, cluster, loaded)
+    _note(note)
+    _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
+
+
+def _estimate_rows(source: Path, target: Path) -> None:
+    from costmodel.rows import estimate_file
+
+    with _progress("estimating"):
+        num_rows, num_predicted = estimate_file(source, target)
+    print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")
+
+
+@app.command()
+def simulate(
+    plan: PlanFile,
+    model: ModelFile,
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Play a plan's timetable: who works and waits when."""
+    from costmodel.compare import as_rank_timelines
+    from costmodel.describe import describe_timeline
+
+    timeline, seconds, _, note = _simulate(plan, model, profile)
+    _note(note)
+    _print(*describe_timeline(timeline, seconds))
+    _save_trace(trace, predicted=as_rank_timelines(timeline))
+
+
+@app.command()
+def verify(
+    plan: PlanFile,
+    model: ModelFile,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
+    device: DeviceOption = None,
+) -> int:
+    """Prove that a plan computes what one process does.
+
+    Trains a few steps both ways in fp64 and exits with 1 if they differ by more than 1e-9.
+    """
+    from planner.describe import describe_verification
+    from planner.plan import load_plan, validate_model
+    from planner.runtime.verify import verify as verify_plan
+
+    loaded = load_plan(plan)
+    with _progress("verifying") as progress:
+        progress(0.0, "capturing the model")
+        validate_model(loaded, _graph(model))
+        try:
+            report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
+        except RuntimeError as error:  # a rank failed and has shown its traceback
+            _note(f"planner: {error}")
+            return 1
+    _print(*describe_verification(report))
+    return 0 if report.passed else 1
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def launch(
+    plan: PlanFile,
+    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
+    ] = None,
+    device: DeviceOption = None,
+    num_nodes: Annotated[int, typer.Option(help="Nodes that run this same command.")] = 1,
+    rendezvous: Annotated[
+        str, typer.Option(help="host:port of one of the nodes, the same on all.")
+    ] = "localhost:0",
+    timeline: Annotated[
+        Path | None, typer.Option(help="Record what each rank does when in this folder.")
+    ] = None,
+) -> int:
+    """Train: run a script on every rank of a plan.
+
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    """
+    from planner.runtime.launch import launch as launch_ranks
+
+    return launch_ranks(
+        plan,
+        script,
+        arguments or [],
+        device,
+        num_nodes=num_nodes,
+        rendezvous=rendezvous,
+        timeline=timeline,
+    )
+
+
+@app.command()
+def timeline(
+    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
+    trace: TraceOption = None,
+) -> None:
+    """Report a recorded run, and make one trace of it."""
+    from planner.describe import describe_timeline
+    from planner.timeline import load_timeline
+
+    measured = load_timeline(folder)
+    _print(*describe_timeline(measured))
+    _save_trace(trace, measured=measured)
+
+
+@app.command()
+def compare(
+    plan: PlanFile,
+    model: ModelFile,
+    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Set the prediction beside a recorded run."""
+    from costmodel.compare import as_rank_timelines, compare_run
+    from costmodel.describe import describe_run
+    from planner.timeline import load_timeline
+
+    measured = load_timeline(folder)
+    timeline, _, step_s, note = _simulate(plan, model, profile)
+    comparison = compare_run(timeline, step_s, measured)
+    _note(note)
+    _print(*describe_run(comparison))
+    _save_trace(trace, predicted=as_rank_timelines(timeline), measured=measured)
+
+
+def _request(
+    *,
+    model: Path,
+    gpus: int,
+    global_batch: int | None,
+    memory_limit: float | None,
+    **choices: Any,
+) -> SearchRequest:
+    from search import SearchRequest
+
+    return SearchRequest(
+        num_devices=gpus,
+        global_batch=8 * gpus if global_batch is None else global_batch,
+        memory_limit_bytes=_bytes_of_gib(memory_limit),
+        model_file=str(model),
+        **choices,
+    )
+
+
+def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
+    """Return pins as (class index, parameter name in its program, placement)."""
+    from planner.sharding.pins import class_pins, parse_pin
+
+    by_class = class_pins(graph, [parse_pin(text) for text in texts])
+    return tuple(
+        (index, name, str(placement))
+        for index, names in by_class.items()
+        for name, placement in names.items()
+    )
+
+
+def _graph(model: Path) -> Any:
+    from planner.capture_cache import load_graph
+
+    return load_graph(model)
+
+
+def _profile(name: str | None, device: str | None = None) -> tuple[Profile, str]:
+    """Load the named profile, or choose one; with a line for the user if it is not his own.
+
+    The line is for after the work: a refused command says one thing only.
+    """
+    import profiles
+
+    if name is not None:
+        return profiles.load_profile(name), ""
+    return profiles.default_profile(device)
+
+
+def _simulate(
+    plan: Path, model: Path, profile: str | None
+) -> tuple[Timeline, JobSeconds, float, str]:
+    """Return the predicted timeline, its jobs' seconds, the whole step's, and a note."""
+    from costmodel import CostCache
+    from costmodel import estimate as estimate_plan
+    from costmodel.estimate import plan_job_seconds
+    from planner.plan import load_plan, validate_model
+
+    loaded = load_plan(plan)
+    cluster, note = _profile(profile)
+    with _progress("simulating"):
+        graph = _graph(model)
+        validate_model(loaded, graph)
+        costs = CostCache(graph, cluster)
+        result = estimate_plan(graph, cluster, loaded, costs=costs)
+        return result.timeline, plan_job_seconds(loaded, costs), result.step_s, note
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    from planner.units import GIB
+
+    if gib is None:
+        return None
+    if gib <= 0:
+        raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
+    return round(gib * GIB)
+
+
+def _seconds(text: str) -> float:
+    """Parse a duration: seconds, or a number followed by s, m or h."""
+    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in factors else (text, "s")
+    try:
+        value = float(number) * factors[unit]
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
+    return value
+
+
 @contextmanager
 def _progress(title: str) -> Iterator[Progress]:
     """Show a bar on stderr while the body runs; yields the function that moves it."""
@@ -143,428 +594,6 @@ def _print(*renderables: Any) -> None:
         console.print(renderable)
 
 
-def _profile(name: str | None, device: str | None = None) -> tuple[Profile, str]:
-    """Load the named profile, or choose one; with a line for the user if it is not his own.
-
-    The line is for after the work: a refused command says one thing only.
-    """
-    import profiles
-
-    if name is not None:
-        return profiles.load_profile(name), ""
-    return profiles.default_profile(device)
-
-
-def _bytes_of_gib(gib: float | None) -> int | None:
-    from planner.units import GIB
-
-    if gib is None:
-        return None
-    if gib <= 0:
-        raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
-    return round(gib * GIB)
-
-
-def _seconds(text: str) -> float:
-    """Parse a duration: seconds, or a number followed by s, m or h."""
-    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    number, unit = (text[:-1], text[-1]) if text[-1:] in factors else (text, "s")
-    try:
-        value = float(number) * factors[unit]
-    except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
-    return value
-
-
-@app.command()
-def profile(
-    models: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Model files: measure just what a search of them can ask for. Without one: a "
-            "standard grid. Or `show DIR`: print what a profile holds.",
-            metavar="[MODEL]...",
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="Devices that a search will be asked for.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
-    ] = None,
-    device: DeviceOption = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory to write. Default: this machine's own profile.")
-    ] = None,
-    check: Annotated[Path | None, typer.Option(help="Only check this profile directory.")] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="With show: also write plots to this HTML file.")
-    ] = None,
-) -> int:
-    """Measure this machine once; the same command resumes where it was stopped."""
-    import profiles as room
-
-    if check is not None:
-        problems = room.check_profile(check)
-        print("\n".join(problems) or f"{check} is a complete profile")
-        return 1 if problems else 0
-    if models and str(models[0]) == "show":
-        if len(models) != 2:
-            raise PlannerError("planner profile show takes one directory or shipped name")
-        loaded = room.load_profile(str(models[1]))
-        _print(*room.describe_profile(loaded))
-        if plots is not None:
-            room.write_plots(loaded, plots)
-            print(f"wrote {plots}")
-        return 0
-    device = device or _found_device()
-    folder = out or room.own_profile_dir(device)
-    with _progress("profiling") as progress:
-        measured = room.measure_profile(
-            folder,
-            nproc=nproc or gpus or _num_devices(device),
-            device=device,
-            models=[_graph(model) for model in models or ()],
-            gpus=gpus,
-            budget_s=None if budget is None else _seconds(budget),
-            progress=progress,
-        )
-    if measured is None:  # one of several processes that a launcher started; rank 0 tells
-        return 0
-    _print(room.describe_profile(measured)[0])
-    print(f"wrote {folder}; see all of it with: planner profile show {folder}")
-    return 0
-
-
-def _found_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _num_devices(device: str) -> int:
-    import torch
-
-    return torch.cuda.device_count() if device == "cuda" else 2
-
-
-def _request(
-    *,
-    model: Path,
-    gpus: int,
-    global_batch: int | None,
-    memory_limit: float | None,
-    **choices: Any,
-) -> SearchRequest:
-    from search import SearchRequest
-
-    return SearchRequest(
-        num_devices=gpus,
-        global_batch=8 * gpus if global_batch is None else global_batch,
-        memory_limit_bytes=_bytes_of_gib(memory_limit),
-        model_file=str(model),
-        **choices,
-    )
-
-
-@app.command()
-def search(
-    model: ModelFile,
-    gpus: GpusOption,
-    profile: ProfileOption = None,
-    global_batch: GlobalBatchOption = None,
-    memory_limit: MemoryLimitOption = None,
-    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
-    dp: DpOption = None,
-    tp: TpOption = None,
-    pp: PpOption = None,
-    vpp: VppOption = None,
-    cp: CpOption = None,
-    microbatch_size: MicrobatchSizeOption = None,
-    schedule: ScheduleOption = None,
-    zero: ZeroOption = None,
-    recompute: RecomputeOption = None,
-    pin: PinOption = None,
-    gap: Annotated[
-        float, typer.Option(help="Stop when proved within this fraction of the best.")
-    ] = 0.0,
-    time_limit: Annotated[
-        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
-    ] = None,
-) -> None:
-    """Find the fastest plan that fits in memory and write it to a file."""
-    from planner.plan import save_plan
-    from search import find_plan
-    from search.describe import describe_result
-
-    request = replace(
-        _request(
-            model=model,
-            gpus=gpus,
-            global_batch=global_batch,
-            memory_limit=memory_limit,
-            dp=dp,
-            tp=tp,
-            pp=pp,
-            vpp=vpp,
-            cp=cp,
-            microbatch_size=microbatch_size,
-            schedule=schedule,
-            zero=zero,
-            recompute=recompute,
-        ),
-        max_gap=gap,
-        time_limit_s=None if time_limit is None else _seconds(time_limit),
-    )
-    cluster, note = _profile(profile)
-    with _progress("searching") as progress:
-        graph = _graph(model)
-        request = replace(request, pins=_pins(graph, pin or ()))
-        result = find_plan(graph, cluster, request, progress=progress)
-    if result.plan is None:
-        raise PlannerError(result.reasons[0])
-    save_plan(result.plan, out)
-    _note(note)
-    _print(*describe_result(result))
-    print(f"wrote {out}")
-
-
-@app.command()
-def why(
-    model: ModelFile,
-    gpus: GpusOption,
-    profile: ProfileOption = None,
-    global_batch: GlobalBatchOption = None,
-    memory_limit: MemoryLimitOption = None,
-    dp: DpOption = None,
-    tp: TpOption = None,
-    pp: PpOption = None,
-    vpp: VppOption = None,
-    cp: CpOption = None,
-    microbatch_size: MicrobatchSizeOption = None,
-    schedule: ScheduleOption = None,
-    zero: ZeroOption = None,
-    recompute: RecomputeOption = None,
-    pin: PinOption = None,
-) -> None:
-    """Explain why choices of yours are refused, or by which parts they are slower."""
-    from search.describe import describe_comparison
-    from search.explain import compare_choices
-
-    request = _request(
-        model=model,
-        gpus=gpus,
-        global_batch=global_batch,
-        memory_limit=memory_limit,
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=cp,
-        microbatch_size=microbatch_size,
-        schedule=schedule,
-        zero=zero,
-        recompute=recompute,
-    )
-    cluster, note = _profile(profile)
-    with _progress("comparing") as progress:
-        graph = _graph(model)
-        request = replace(request, pins=_pins(graph, pin or ()))
-        comparison = compare_choices(graph, cluster, request, progress)
-    _note(note)
-    _print(*describe_comparison(comparison))
-
-
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)
-def launch(
-    plan: PlanFile,
-    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
-    ] = None,
-    device: DeviceOption = None,
-    num_nodes: Annotated[int, typer.Option(help="Nodes that run this same command.")] = 1,
-    rendezvous: Annotated[
-        str, typer.Option(help="host:port of one of the nodes, the same on all.")
-    ] = "localhost:0",
-    timeline: Annotated[
-        Path | None, typer.Option(help="Record what each rank does when in this folder.")
-    ] = None,
-) -> int:
-    """Run a training script, one process per rank of the plan.
-
-    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
-    """
-    from planner.runtime.launch import launch as launch_ranks
-
-    return launch_ranks(
-        plan,
-        script,
-        arguments or [],
-        device,
-        num_nodes=num_nodes,
-        rendezvous=rendezvous,
-        timeline=timeline,
-    )
-
-
-@app.command()
-def verify(
-    plan: PlanFile,
-    model: ModelFile,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 3,
-    device: DeviceOption = None,
-) -> int:
-    """Prove that a plan computes what one process computes, in fp64; exit 1 if it does not."""
-    from planner.describe import describe_verification
-    from planner.plan import load_plan, validate_model
-    from planner.runtime.verify import verify as verify_plan
-
-    loaded = load_plan(plan)
-    with _progress("verifying") as progress:
-        progress(0.0, "capturing the model")
-        validate_model(loaded, _graph(model))
-        report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
-    _print(*describe_verification(report))
-    return 0 if report.passed else 1
-
-
-@app.command()
-def show(
-    plan: PlanFile,
-    model: Annotated[
-        Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
-    ] = None,
-) -> None:
-    """Print what a plan decides and what it is expected to cost."""
-    from planner.describe import describe_plan
-    from planner.plan import load_plan
-
-    loaded = load_plan(plan)
-    graph = None if model is None else _graph(model)
-    _print(*describe_plan(loaded, graph))
-
-
-@app.command()
-def estimate(
-    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
-    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
-    profile: ProfileOption = None,
-    batch: Annotated[
-        Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
-    ] = None,
-) -> None:
-    """Predict a plan's step time and memory, in parts, on any profiled or described cluster."""
-    if batch is not None or out is not None:
-        if batch is None or out is None or plan is not None or profile is not None:
-            raise PlannerError("planner estimate takes PLAN MODEL, or --batch IN.csv --out OUT.csv")
-        _estimate_rows(batch, out)
-        return
-    if plan is None or model is None:
-        raise PlannerError("planner estimate needs PLAN and MODEL, or --batch and --out")
-    from costmodel import estimate as estimate_plan
-    from planner.describe import describe_estimate
-    from planner.plan import load_plan, validate_model
-
-    loaded = load_plan(plan)
-    cluster, note = _profile(profile)
-    with _progress("estimating"):
-        graph = _graph(model)
-        validate_model(loaded, graph)
-        result = estimate_plan(graph, cluster, loaded)
-    _note(note)
-    _print(*describe_estimate(result.to_dict(), cluster=cluster.name))
-
-
-def _estimate_rows(source: Path, target: Path) -> None:
-    from costmodel.rows import estimate_file
-
-    with _progress("estimating"):
-        num_rows, num_predicted = estimate_file(source, target)
-    print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")
-
-
-@app.command()
-def simulate(
-    plan: PlanFile,
-    model: ModelFile,
-    profile: ProfileOption = None,
-    trace: TraceOption = None,
-) -> None:
-    """Play a plan's job table and print when each pipeline rank works and waits."""
-    from costmodel.compare import as_rank_timelines
-    from costmodel.describe import describe_timeline
-
-    timeline, seconds, _, note = _simulate(plan, model, profile)
-    _note(note)
-    _print(*describe_timeline(timeline, seconds))
-    _save_trace(trace, predicted=as_rank_timelines(timeline))
-
-
-@app.command()
-def compare(
-    plan: PlanFile,
-    model: ModelFile,
-    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
-    profile: ProfileOption = None,
-    trace: TraceOption = None,
-) -> None:
-    """Set a plan's prediction beside the timeline of its run, job by job."""
-    from costmodel.compare import as_rank_timelines, compare_run
-    from costmodel.describe import describe_run
-    from planner.timeline import load_timeline
-
-    measured = load_timeline(folder)
-    timeline, _, step_s, note = _simulate(plan, model, profile)
-    comparison = compare_run(timeline, step_s, measured)
-    _note(note)
-    _print(*describe_run(comparison))
-    _save_trace(trace, predicted=as_rank_timelines(timeline), measured=measured)
-
-
-@app.command()
-def timeline(
-    folder: Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")],
-    trace: TraceOption = None,
-) -> None:
-    """Print how much of each step every rank worked, and merge all ranks into one trace."""
-    from planner.describe import describe_timeline
-    from planner.timeline import load_timeline
-
-    measured = load_timeline(folder)
-    _print(*describe_timeline(measured))
-    _save_trace(trace, measured=measured)
-
-
-def _simulate(
-    plan: Path, model: Path, profile: str | None
-) -> tuple[Timeline, JobSeconds, float, str]:
-    """Return the predicted timeline, its jobs' seconds, the whole step's, and a note."""
-    from costmodel import CostCache
-    from costmodel import estimate as estimate_plan
-    from costmodel.estimate import plan_job_seconds
-    from planner.plan import load_plan, validate_model
-
-    loaded = load_plan(plan)
-    cluster, note = _profile(profile)
-    with _progress("simulating"):
-        graph = _graph(model)
-        validate_model(loaded, graph)
-        costs = CostCache(graph, cluster)
-        result = estimate_plan(graph, cluster, loaded, costs=costs)
-        return result.timeline, plan_job_seconds(loaded, costs), result.step_s, note
-
-
 def _save_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
     if path is None:
         return
@@ -572,24 +601,6 @@ def _save_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
 
     save_trace(path, timelines)
     print(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")
-
-
-def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
-    """Return pins as (class index, parameter name in its program, placement)."""
-    from planner.sharding.pins import class_pins, parse_pin
-
-    by_class = class_pins(graph, [parse_pin(text) for text in texts])
-    return tuple(
-        (index, name, str(placement))
-        for index, names in by_class.items()
-        for name, placement in names.items()
-    )
-
-
-def _graph(model: Path) -> Any:
-    from planner.capture_cache import load_graph
-
-    return load_graph(model)
 
 
 if __name__ == "__main__":
