@@ -365,6 +365,28 @@ def simulate(
 
 
 @app.command()
+def dryrun(
+    plan: PlanFile,
+    model: ModelFile,
+    rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
+) -> None:
+    """Run one rank on fake tensors: its memory, job by job."""
+    from planner.describe import describe_dry_run
+    from planner.model_file import load_model_file
+    from planner.plan import load_plan, validate_model
+    from planner.runtime.dryrun import dry_run
+
+    loaded = load_plan(plan)
+    with _progress("dry run") as progress:
+        progress(0.0, "capturing the model")
+        graph = _graph(model)
+        validate_model(loaded, graph)
+        progress(0.5, f"running rank {rank} on fake tensors")
+        run = dry_run(loaded, graph, load_model_file(model).build, rank=rank)
+    _print(*describe_dry_run(run))
+
+
+@app.command()
 def verify(
     plan: PlanFile,
     model: ModelFile,

@@ -19,7 +19,11 @@ from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from planner.runtime.dryrun import DryRun, Moment
     from planner.runtime.verify import Difference, VerifyReport
+
+MAX_MOMENTS = 40
+"""Parts of a step that a dry run lists; of more, only those that set a new height."""
 
 LINE_WIDTH = 84
 """Characters of jobs in a line of a timetable; the jobs beyond are counted, not drawn."""
@@ -192,6 +196,39 @@ def describe_timeline(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
             f"{median(bubble.bubble_fraction for bubble in found):.1%}",
         )
     return [table]
+
+
+def describe_dry_run(run: DryRun) -> list[RenderableType]:
+    """Return a rank's bytes after each part of a step, and where they are highest."""
+    table = Table("part of the step", "bytes at its end", "highest inside")
+    top = max((moment.peak_bytes for moment in run.moments), default=0)
+    shown = run.moments if len(run.moments) <= MAX_MOMENTS else _new_heights(run.moments)
+    for moment in shown:
+        table.add_row(
+            Text(moment.name),
+            format_bytes(moment.end_bytes),
+            format_bytes(moment.peak_bytes),
+            style="bold" if moment.peak_bytes == top else None,
+        )
+    left_out = len(run.moments) - len(shown)
+    return [
+        table,
+        *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
+        Text(
+            f"rank {run.rank} (pp rank {run.pp_rank}) holds {format_bytes(run.rest_bytes)} between "
+            f"steps and {format_bytes(run.peak_bytes)} at the height of one, in tensors: the "
+            "framework's own memory and what its allocator rounds up come on top"
+        ),
+    ]
+
+
+def _new_heights(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments that reached higher than all before them, and the last."""
+    kept: list[Moment] = []
+    for moment in moments:
+        if not kept or moment.peak_bytes > kept[-1].peak_bytes:
+            kept.append(moment)
+    return kept if kept[-1] is moments[-1] else [*kept, moments[-1]]
 
 
 def describe_verification(report: VerifyReport) -> list[RenderableType]:
