@@ -28,10 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.memory import kept_bytes, stage_memory
+from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad
 from planner.schedule import find_schedule, stage_to_pp_rank
 from search.chain_dp import Floats
+from search.rank_bytes import peak_bytes
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
 
@@ -95,14 +96,15 @@ class TableBounds:
         return float(np.min(peaks, axis=0).max())
 
     def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: bool) -> Any:
-        return stage_memory(
+        return peak_bytes(
             load,
             in_flight=1,
+            num_microbatches=1,
             recompute=recompute,
-            dp=configuration.dp * configuration.cp,
-            zero_stage=configuration.zero,
+            replicas=configuration.dp * configuration.cp,
+            zero=configuration.zero,
             profile=self.table.profile,
-        ).total
+        )
 
     def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
         """Return the bytes that activations in flight alone must take on some rank."""

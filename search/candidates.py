@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -24,6 +25,7 @@ from search.bounds import TableBounds, virtual_stage_bound
 from search.chain_dp import ChainProblem, Cut
 from search.layouts import LayoutSolver
 from search.quick_price import job_table, quick_step_s
+from search.rank_bytes import peak_bytes
 from search.space import Configuration
 from search.stage_table import StageTable
 
@@ -55,7 +57,7 @@ class Candidates:
                 if tp > 1
                 else [()]
             )
-            self._tables[key] = tuple(
+            self._tables[key] = worth_trying(
                 StageTable(
                     costs=self.costs,
                     layouts=by_class,
@@ -83,7 +85,13 @@ class Candidates:
         splits = find_schedule(one.schedule).splits_backward
         known = "split" if splits else _FAMILIES.get(one.schedule, "any")
         return ChainProblem(
-            stages=table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices),
+            stages=table.with_replicas(
+                dp=one.dp,
+                cp=one.cp,
+                zero=one.zero,
+                choices=choices,
+                num_microbatches=one.num_microbatches,
+            ),
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
@@ -127,14 +135,15 @@ class Candidates:
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
         for index, choice in enumerate(recompute_choices(configuration)):
-            peak = stage_memory(
+            peak = peak_bytes(
                 table.whole,
                 in_flight=1,
+                num_microbatches=configuration.num_microbatches,
                 recompute=choice == "full",
-                dp=configuration.dp * configuration.cp,
-                zero_stage=configuration.zero,
+                replicas=configuration.dp * configuration.cp,
+                zero=configuration.zero,
                 profile=self.profile,
-            ).total
+            )
             if peak <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
@@ -234,6 +243,32 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
+    """Return the tables that are not slower than another without holding clearly less.
+
+    The layout solver counts bytes roughly; these are the cost model's own.
+    """
+    kept: list[tuple[float, float, float]] = []
+    result = []
+
+    def seconds(table: StageTable) -> float:
+        return float((table.forward_s + table.backward_s).sum())
+
+    for table in sorted(tables, key=seconds):
+        load = table.blocks
+        mine = (
+            float(load.param_bytes.sum()),
+            float(kept_bytes(load, recompute=False).sum()),
+            float(kept_bytes(load, recompute=True).sum()),
+        )
+        if not kept or any(
+            all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
+        ):
+            kept.append(mine)
+            result.append(table)
+    return tuple(result)
 
 
 def recompute_choices(configuration: Configuration) -> tuple[str, ...]:

@@ -5,13 +5,16 @@ CP-SAT where a table would grow too wide) and returns one `ClassLayout` per clas
 that share a parameter are solved together, so a tied parameter lies the same way wherever it
 is used.
 
-Two layouts are made, two points of the front of time against memory: ``fast`` minimises
-seconds; ``lean`` holds that a percent of the fast one's bytes is worth a percent of its
-seconds. When that saves next to nothing, only the fast one is returned.
+Blocks hand each other whole tensors, or tensors split along the sequence (what Megatron calls
+sequence parallelism); each is solved. For each, two layouts are made, two points of the front
+of time against memory: ``fast`` minimises seconds; ``lean`` holds that a percent of the fast
+one's bytes is worth a percent of its seconds. A layout that is slower than another and saves
+next to nothing against it is dropped.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -21,7 +24,7 @@ import numpy as np
 from costmodel.compute import op_seconds
 from costmodel.topology import tp_group
 from planner.graph import ModelGraph, Op, Program, TensorMeta
-from planner.placement import Placement, parse_placement
+from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
 from planner.redistribute import collectives
 from planner.sharding import strategies
@@ -41,11 +44,12 @@ _LEAST_SAVING = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """One layout per class, by class index, and what the solver said of each class group."""
+    """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
 
     name: str
     by_class: tuple[ClassLayout, ...]
     seconds: float
+    num_bytes: float
     solver: str
 
     @property
@@ -88,14 +92,20 @@ class LayoutSolver:
         return False
 
     def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
-        """Return the distinct layouts worth pricing: fast, and lean where it differs."""
+        """Return the layouts worth pricing, fastest first, each with fewer bytes than the last."""
         key = (tp, microbatch_size)
         if key not in self._memo:
             self._memo[key] = self._solve(tp, microbatch_size)
         return self._memo[key]
 
-    def problem(self, tp: int, microbatch_size: int, classes: tuple[int, ...]) -> BlockProblem:
-        """Return the choice problem of some classes."""
+    def problem(
+        self,
+        tp: int,
+        microbatch_size: int,
+        classes: tuple[int, ...],
+        boundary: Mapping[tuple[int, str], Placement] | None = None,
+    ) -> BlockProblem:
+        """Return the choice problem of some classes between given block boundaries."""
         group = tp_group(self.profile.cluster, tp=tp)
 
         @cache
@@ -119,36 +129,105 @@ class LayoutSolver:
             strategies=strategies,
             op_seconds=seconds,
             redistribute_seconds=redistribute,
+            boundary=boundary,
             pins=self.pins,
             priced=self._priced.setdefault(tp, {}),
             shared=[members for members in self.shared if members[0][0] in classes],
         )
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        found = [
+            layouts
+            for boundary in boundary_options(self.graph, tp, microbatch_size)
+            for layouts in self._solve_between(tp, microbatch_size, boundary)
+        ]
+        kept: list[Layouts] = []
+        for one in sorted(found, key=lambda layouts: layouts.seconds):
+            if all(one.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
+                kept.append(one)
+        return tuple(kept)
+
+    def _solve_between(
+        self, tp: int, microbatch_size: int, boundary: Mapping[tuple[int, str], Placement]
+    ) -> list[Layouts]:
+        """Return the fast and the lean layouts for given block boundaries."""
         ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
         seconds, sizes = dict.fromkeys(ends, 0.0), dict.fromkeys(ends, 0.0)
         solvers = set()
+        uses = Counter(block.class_index for block in self.graph.blocks)
         for classes in class_groups(self.graph, self.shared):
-            problem = self.problem(tp, microbatch_size, classes)
+            problem = self.problem(tp, microbatch_size, classes, boundary)
+            count = max(uses[index] for index in classes)
             price = _FAST_PRICE
             for name in ends:
                 choice, solver = solve_block(problem, price)
-                price = problem.value(choice.values) / max(1.0, problem.num_bytes(choice.values))
+                value, size = problem.value(choice.values), problem.num_bytes(choice.values)
+                price = value / max(1.0, size)
                 ends[name].update(read_layouts(problem, choice.values))
-                seconds[name] += problem.value(choice.values)
-                sizes[name] += problem.num_bytes(choice.values)
+                seconds[name] += count * value
+                sizes[name] += count * size
                 solvers.add(solver)
-        found = [
+        return [
             Layouts(
                 name=name,
                 by_class=tuple(by_class[i] for i in range(len(self.graph.classes))),
                 seconds=seconds[name],
+                num_bytes=sizes[name],
                 solver="+".join(sorted(solvers)),
             )
             for name, by_class in ends.items()
         ]
-        saves = sizes[LEAN] < (1 - _LEAST_SAVING) * sizes[FAST]
-        return tuple(found) if saves else (found[0],)
+
+
+def boundary_options(
+    graph: ModelGraph, tp: int, microbatch_size: int
+) -> list[dict[tuple[int, str], Placement]]:
+    """Return placements of what blocks hand to each other: all whole, or split along one dim.
+
+    The dim is the first one that does not grow with the microbatch and that tp divides: the
+    sequence, in a transformer. Tensors that cannot be split along it stay whole, and so do
+    batch inputs, preamble values and the loss. A class takes its inputs one way only, so an
+    input that is a block's output in some uses and not in others stays whole.
+    """
+    dim = _boundary_dim(graph, tp)
+    if dim is None:
+        return [{}]
+    split: dict[tuple[int, str], Placement] = {}
+    whole: set[tuple[int, str]] = set()
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        pairs = (*zip(program.inputs, block.inputs, strict=True),
+                 *zip(program.outputs, block.outputs, strict=True))  # fmt: skip
+        for own, name in pairs:
+            key = (block.class_index, own)
+            shape = graph.tensor[name].shape
+            fits = len(shape) > dim and isinstance(shape[dim], int) and shape[dim] % tp == 0
+            if name in graph.producer and name != graph.loss and fits:
+                split[key] = Shard(dim)
+            else:
+                whole.add(key)
+    return [{}, {key: place for key, place in split.items() if key not in whole}]
+
+
+def _boundary_dim(graph: ModelGraph, tp: int) -> int | None:
+    """Return the first fixed dim of the most common boundary tensor that tp divides."""
+    shapes = Counter(
+        graph.tensor[name].shape
+        for block in graph.blocks
+        for name in block.inputs
+        if name in graph.producer
+    )
+    if not shapes:
+        return None
+    shape = shapes.most_common(1)[0][0]
+    return next(
+        (
+            d
+            for d, size in enumerate(shape)
+            if isinstance(size, int) and size > 1 and size % tp == 0
+        ),
+        None,
+    )
 
 
 def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:

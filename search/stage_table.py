@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from costmodel.boundary import block_entry_seconds, output_placements
 from costmodel.cache import CostCache
 from costmodel.communication import adamw_seconds, data_parallel_seconds, hop_seconds
-from costmodel.memory import stage_memory
 from costmodel.stage import StageLoad, block_load, join
 from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import ClassLayout
 from profiles import Group, Profile
+from search.rank_bytes import peak_bytes
 
 Floats = NDArray[np.float64]
 
@@ -232,11 +232,6 @@ class StageTable:
                     back[block.index] += size if meta.requires_grad else 0
         return there, back
 
-    @property
-    def arrival_bytes(self) -> Floats:
-        """Bytes a stage that starts at block i receives per microbatch (n + 1)."""
-        return self._arrivals[0]
-
     def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
         return self._hop_seconds(dp, cp, pp)[0]
@@ -254,9 +249,20 @@ class StageTable:
             self._hops[group] = there, back
         return self._hops[group]
 
-    def with_replicas(self, *, dp: int, cp: int, zero: int, choices: tuple[str, ...]) -> RankStages:
+    def receive_bytes(self, width: int) -> Floats:
+        """Bytes of the buffers each run posts for its input and its output's gradient."""
+        there, back = self._arrivals
+        start = np.arange(self.num_blocks)[None, :]
+        end = np.minimum(start + np.arange(1, width + 1)[:, None], self.num_blocks)
+        return there[start] + back[end]
+
+    def with_replicas(
+        self, *, dp: int, cp: int, zero: int, choices: tuple[str, ...], num_microbatches: int = 1
+    ) -> RankStages:
         """Return the stages as ranks hold them under these degrees."""
-        return RankStages(table=self, dp=dp, cp=cp, zero=zero, choices=choices)
+        return RankStages(
+            table=self, dp=dp, cp=cp, zero=zero, choices=choices, num_microbatches=num_microbatches
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,21 +287,24 @@ class RankBand:
     forward_s: Floats
     backward_s: Floats
     tail_s: Floats
-    arrival_bytes: Floats
+    receive_bytes: Floats
     stages: RankStages
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """Bytes of a rank holding each run with this many microbatches in flight."""
-        once = self.stages.table.once_bytes.max(initial=0.0)
-        return stage_memory(
+        stages = self.stages
+        once = stages.table.once_bytes.max(initial=0.0)
+        return peak_bytes(
             replace(self.load, frozen_bytes=self.load.frozen_bytes + once),
             in_flight=in_flight,
-            recompute=self.stages.choices[choice] == "full",
-            dp=self.stages.dp * self.stages.cp,
-            zero_stage=self.stages.zero,
-            profile=self.stages.table.profile,
-            receive_bytes=self.arrival_bytes,
-        ).total
+            num_microbatches=stages.num_microbatches,
+            recompute=stages.choices[choice] == "full",
+            replicas=stages.dp * stages.cp,
+            zero=stages.zero,
+            profile=stages.table.profile,
+            receive_bytes=self.receive_bytes,
+            batch_bytes=stages.batch_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -307,6 +316,14 @@ class RankStages:
     cp: int
     zero: int
     choices: tuple[str, ...]
+    num_microbatches: int
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the global batch, which every rank is given whole."""
+        samples = self.dp * self.table.microbatch_size * self.num_microbatches
+        graph = self.table.graph
+        return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
     @property
     def num_blocks(self) -> int:
@@ -325,7 +342,7 @@ class RankStages:
             forward_s=np.stack([forward + per_forward] * len(self.choices)),
             backward_s=np.stack([backward + again[choice] for choice in self.choices]),
             tail_s=tail,
-            arrival_bytes=self.table.arrival_bytes[: self.num_blocks][None, :],
+            receive_bytes=self.table.receive_bytes(width),
             stages=self,
         )
 
