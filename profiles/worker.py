@@ -64,7 +64,7 @@ class Worker:
         else:
             self.device = torch.device(device_type)
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-        self.clock = Clock(self.device)
+        self.clock = Clock(self.device, own_core=dist.get_world_size() <= _num_cores())
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._tasks: Mapping[str, Callable[[Any], Any]] = {
             "describe": lambda _: describe(self.device),
@@ -134,6 +134,13 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "node": socket.gethostname(),
     }
+
+
+def _num_cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def settle_clocks(device: torch.device) -> None:
