@@ -45,8 +45,9 @@ def folder(planner, write_model, tmp_path) -> Path:
 def launch(folder, script):
     """Run `planner launch` as a shell would, its output caught."""
     (folder / "train.py").write_text(script)
+    command = ["launch", "--timeline", "run", "plan.json", "train.py", "x"]
     return subprocess.run(
-        [sys.executable, "-c", "import cli; cli.main()", "launch", "plan.json", "train.py", "x"],
+        [sys.executable, "-c", "import cli; cli.main()", *command],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -54,14 +55,35 @@ def launch(folder, script):
     )
 
 
-def test_trains_with_equal_losses_on_all_ranks(folder):
-    """P24, P25: arguments reach the script, and every rank sees the same loss."""
+def test_trains_with_equal_losses_on_all_ranks(folder, planner):
+    """P24, P25, P30: arguments reach the script, and every rank sees the same loss.
+
+    What it recorded makes one trace with a process for each rank, and stands beside the
+    prediction.
+    """
     run = launch(folder, TRAIN)
     assert run.returncode == 0, run.stderr
     losses = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in (0, 1)]
     assert losses[0] == losses[1]
     assert losses[0][-1] == "x"
     assert losses[0][0] > losses[0][2]  # it learns
+    assert planner("timeline", "run", "--trace", "trace.json").code == 0
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    compared = planner(
+        "compare",
+        "plan.json",
+        "model.py",
+        "run",
+        "--profile",
+        "h100-sxm5-80gb",
+        "--trace",
+        "t.json",
+    )
+    assert compared.code == 0, compared.stderr
+    assert "step" in compared.stdout
+    both = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert len({event["pid"] for event in both}) == 4  # two predicted, two measured
 
 
 def test_a_mistake_found_by_all_ranks_is_told_once(folder):
