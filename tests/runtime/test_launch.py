@@ -202,5 +202,5 @@ def test_the_wrong_number_of_ranks_is_refused():
     import planner
     from tests.builders import PlainGPT
 
-    with pytest.raises(PlanError, match="plan is for 2 ranks .* lone process"):
+    with pytest.raises(PlanError, match=r"plan is for 2 ranks .* lone process"):
         planner.apply(default_plan(capture("gpt"), pp=2), PlainGPT())
