@@ -31,6 +31,7 @@ MATMULS = frozenset(
 ATTENTION = frozenset(
     (
         "scaled_dot_product_attention",
+        "causal_attention",
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
     )

@@ -8,7 +8,6 @@ backward of q, k and v projections costs one all-reduce, not three.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
@@ -107,9 +106,8 @@ class _Lowering:
             for name, placement in zip(op.inputs, sharding.inputs, strict=True)
         ]
         made = {meta.name for meta in form.tensors} | set(op.outputs)
-        for local in form.ops:
-            names = iter(fetched)
-            self.ops.append(_with_inputs(local, names, made))
+        for position, local in enumerate(form.ops):
+            self.ops.append(_with_inputs(local, op, fetched, made, by_place=position == 0))
         for meta in form.tensors:
             self._add(meta.name, meta, sharding.outputs[0])
         for name, placement in zip(op.outputs, sharding.outputs, strict=True):
@@ -152,10 +150,18 @@ class _Lowering:
         self.tensors[name] = replace(meta, name=name, shape=local, kind=kind)
 
 
-def _with_inputs(op: Op, names: Iterator[str], made: set[str]) -> Op:
-    """Return the op with its references, but to what a local form made, replaced in order."""
+def _with_inputs(local: Op, op: Op, fetched: list[str], made: set[str], *, by_place: bool) -> Op:
+    """Return an op of a local form with the op's inputs replaced by those fetched.
+
+    The first op takes them in the op's own order, since one tensor may stand there in two
+    placements; those that follow name them. What the form itself made keeps its name.
+    """
+    names = iter(fetched)
+    by_name = dict(zip(op.inputs, fetched, strict=True))
 
     def rename(ref: Ref) -> Ref:
-        return ref if ref.name in made else Ref(next(names))
+        if ref.name in made:
+            return ref
+        return Ref(next(names) if by_place else by_name[ref.name])
 
-    return replace(op, args=map_refs(op.args, rename), kwargs=map_refs(op.kwargs, rename))
+    return replace(local, args=map_refs(local.args, rename), kwargs=map_refs(local.kwargs, rename))

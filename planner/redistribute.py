@@ -89,7 +89,7 @@ def inner_collectives(
 
     `tensor` holds the LOCAL metas. Other ops have none.
     """
-    if op.target == "planner.mean_cross_entropy":
+    if op.target == "planner.divide_by_count":
         return (("all_reduce", DTYPE_BYTES["int64"]),)
     if op.target == "planner.vocab_cross_entropy":
         logits = tensor[op.inputs[0]]

@@ -54,28 +54,33 @@ def vocab_cross_entropy(
     return total / (target != ignore_index).sum() if reduction == _MEAN else total
 
 
-def mean_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
+def divide_by_count(total: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+    """Divide one rank's sum of losses by the number of targets on all ranks.
+
+    Counted are the targets that are not `ignore_index`; the sum over ranks of the results
+    is the mean loss.
+    """
+    count = (target != ignore_index).sum()
+    return total / (collectives.run_step(count, group, ("all_reduce", 0, 0)) if group else count)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
     group: str,
 ) -> Tensor:
-    """One rank's term of the mean cross entropy of samples divided among the ranks.
-
-    The mean is over the targets of all ranks that are not `ignore_index`.
-    """
-    assert reduction == _MEAN, "sums and single losses need no other rank"
-    count = collectives.run_step((target != ignore_index).sum(), group, ("all_reduce", 0, 0))
-    total = F.cross_entropy(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        reduction="sum",
+    """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d]."""
+    num_queries = query.shape[-2]
+    first = collectives.rank(group) * num_queries
+    positions = torch.arange(first, first + num_queries, device=query.device)
+    mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
-    return total / count
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

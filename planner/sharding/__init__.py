@@ -15,6 +15,7 @@ from planner.sharding import (  # noqa: F401 - importing a family registers its 
     indexing,
     loss,
     matmul,
+    nested,
     normalization,
     pointwise,
     reductions,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.graph import Ref
-from planner.placement import OpSharding
-from planner.sharding.call import Call
+from planner.placement import OpSharding, Shard
+from planner.sharding.call import Call, R
+from planner.sharding.creation import own_stream
 from planner.sharding.letters import Letters, broadcast, by_letters
-from planner.sharding.registry import rule
+from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
 
 @rule("aten.scaled_dot_product_attention")
@@ -16,8 +17,8 @@ def attention(call: Call) -> Iterator[OpSharding]:
     """Queries [b, h, q, d], keys [b, h, k, d], values [b, h, k, e], mask over [b, h, q, k].
 
     With grouped queries k and v have fewer heads; equal contiguous shares of both keep
-    each query head with its own key head. Queries can be divided only without is_causal,
-    which counts positions from the first local one.
+    each query head with its own key head. Queries can be divided too: keys and values are
+    then gathered (context parallelism); `causal_by_query` does it where positions count.
     """
     rank = len(call.inputs[0])
     batch = list(range(rank - 2))
@@ -41,3 +42,29 @@ def attention(call: Call) -> Iterator[OpSharding]:
         all_letters = [*batch, positions, None]
         letters.append([None if i is None else all_letters[i] for i in aligned])
     yield from by_letters(letters, [[*batch, positions, None]])
+
+
+@rule("aten.scaled_dot_product_attention", contiguous=True)
+def causal_by_query(call: Call) -> Iterator[OpSharding]:
+    """With is_causal a rank's queries start at a later position than its first local one."""
+    if call.arg(5, "is_causal", False):
+        place = Shard(len(call.inputs[0]) - 2)
+        yield OpSharding(inputs=(place, R, R), outputs=(place,))
+
+
+@local_form("aten.scaled_dot_product_attention")
+def attention_on_shard(placed: Placed) -> LocalForm:
+    """A causal mask counts from the rank's first query; dropout draws anew on each shard."""
+    call = placed.call
+    place = placed.sharding.outputs[0]
+    dropout = float(call.arg(4, "dropout_p", 0.0))
+    if call.arg(5, "is_causal", False) and place == Shard(len(call.inputs[0]) - 2):
+        return placed.with_args(
+            *placed.op.args[:3],
+            dropout,
+            call.arg(6, "scale"),
+            bool(call.arg(7, "enable_gqa", False)),
+            placed.axis,
+            target="planner.causal_attention",
+        )
+    return own_stream(placed) if dropout > 0 else LocalForm((placed.op,))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from planner.graph import Ref
+from planner.graph import Op, Ref
 from planner.placement import OpSharding, Partial, Shard
 from planner.sharding.call import Call, R
 from planner.sharding.letters import Letters, by_letters
@@ -51,16 +52,58 @@ def cross_entropy_on_shard(placed: Placed) -> LocalForm:
     rank = len(call.inputs[0])
     by_class = logits == Shard(min(1, rank - 1))
     reduction = call.arg(3, "reduction", MEAN)
-    if not by_class and reduction != MEAN:
+    if by_class:
+        return placed.with_args(
+            *placed.op.args[:2],
+            reduction,
+            call.arg(4, "ignore_index", -100),
+            call.arg(5, "label_smoothing", 0.0),
+            placed.axis,
+            target="planner.vocab_cross_entropy",
+        )
+    if reduction != MEAN:
         return LocalForm((placed.op,))
-    return placed.with_args(
-        *placed.op.args[:2],
-        reduction,
-        call.arg(4, "ignore_index", -100),
-        call.arg(5, "label_smoothing", 0.0),
-        placed.axis,
-        target="planner.vocab_cross_entropy" if by_class else "planner.mean_cross_entropy",
+    summed = replace(
+        placed.op,
+        args=(*placed.op.args[:2], None, SUM, *placed.op.args[4:]),
+        kwargs=tuple(pair for pair in placed.op.kwargs if pair[0] != "reduction"),
     )
+    return divided_by_count(placed, summed, call.arg(4, "ignore_index", -100))
+
+
+def divided_by_count(placed: Placed, summed: Op, ignore_index: int) -> LocalForm:
+    """Divide one rank's sum of losses by the number of targets counted on all ranks."""
+    name = placed.op.outputs[0]
+    part = f"{name}_of_shard"
+    mean = Op(
+        name=f"{placed.op.name}_mean",
+        target="planner.divide_by_count",
+        args=(Ref(part), placed.op.args[1], ignore_index, placed.axis),
+        outputs=(name,),
+        module=placed.op.module,
+    )
+    meta = placed.call.tensor[name]
+    return LocalForm((replace(summed, outputs=(part,)), mean), (replace(meta, name=part),))
+
+
+@rule("planner.vocab_cross_entropy")
+def vocab_cross_entropy(call: Call) -> Iterator[OpSharding]:
+    """Classes are divided on another axis already; on this one samples can be."""
+    rank = len(call.inputs[0])
+    samples = [d for d in range(rank) if d != min(1, rank - 1)]
+    out = samples if call.op.args[2] == NONE else []
+    inputs: list[Letters] = [[d if d in samples else None for d in range(rank)], samples]
+    yield from by_letters(inputs, [out], summed=() if call.op.args[2] == NONE else samples)
+
+
+@local_form("planner.vocab_cross_entropy")
+def vocab_cross_entropy_on_shard(placed: Placed) -> LocalForm:
+    """A mean is over the targets of all ranks of both axes."""
+    op = placed.op
+    if op.args[2] != MEAN:
+        return LocalForm((op,))
+    summed = replace(op, args=(*op.args[:2], SUM, *op.args[3:]))
+    return divided_by_count(placed, summed, int(op.args[3]))  # type: ignore[arg-type]
 
 
 @rule("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")

@@ -26,16 +26,20 @@ def propagate_layout(
     at_rest: Mapping[str, Placement] | None = None,
     inputs: Sequence[Placement] | None = None,
     outputs: Sequence[Placement] | None = None,
+    whole_params: bool = False,
 ) -> ClassLayout:
     """Choose the layout of a bound block program on an axis of `axis_size` ranks.
 
     `pins` fixes tensors of the program by name: every op they touch must take or yield them
     so. `at_rest` only fixes where params lie, from where they may be redistributed. `inputs`
-    and `outputs` are the placements at the block's boundary, Replicate by default. Raises
+    and `outputs` are the placements at the block's boundary, Replicate by default.
+    `whole_params` pins every param Replicate: the axis divides the data only. Raises
     LayoutError when a pin names nothing, does not divide, or no op can honour it.
     """
     replicated = Replicate()
     pins = dict(pins or {})
+    if whole_params:
+        pins |= dict.fromkeys(program.params, replicated)
     fixed = dict(at_rest or {}) | pins
     _check_fits(program, fixed, axis_size)
     inputs = tuple(inputs or (replicated,) * len(program.inputs))
@@ -69,6 +73,8 @@ def propagate_graph(
     axis_size: int,
     pins: Sequence[Pin] = (),
     boundary: Placement | None = None,
+    programs: Sequence[Program] | None = None,
+    whole_params: bool = False,
 ) -> tuple[ClassLayout, ...]:
     """Choose a layout for every block class.
 
@@ -76,6 +82,10 @@ def propagate_graph(
     Shard(1) the residual stream is sharded along the sequence (sequence parallelism). A
     parameter shared by several classes (a tied embedding) has one placement at rest: the
     class nearest the loss, which multiplies by it, decides.
+
+    `programs` are the classes' programs where they are not the graph's own, for example
+    already lowered on another axis. With `whole_params` and a Shard(1) boundary the axis is
+    one of context parallelism: every rank has all weights and a part of each sequence.
     """
     used_by: dict[str, set[int]] = {}
     for block in graph.blocks:
@@ -88,12 +98,13 @@ def propagate_graph(
         index = block.class_index
         if index in layouts:
             continue
-        program = graph.classes[index].bind(microbatch_size)
+        program = programs[index] if programs else graph.classes[index].bind(microbatch_size)
         names = dict(zip(block.params, program.params, strict=True))
         layouts[index] = propagate_layout(
             index,
             program,
             axis_size,
+            whole_params=whole_params,
             pins=pinned.get(index),
             at_rest={local: decided[name] for name, local in names.items() if name in decided},
             inputs=_at_boundary(graph, program, block.inputs, program.inputs, boundary, axis_size),

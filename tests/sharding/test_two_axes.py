@@ -1,0 +1,184 @@
+"""Programs lowered on two mesh axes: hybrid operator strategies and context parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from planner.layout import ProcessMesh
+from planner.lowering import lower
+from planner.placement import Partial, Replicate, Shard, parse_placement
+from planner.plan import ClassLayout
+from planner.program_fx import to_graph_module
+from planner.sharding import propagate_graph, propagate_layout
+from tests.sharding.models import captured
+from tests.sharding.programs import (
+    backward,
+    check_lowered,
+    close,
+    one_op,
+    place,
+    random_cotangents,
+    random_values,
+    run_dense,
+    whole,
+)
+from tests.sharding.ranks import on_ranks
+
+MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
+
+
+def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout) -> None:
+    """Lower on tp, then on cp, run on 2 x 2 ranks and compare with the dense program."""
+    local = lower(lower(program, tp, axis_size=2), cp, axis="cp", axis_size=2)
+    names = (*program.inputs, *program.params)
+    rest = [
+        tuple(map(parse_placement, pair))
+        for pair in zip((*cp.inputs, *cp.params), (*tp.inputs, *tp.params), strict=True)
+    ]
+    ends = [tuple(map(parse_placement, pair)) for pair in zip(cp.outputs, tp.outputs, strict=True)]
+    tensors = random_values(program, 0)
+    cotangents = random_cotangents(program, 1)
+    outputs, grads = run_dense(program, tensors, cotangents)
+
+    def part(tensor, pair, rank):
+        for placement, at in zip(reversed(pair), reversed(MESH.coordinate(rank)), strict=True):
+            tensor = place(tensor, placement, at, 2)
+        return tensor
+
+    def body(rank):
+        groups = {}
+        for axis in MESH.axes:
+            for ranks in MESH.groups(axis):
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    groups[axis] = group
+        values = {
+            name: part(tensors[name], pair, rank).requires_grad_(program.tensor[name].requires_grad)
+            for name, pair in zip(names, rest, strict=True)
+        }
+        found = to_graph_module(local, groups, torch.device("cpu"))(*values.values())
+        kept = [tuple(_of_gradient(p) for p in pair) for pair in ends]
+        backward(
+            found,
+            [
+                None if g is None else part(g, k, rank)
+                for g, k in zip(cotangents, kept, strict=True)
+            ],
+        )
+        return [y.detach() for y in found], {name: v.grad for name, v in values.items()}
+
+    results = on_ranks(4, body)
+
+    def join(parts, pair):
+        # tp cut first, so what cp cut inside is put together first.
+        halves = [whole(parts[tp_rank::2], pair[0]) for tp_rank in range(2)]
+        for first in halves[0]:
+            for second in halves[1]:
+                yield from whole([first, second], pair[1])
+
+    for i, (dense, pair) in enumerate(zip(outputs, ends, strict=True)):
+        for joined in join([values[i] for values, _ in results], pair):
+            close(joined, dense.detach(), f"output {i} of {program.name}")
+    for name, pair in zip(names, rest, strict=True):
+        if grads[name] is not None:
+            kept = tuple(_of_gradient(p) for p in pair)
+            for joined in join([found[name] for _, found in results], kept):
+                close(joined, grads[name], f"gradient of {name} of {program.name}")
+
+
+def _of_gradient(placement):
+    return Replicate() if isinstance(placement, Partial) else placement
+
+
+def simple(sharding: str, inputs: str, outputs: str) -> ClassLayout:
+    return ClassLayout(
+        class_index=0,
+        inputs=tuple(inputs.split(",")),
+        params=(),
+        outputs=(outputs,),
+        ops=(("op", sharding),) if sharding else (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        # ((n, 1, 1), (1, 1, n)) as the operator's two inputs are cut on one axis …
+        ("S(0),S(0)->S(0)", ""),
+        ("R,S(2)->S(2)", ""),
+        ("S(2),S(1)->P", ""),
+        # … and on both: batch by columns, columns by rows, rows by contraction.
+        ("S(0),S(0)->S(0)", "R,S(2)->S(2)"),
+        ("R,S(2)->S(2)", "S(1),R->S(1)"),
+        ("S(1),R->S(1)", "S(2),S(1)->P"),
+        ("S(0),S(0)->S(0)", "S(0),S(0)->S(0)"),
+    ],
+)
+def test_batched_matmul_under_hybrid_strategies(first, second):
+    """M7, D11: any strategy on one axis with any on the other, on four ranks."""
+    single = one_op(
+        "aten.bmm.default",
+        torch.randn(4, 8, 6, dtype=torch.float64),
+        torch.randn(4, 6, 4, dtype=torch.float64),
+    )
+    layouts = []
+    for text in (first, second):
+        inputs, _, output = (text or "R,R->R").partition("->")
+        layouts.append(simple(text, inputs, output))
+    check_on_mesh(single.program, *layouts)
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-gpt2", "encoder-decoder"])
+def test_context_parallelism_equals_dense(name):
+    """D19: each rank has a part of every sequence; keys and values are gathered."""
+    graph = captured(name)
+    layouts = propagate_graph(
+        graph, microbatch_size=2, axis_size=2, boundary=Shard(1), whole_params=True
+    )
+    assert any("S(1)" in layout.outputs for layout in layouts)
+    for layout in layouts:
+        assert set(layout.params) <= {"R"}
+        program = graph.classes[layout.class_index].bind(2)
+        check_lowered(program, layout, 2)
+
+
+def test_context_parallelism_by_gathered_keys_and_values():
+    """D19, M14: with attention pinned to its queries' positions, they meet all keys."""
+    graph = captured("gpt")
+    block = next(b for b in graph.blocks if "layers" in b.name)
+    program = graph.classes[block.class_index].bind(2)
+    attention = next(op for op in program.ops if "attention" in op.target)
+    layout = propagate_layout(
+        block.class_index,
+        program,
+        2,
+        pins={attention.outputs[0]: Shard(2)},
+        inputs=[Shard(1)] * len(program.inputs),
+        outputs=[Shard(1)] * len(program.outputs),
+        whole_params=True,
+    )
+    local = check_lowered(program, layout, 2)
+    found = next(op for op in local.ops if op.target == "planner.causal_attention")
+    assert [local.tensor[name].shape[2] for name in found.inputs] == [8, 16, 16]
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
+def test_context_and_tensor_parallelism_together(name):
+    """D19, P5: heads on one axis, the sequence on the other, the vocabulary divided too."""
+    graph = captured(name)
+    tp = propagate_graph(graph, microbatch_size=2, axis_size=2)
+    programs = [
+        lower(graph.classes[layout.class_index].bind(2), layout, axis_size=2) for layout in tp
+    ]
+    cp = propagate_graph(
+        graph,
+        microbatch_size=2,
+        axis_size=2,
+        boundary=Shard(1),
+        programs=programs,
+        whole_params=True,
+    )
+    for tp_layout, cp_layout in zip(tp, cp, strict=True):
+        check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
