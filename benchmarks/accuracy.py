@@ -48,6 +48,10 @@ BOUNDS = {
 }
 """Physically sensible ranges of the fitted rates."""
 
+SIMPLEX_STEP = 0.12
+ERROR_CAP = 0.4
+"""A row that is wrong by more is wrong for another reason than the rates."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -187,48 +191,47 @@ def report(cases: list[Case]) -> list[dict]:
     return lines
 
 
-def fit(name: str, cases: list[Case]) -> TrainingRates:
-    """Fit a device's rates to its rows by robust least squares of log ratios.
-
-    A source of many rows weighs less per row, so that a large sweep does not silence the rest.
+def fit(name: str, cases: list[Case], *, evaluations: int) -> TrainingRates:
+    """Fit a device's rates to its rows by the simplex method of Nelder and Mead, starting
+    from the rates the profile has. Minimises the mean absolute relative error, each row's
+    capped, and a source of many rows weighing less per row so that a large sweep does not
+    silence the rest.
     """
-    from scipy.optimize import least_squares
+    from scipy.optimize import minimize
 
     # The time of a second iteration alone holds warm-up; it is judged but not fitted.
     mine = [c for c in cases if c.profile.name.partition("@")[0] == name and c.is_steady]
     counts = {s: sum(c.source == s for c in mine) for s in {c.source for c in mine}}
-    weight = np.array([max(counts[c.source], 10) ** -0.15 for c in mine])
-    start = np.log([getattr(mine[0].rates, rate) for rate in FITTED])
+    weight = np.array([max(counts[c.source], 10) ** -0.1 for c in mine])
+    weight /= weight.sum()
     low, high = np.log([BOUNDS[r][0] for r in FITTED]), np.log([BOUNDS[r][1] for r in FITTED])
+    start = np.clip(np.log([getattr(mine[0].rates, rate) for rate in FITTED]), low, high)
 
-    def rates_at(x: np.ndarray, rates: DeviceRates) -> DeviceRates:
-        return replace(rates, **dict(zip(FITTED, map(float, np.exp(x)), strict=True)))
+    def errors(x: np.ndarray) -> np.ndarray:
+        values = dict(zip(FITTED, map(float, np.exp(np.clip(x, low, high))), strict=True))
+        return relative_errors([replace(c, rates=replace(c.rates, **values)) for c in mine])
 
-    def residuals(x: np.ndarray) -> np.ndarray:
-        logs = [
-            np.log(estimate_run(c.run, c.profile, rates_at(x, c.rates)).step_s / c.measured_s)
-            for c in mine
-        ]
-        return weight * np.array(logs)
-
-    found = least_squares(
-        residuals,
-        np.clip(start, low + 1e-6, high - 1e-6),
-        bounds=(low, high),
-        loss="soft_l1",
-        f_scale=0.02,
-        diff_step=0.02,
-        max_nfev=40,
+    step = np.where(start + SIMPLEX_STEP < high, SIMPLEX_STEP, -SIMPLEX_STEP)
+    found = minimize(
+        lambda x: float(weight @ np.minimum(np.abs(errors(x)), ERROR_CAP)),
+        start,
+        method="Nelder-Mead",
+        options={
+            "initial_simplex": np.vstack([start, start + np.diag(step)]),
+            "maxfev": evaluations,
+            "adaptive": True,
+        },
     )
-    left = np.expm1(residuals(found.x) / weight)
-    detail = f"robust fit to {len(mine)} published rows: {', '.join(sorted(counts))}"
+    best = np.clip(found.x, low, high)
+    left = errors(best)
+    detail = f"fit to {len(mine)} published rows: {', '.join(sorted(counts))}"
     path = SHIPPED / name / "training.json"
     previous = json.loads(path.read_text())["num_multiprocessors"]
     return TrainingRates(
         num_multiprocessors=Figure.model_validate(previous),
         rates={
             rate: Figure(value=float(f"{v:.4g}"), origin="fitted", detail=detail)
-            for rate, v in zip(FITTED, np.exp(found.x), strict=True)
+            for rate, v in zip(FITTED, np.exp(best), strict=True)
         },
         residuals={
             s: round(float(np.abs(left[[c.source == s for c in mine]]).mean()), 4)
@@ -243,6 +246,7 @@ def main() -> int:
     parser.add_argument("rows", nargs="?", type=Path, default=DEFAULT_ROWS)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--fit", metavar="PROFILE", help="fit and write a profile's training rates")
+    parser.add_argument("--evaluations", type=int, default=600, help="of the fit's criterion")
     options = parser.parse_args()
     try:
         cases, refused = load_cases(options.rows)
@@ -251,7 +255,7 @@ def main() -> int:
         return 2
     if options.fit:
         name = load_profile(options.fit).name
-        record = fit(name, cases)
+        record = fit(name, cases, evaluations=options.evaluations)
         save_rates(SHIPPED / name / "training.json", record)
         print(json.dumps({k: v.value for k, v in record.rates.items()}, indent=1))
         print(json.dumps(record.residuals, indent=1))

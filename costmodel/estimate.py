@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from costmodel.boundary import Layouts, block_entry_seconds, stage_arrivals
+from costmodel.boundary import Arrivals, Layouts, block_entry_seconds, stage_arrivals
 from costmodel.cache import CostCache
 from costmodel.communication import (
     DataParallelSeconds,
@@ -357,19 +357,35 @@ def _memory(
         )
         for stage in plan.stages
     ]
+    # Replicas without ZeRO accumulate in buckets made beforehand; others in what the first
+    # backward of a stage leaves.
+    preallocated = plan.dp > 1 and plan.zero_stage == 0
+    appearing = None if preallocated else [float(load.param_bytes) for load in loads]
+    graph = costs.graph
+    batch_bytes = sum(graph.tensor[n].bytes_at(plan.global_batch) for n in graph.batch_inputs)
     parts = []
     for rank in range(plan.pp):
         mine = [s for s, stage in enumerate(plan.stages) if stage.pp_rank == rank]
-        live, on_top = activation_peak(timeline.schedule, rank, kept=kept, peak=peak)
+        worst = activation_peak(timeline.schedule, rank, kept=kept, peak=peak, gradients=appearing)
         parts.append(
             rank_memory(
                 join(loads[s] for s in mine),
-                kept=live,
-                transient=on_top,
+                kept=worst.kept_bytes,
+                transient=worst.top_bytes,
                 dp=plan.dp * plan.cp,
                 zero_stage=plan.zero_stage,
                 profile=costs.profile,
-                receive_bytes=max(arrivals[s].forward_bytes for s in mine),
+                receive_bytes=_receive_bytes(arrivals, mine),
+                recompute=any(recompute[s] for s in mine),
+                batch_bytes=batch_bytes,
+                gradients_then=None if appearing is None else worst.gradient_bytes,
             )
         )
     return tuple(parts)
+
+
+def _receive_bytes(arrivals: Sequence[Arrivals], stages: Sequence[int]) -> int:
+    """Buffers posted for the next message of each direction (the executor looks one job ahead)."""
+    forward = max(arrivals[s].forward_bytes for s in stages)
+    last = len(arrivals) - 1
+    return forward + max(arrivals[s + 1].backward_bytes if s < last else 0 for s in stages)

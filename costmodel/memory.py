@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,8 @@ class MemoryParts:
 
     `activation_bytes` are kept for backward by all microbatches in flight at the worst
     moment, `transient_bytes` what the job of that moment (or the optimizer, if it needs
-    more) has on top. `allocator_bytes` is rounding and fragmentation.
+    more) has on top, `batch_bytes` the global batch, which every rank is given whole.
+    `allocator_bytes` is rounding and fragmentation.
     """
 
     parameter_bytes: Amount = 0
@@ -32,6 +33,7 @@ class MemoryParts:
     activation_bytes: Amount = 0
     transient_bytes: Amount = 0
     communication_bytes: Amount = 0
+    batch_bytes: Amount = 0
     allocator_bytes: Amount = 0
     context_bytes: Amount = 0
 
@@ -70,6 +72,7 @@ def stage_memory(
     zero_stage: int,
     profile: Profile,
     receive_bytes: Amount = 0,
+    batch_bytes: int = 0,
 ) -> MemoryParts:
     """Return the memory of a rank that holds one stage.
 
@@ -86,6 +89,8 @@ def stage_memory(
         zero_stage=zero_stage,
         profile=profile,
         receive_bytes=receive_bytes,
+        recompute=recompute,
+        batch_bytes=batch_bytes,
     )
 
 
@@ -98,9 +103,13 @@ def rank_memory(
     zero_stage: int,
     profile: Profile,
     receive_bytes: Amount = 0,
+    recompute: bool = False,
+    batch_bytes: int = 0,
+    gradients_then: Amount | None = None,
 ) -> MemoryParts:
     """Return the memory of a rank whose stages together hold `weights`' parameters.
 
+    `gradients_then` are the gradients that exist at the worst moment (all, when None).
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
     within one; ZeRO 3 gathers a block at a time, with the next one on its way.
     """
@@ -113,13 +122,18 @@ def rank_memory(
         parameters, gathered = shard + frozen, trained
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
-    gradients = shard if zero_stage >= 2 and dp > 1 else trained
-    # The bucket a reduce-scatter packs, and the gradients of the block it comes from.
-    buckets = 2 * weights.largest_param_bytes if sharded else 0
+    every_gradient = shard if zero_stage >= 2 and dp > 1 else trained
+    gradients = every_gradient
+    if gradients_then is not None:
+        gradients = np.minimum(gradients_then, every_gradient)
+    # Gradients of a block, whole until they are reduced at the end of its backward. Without
+    # recompute the worst moment is before that: all activations are still there.
+    buckets = weights.largest_param_bytes if sharded and zero_stage >= 2 and recompute else 0
     states = ADAMW_STATES * shard
     # Fused or foreach steps hold one more copy of what they update.
     optimizer_scratch = shard if profile.cluster.device_type != "cpu" else 0
-    transient = np.maximum(transient + buckets, optimizer_scratch - kept)
+    at_update = optimizer_scratch + every_gradient - gradients - kept
+    transient = np.maximum(transient + buckets, at_update)
     parts = MemoryParts(
         parameter_bytes=parameters + gathered,
         gradient_bytes=gradients,
@@ -127,6 +141,7 @@ def rank_memory(
         activation_bytes=kept,
         transient_bytes=transient,
         communication_bytes=receive_bytes,
+        batch_bytes=batch_bytes,
     )
     return MemoryParts(
         **{f.name: getattr(parts, f.name) for f in fields(parts) if f.name not in _OUTSIDE},
@@ -138,23 +153,44 @@ def rank_memory(
 _OUTSIDE = {"allocator_bytes", "context_bytes"}
 
 
+class Worst(NamedTuple):
+    """A rank's worst moment: bytes kept for backward, bytes on top, gradients there already."""
+
+    kept_bytes: float
+    top_bytes: float
+    gradient_bytes: float
+
+
 def activation_peak(
-    schedule: Schedule, pp_rank: int, *, kept: Sequence[float], peak: Sequence[float]
-) -> tuple[float, float]:
-    """Play one rank's row: return (bytes kept, bytes on top) at its worst moment.
+    schedule: Schedule,
+    pp_rank: int,
+    *,
+    kept: Sequence[float],
+    peak: Sequence[float],
+    gradients: Sequence[float] | None = None,
+) -> Worst:
+    """Play one rank's row and return its worst moment.
 
     `kept[stage]` is what one microbatch keeps, `peak[stage]` the highest point within one
-    of its jobs, kept bytes included. Holding until W errs on the safe side.
+    of its jobs, kept bytes included, `gradients[stage]` what its first backward leaves
+    (nothing when gradients have their place from the start). Holding until W errs on the
+    safe side.
     """
-    live = 0.0
-    worst = (0.0, 0.0)
+    live = there = 0.0
+    worst = Worst(0.0, 0.0, 0.0)
+    begun: set[int] = set()
     for job in schedule.jobs[pp_rank]:
         stage = job.stage_index
         if job.kind is JobKind.FORWARD:
             live += kept[stage]
         on_top = max(0.0, peak[stage] - kept[stage])
-        if live + on_top > sum(worst):
-            worst = live, on_top
+        if live + on_top + there > sum(worst):
+            worst = Worst(live, on_top, there)
+        if job.kind is JobKind.FORWARD:
+            continue
+        if gradients is not None and stage not in begun:
+            begun.add(stage)
+            there += gradients[stage]
         if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
             live -= kept[stage]
     return worst

@@ -1,0 +1,214 @@
+"""One rank of a plan on fake tensors: what memory it would hold, byte by byte, job by job.
+
+The real engine runs, with every tensor a shape without values and every message sent to
+nobody (PyTorch's fake process group), so a plan for a thousand GPUs can be looked at on a
+laptop, rank by rank. Bytes are those of live storages as the CPU kernels allocate them:
+what an allocator rounds up, and the framework's own context, are not in them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A job, or another part of a step, with the live bytes at its end and at its height."""
+
+    kind: str
+    name: str
+    end_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun:
+    """The byte timeline of one rank over one step, after a step that set up all state.
+
+    `rest_bytes` are alive between two steps: weights, gradients, optimizer state and, as
+    the caller holds it, the batch (`batch_bytes`).
+    """
+
+    rank: int
+    pp_rank: int
+    batch_bytes: int
+    rest_bytes: int
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once in the step."""
+        return max((moment.peak_bytes for moment in self.moments), default=self.rest_bytes)
+
+
+def dry_run(
+    plan: Plan, graph: ModelGraph, build: Callable[[], nn.Module], *, rank: int = 0
+) -> DryRun:
+    """Run two steps of one rank on fake tensors and return the second's byte timeline.
+
+    `graph` is the capture of what `build` returns. Raises PlanError when the plan has no
+    such rank, or when this process is already part of a process group.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from planner.runtime.engine import Engine
+    from planner.runtime.mesh import build_mesh
+
+    if not 0 <= rank < plan.world_size:
+        raise PlanError(
+            f"rank {rank} is not in the plan, which has {plan.world_size} ranks; "
+            f"use 0 to {plan.world_size - 1}"
+        )
+    ledger = _Ledger()
+    with _fake_ranks(rank, plan.world_size):
+        mesh = build_mesh(plan, torch.device("cpu"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = build()
+            with ledger.watching():
+                batch = _fake_batch(plan)
+                batch_bytes = ledger.live_bytes
+                # Fused: the plain loop reads step counters, which have no value here.
+                engine = Engine(
+                    plan, graph, model, mesh, optimizer=lambda p: torch.optim.AdamW(p, fused=True)
+                )
+                # A message sent to nobody has left at once.
+                engine._executor._post._sending = _Gone()
+                del model  # as `apply` does: only the pieces stay
+                engine.step(batch)
+                rest_bytes = ledger.live_bytes
+                # Both call the same recorder, which is all that a timeline needs of them.
+                engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
+                ledger.moments.clear()
+                engine.step(batch)
+        return DryRun(
+            rank=rank,
+            pp_rank=mesh.rank("pp"),
+            batch_bytes=batch_bytes,
+            rest_bytes=rest_bytes,
+            moments=tuple(ledger.moments),
+        )
+
+
+@contextmanager
+def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise PlanError(
+            "this process is in a process group; dry-run a plan in a process of its own"
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _fake_batch(plan: Plan) -> Any:
+    """A global batch of the shapes the plan was made with."""
+    from planner.batch import flatten_batch, unflatten_batch
+    from planner.capture import batch_from_spec
+
+    meta = batch_from_spec(plan.model.inputs, plan.model.batch_tree, plan.global_batch)
+    leaves, tree = flatten_batch(meta)
+    return unflatten_batch(
+        tree, {path: torch.empty(t.shape, dtype=t.dtype) for path, t in leaves.items()}
+    )
+
+
+class _Gone(deque[Any]):
+    """A queue of messages under way that are never kept."""
+
+    def append(self, item: Any) -> None:
+        """Drop the message."""
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts bytes of live storages as ops make them, and plays the engine's recorder.
+
+    Mutable: it is a running tally. A storage is found when an op returns a tensor in it,
+    changes when FSDP2 resizes it, and leaves when the last tensor in it dies.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.moments: list[Moment] = []
+        self._peak_bytes = 0
+        self._bytes: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in torch.utils._pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                # A DTensor is a shell of the whole's size around its local tensor.
+                held = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+                self._see(held.untyped_storage())
+        return made
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count inside, storages resized in place included: resizing is not an op."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._bytes:
+                self._count(storage._cdata, storage.nbytes())
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign,assignment]
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    @contextmanager
+    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
+        """Note what happens inside as one moment; waits inside a job are part of it."""
+        if kind == "WAIT":
+            yield
+            return
+        self._peak_bytes = self.live_bytes
+        yield
+        self.moments.append(
+            Moment(kind=kind, name=name, end_bytes=self.live_bytes, peak_bytes=self._peak_bytes)
+        )
+
+    def end_step(self) -> None:
+        """Nothing: moments are read when both steps are over."""
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._bytes:
+            return
+
+        def gone(_: Any) -> None:
+            self._count(key, 0)
+            del self._bytes[key], self._alive[key]
+
+        self._bytes[key] = 0
+        self._alive[key] = weakref.ref(storage, gone)
+        self._count(key, storage.nbytes())
+
+    def _count(self, key: int, num_bytes: int) -> None:
+        self.live_bytes += num_bytes - self._bytes[key]
+        self._bytes[key] = num_bytes
+        self._peak_bytes = max(self._peak_bytes, self.live_bytes)
