@@ -71,10 +71,10 @@ def solve_by_cpsat(
             wants = [use[int(q)] for use in asked if int(q) in use]
             if not made or not wants:
                 continue
-            cost = float(link.seconds[p, q])
+            link_s = float(link.seconds[p, q])
             y = model.new_bool_var("")
-            if np.isfinite(cost):
-                objective.append(round(cost * scale) * y)
+            if np.isfinite(link_s):
+                objective.append(round(link_s * scale) * y)
             else:
                 model.add(y == 0)
             for literals in wants:

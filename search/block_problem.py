@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,7 @@ class Variable:
     """One choice: seconds and bytes of each of its values."""
 
     name: str
-    values: tuple[object, ...]
+    values: tuple[Any, ...]
     seconds: NDArray[np.float64]
     num_bytes: NDArray[np.float64]
 
@@ -448,7 +449,7 @@ def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, Clas
             if place is None and program.tensor[name].kind == "param":
                 place = next(
                     (
-                        ops[op.name].inputs[position]  # type: ignore[attr-defined]
+                        ops[op.name].inputs[position]
                         for op in program.ops
                         for position, used in enumerate(op.inputs)
                         if used == name

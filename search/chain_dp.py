@@ -67,9 +67,20 @@ class Band(Protocol):
     `backward_s` have a leading axis for the recompute choice.
     """
 
-    forward_s: Floats
-    backward_s: Floats
-    tail_s: Floats
+    @property
+    def forward_s(self) -> Floats:
+        """Forward seconds."""
+        ...
+
+    @property
+    def backward_s(self) -> Floats:
+        """Backward seconds."""
+        ...
+
+    @property
+    def tail_s(self) -> Floats:
+        """Seconds after the last job."""
+        ...
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """Bytes of a rank holding each run with this many microbatches in flight."""
@@ -79,7 +90,10 @@ class Band(Protocol):
 class Stages(Protocol):
     """What a chain of blocks costs, cut anyhow."""
 
-    num_blocks: int
+    @property
+    def num_blocks(self) -> int:
+        """Length of the chain."""
+        ...
 
     def band(self, width: int) -> Band:
         """Return the costs of every run of at most `width` blocks."""

@@ -123,7 +123,7 @@ def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: in
         if not reduced[0]:
             constant += float(reduced[1])
         remaining.remove(variable)
-    values = [0] * len(sizes)
+    chosen = [0] * len(sizes)
     for variable, scope, best in reversed(steps):
-        values[variable] = int(best[tuple(values[u] for u in scope)])
-    return Choice(values=tuple(values), cost=constant)
+        chosen[variable] = int(best[tuple(chosen[u] for u in scope)])
+    return Choice(values=tuple(chosen), cost=constant)

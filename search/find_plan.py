@@ -34,8 +34,11 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
+from search.bisect import solve_by_bisection
+from search.brute_force import solve_by_brute_force
 from search.candidates import Candidates, in_flight_of, with_estimate
-from search.chain_dp import Cut, solve_chain
+from search.chain_dp import ChainProblem, Cut, solve_chain
+from search.joint import solve_by_joint_program
 from search.layouts import LayoutSolver, parse_pins_of
 from search.nothing_fits import explain_nothing_fits
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
@@ -296,7 +299,16 @@ def _second_gate(search: _Search, entry: Entry) -> None:
     if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
         search.pruned["memory: a schedule that holds less does not fit either"] += 1
         return
-    solved = solve_chain(search.candidates.problem(one, table, limit), ceiling=search.best_s)
+    problem = search.candidates.problem(one, table, limit)
+    if search.request.solver != "dp":
+        cut = _SOLVERS[search.request.solver](problem)
+        if cut is None:
+            search.pruned[f"memory: {search.request.solver} found no stage boundaries"] += 1
+            return
+        bound = entry.bound if search.request.solver == "recursive" else cut.value
+        search.push(Entry(configuration=one, table=table, bound=max(entry.bound, bound), cut=cut))
+        return
+    solved = solve_chain(problem, ceiling=search.best_s)
     if not solved.fits:
         search.too_many.setdefault(key, []).append(in_flight)
         search.pruned["memory: no stage boundaries fit"] += 1
@@ -306,6 +318,14 @@ def _second_gate(search: _Search, entry: Entry) -> None:
         return
     bound = max(entry.bound, solved.cut.value)
     search.push(Entry(configuration=one, table=table, bound=bound, cut=solved.cut))
+
+
+_SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
+    "recursive": solve_by_bisection,
+    "cpsat": solve_by_joint_program,
+    "brute_force": solve_by_brute_force,
+}
+"""Searchers of stage boundaries beside the chain DP; a recursive cut proves nothing."""
 
 
 def _only_cut(search: _Search, entry: Entry) -> Cut | None:
@@ -361,6 +381,14 @@ def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
     return replace(configuration, recompute=used.pop() if len(used) == 1 else "mixed")
 
 
+_PROVED = {
+    "dp": "chain dynamic programming, path bound",
+    "cpsat": "joint integer program, path bound",
+    "brute_force": "every cut tried, path bound",
+    "recursive": "nobody: recursive bisection is not exact",
+}
+
+
 def _certificate(
     search: _Search, best: Finished, considered: int, refusals: Refusals
 ) -> Certificate:
@@ -380,8 +408,8 @@ def _certificate(
         pruned=tuple(sorted(search.pruned.items())),
         proved_by=(
             ("degrees, microbatches and schedules", "branch and bound"),
-            ("stage boundaries", "chain dynamic programming, path bound"),
-            ("placements in blocks", "elimination, replicated block boundaries"),
+            ("stage boundaries", _PROVED[search.request.solver]),
+            ("placements in blocks", "variable elimination, whole or split block boundaries"),
             ("order of the best", "event simulator"),
         ),
         stopped_early=search.stopped_early,
@@ -408,9 +436,9 @@ def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
             continue
         tries += 1
         cut = entry.cut or _cut(search, entry)
-        done = _estimate(search, entry, cut) if cut else None
-        if done is not None:
-            found[_degrees_of(done.configuration)] = done
+        priced = _estimate(search, entry, cut) if cut else None
+        if priced is not None:
+            found[_degrees_of(priced.configuration)] = priced
     rest = sorted(list(found.values())[1:], key=lambda one: one.answer.step_s)
     return tuple(
         RunnerUp(
@@ -427,7 +455,7 @@ def _first_of(entry: Unopened) -> Entry:
     """Return a shape's plainest configuration, to stand for it among the runners-up."""
     options = sorted(entry.shape.options, key=lambda option: (option[1], option[0] != "1f1b"))
     zero = max(entry.shape.zeros, key=lambda stage: (stage == 1, stage))
-    one = next(replace(entry.shape, options=options[:1], zeros=(zero,)).configurations())
+    one = next(replace(entry.shape, options=tuple(options[:1]), zeros=(zero,)).configurations())
     return Entry(configuration=one, table=entry.table, bound=entry.bound)
 
 

@@ -201,7 +201,8 @@ def boundary_options(
         for own, name in pairs:
             key = (block.class_index, own)
             shape = graph.tensor[name].shape
-            fits = len(shape) > dim and isinstance(shape[dim], int) and shape[dim] % tp == 0
+            size = shape[dim] if len(shape) > dim else None
+            fits = isinstance(size, int) and size % tp == 0
             if name in graph.producer and name != graph.loss and fits:
                 split[key] = Shard(dim)
             else:
