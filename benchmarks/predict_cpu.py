@@ -1,213 +1,241 @@
-"""Predicted against measured step time of many plans of three models on two CPU ranks.
+"""Predictions against runs on this machine: two gloo ranks, many plans of small models.
 
-    python benchmarks/predict_cpu.py [--json] [--folder DIR] [--budget 120s]
+    python benchmarks/predict_cpu.py [--json] [--steps N] [--models gpt,mlp,wide]
 
-Profiles this machine as two gloo ranks for the three models, prices every plan below with
-the cost model, then trains each for a few steps, all plans of a model in one launch and in
-turns, so that a machine whose speed drifts treats them alike. Printed per model: each plan's
-predicted and measured step, the median error, whether the measured-fastest plan is among the
-three predicted fastest, and the regret: how much slower the plan predicted fastest measured
-than the fastest. An earlier run's profile in the folder is used again.
+Profiles this machine as two ranks, predicts every plan, runs each for a few steps, and prints
+predicted against measured step time: the median error, the regret of the plan predicted
+fastest, and whether the truly fastest is among the predicted top three. Needs a quiet machine.
 """
 
+from __future__ import annotations
+
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-MODELS = (HERE.parent / "examples" / "gpt.py", HERE / "models/gated.py", HERE / "models/vision.py")
-GLOBAL_BATCH = 8
-RANKS = 2
-TURNS, WARM_UP, STEPS = 2, 2, 5
+from planner.errors import PlannerError
+from planner.plan import Plan, save_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {
+    "gpt": {"hidden": 192, "layers": 4, "sequence": 128},
+    "deep": {"hidden": 96, "layers": 8, "sequence": 64},
+    "wide": {"hidden": 384, "layers": 2, "sequence": 64},
+}
+GLOBAL_BATCH = 16
+
+MODEL_FILE = """import torch
+from torch import nn
+from torch.nn import functional as F
+
+HIDDEN, LAYERS, SEQUENCE, VOCABULARY, HEADS = {hidden}, {layers}, {sequence}, 256, 4
 
 
-def layouts():
-    """Yield the keyword arguments of `default_plan` for every plan that is tried."""
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
-    def batches(dp, size):
-        return {"microbatch_size": size, "num_microbatches": GLOBAL_BATCH // dp // size}
-
-    for zero in (0, 1, 2, 3):
-        for size in (1, 4):
-            yield {"dp": 2, "zero_stage": zero, **batches(2, size)}
-    yield {"dp": 2, "recompute": "full", **batches(2, 4)}
-    for size in (1, 4, 8):
-        yield {"tp": 2, **batches(1, size)}
-    yield {"tp": 2, "recompute": "full", **batches(1, 8)}
-    for size in (1, 2, 4):
-        yield {"pp": 2, "schedule": "1f1b", **batches(1, size)}
-    for schedule in ("fthenb", "zb_h1", "eager_1f1b"):
-        yield {"pp": 2, "schedule": schedule, **batches(1, 2)}
-    for schedule in ("interleaved_1f1b", "looped_breadth_first", "zb_v"):
-        yield {"pp": 2, "vpp": 2, "schedule": schedule, **batches(1, 1)}
-    yield {"pp": 2, "schedule": "1f1b", "recompute": "full", **batches(1, 2)}
+    def forward(self, x):
+        b, s, h = x.shape
+        y = self.norm1(x)
+        q, k, v = (p(y).view(b, s, HEADS, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def label(layout):
-    """Return a short text for a layout, such as ``tp=2 mbs=4x2``."""
-    rest = {k: v for k, v in layout.items() if k not in ("microbatch_size", "num_microbatches")}
-    words = [f"{k.removesuffix('_stage')}={v}" for k, v in rest.items()]
-    return " ".join([*words, f"mbs={layout['microbatch_size']}x{layout['num_microbatches']}"])
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def predict(folder, budget):
-    """Profile (or load), and return {model path: [(label, plan, predicted seconds)]}."""
-    from costmodel import CostCache, estimate
-    from planner.capture_cache import load_graph
+def model():
+    return Model()
+
+
+def batch(size):
+    ids = torch.randint(VOCABULARY, (size, SEQUENCE))
+    return {{"ids": ids, "labels": ids}}
+"""
+
+TRAIN_FILE = """import json, sys, time
+import torch
+import planner
+sys.path.insert(0, sys.argv[1])
+from model import batch, model
+torch.set_num_threads(1)
+torch.manual_seed(0)
+engine = planner.apply(sys.argv[2], model())
+data = batch(int(sys.argv[3]))
+seconds = []
+for _ in range(int(sys.argv[4])):
+    start = time.perf_counter()
+    float(engine.step(data))
+    seconds.append(time.perf_counter() - start)
+if engine.mesh.rank("pp") == engine.mesh.rank("dp") == engine.mesh.rank("tp") == 0:
+    open(sys.argv[5], "w").write(json.dumps(seconds))
+"""
+
+
+def plans_of(graph, model_file: Path) -> list[Plan]:
+    """Return plans over dp, tp, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
     from planner.plan_defaults import default_plan
-    from profiles import load_profile
 
-    profile_dir = folder / "profile"
-    if not (profile_dir / "profile.json").exists():
-        command = [str(Path(sys.executable).with_name("planner")), "profile", *map(str, MODELS)]
-        command += ["--gpus", str(RANKS), "--device", "cpu", "--budget", budget]
-        subprocess.run([*command, "--out", str(profile_dir)], check=True, stdout=sys.stderr)
-    profile = load_profile(str(profile_dir))
-    predicted = {}
-    for path in MODELS:
-        graph = load_graph(path)
-        costs = CostCache(graph, profile)
-        rows = []
-        for layout in layouts():
-            plan = default_plan(graph, file=str(path), **layout)
-            seconds = estimate(graph, profile, plan, costs=costs).to_dict()["step_s"]
-            rows.append((label(layout), plan, seconds))
-        predicted[path] = rows
-    return predicted
+    choices = []
+    for size in (2, 4, 8):
+        for zero, recompute in itertools.product((0, 1, 3), ("none", "full")):
+            choices.append({"dp": 2, "zero_stage": zero, "recompute": recompute, "size": size})
+        for schedule in ("1f1b", "fthenb"):
+            choices.append({"pp": 2, "schedule": schedule, "size": size})
+        choices.append({"tp": 2, "size": size})
+        choices.append({"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "size": size})
+    plans = []
+    for choice in choices:
+        size = choice.pop("size")
+        microbatches = GLOBAL_BATCH // size // choice.get("dp", 1)
+        if microbatches < 1:
+            continue
+        try:
+            plan = default_plan(
+                graph,
+                microbatch_size=size,
+                num_microbatches=microbatches,
+                file=str(model_file),
+                **choice,
+            )
+        except PlannerError:
+            continue
+        plans.append(plan)
+    return plans
 
 
-def measure(path, plans, folder):
-    """Train each plan of a model in one launch and return median step seconds, in order."""
-    request = folder / f"request-{path.stem}.json"
-    answer = folder / f"answer-{path.stem}.json"
-    request.write_text(
-        json.dumps(
+def describe(plan: Plan) -> str:
+    """Name a plan by its choices."""
+    return (
+        f"dp{plan.dp} tp{plan.tp} pp{plan.pp} vpp{plan.vpp} zero{plan.zero_stage} "
+        f"micro{plan.microbatch_size} {plan.schedule} {plan.stages[0].recompute}"
+    )
+
+
+def measured_step_s(plan: Plan, folder: Path, steps: int) -> float:
+    """Run a plan and return the median step time, the first steps left out."""
+    plan_file, out = folder / "plan.json", folder / "seconds.json"
+    save_plan(plan, plan_file)
+    out.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "cli.py"), "launch", str(plan_file), "--device", "cpu",
+               str(folder / "train.py"), str(folder), str(plan_file), str(GLOBAL_BATCH),
+               str(steps), str(out)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{describe(plan)} failed:\n{done.stderr[-2000:]}")
+    return statistics.median(json.loads(out.read_text())[2:])
+
+
+def judge(model: str, profile, folder: Path, steps: int) -> list[dict]:
+    """Return predicted and measured step time of each plan of one model."""
+    from costmodel import CostCache, estimate
+    from planner.capture import capture_source, load_model_file
+
+    (folder / "model.py").write_text(MODEL_FILE.format(**MODELS[model]))
+    (folder / "train.py").write_text(TRAIN_FILE)
+    graph = capture_source(load_model_file(folder / "model.py"))
+    costs = CostCache(graph, profile)
+    lines = []
+    for plan in plans_of(graph, folder / "model.py"):
+        predicted = estimate(graph, profile, plan, costs=costs).step_s
+        measured = measured_step_s(plan, folder, steps)
+        lines.append(
             {
-                "model": str(path),
-                "answer": str(answer),
-                "plans": [plan.model_dump(mode="json") for plan in plans],
+                "model": model,
+                "plan": describe(plan),
+                "predicted_s": predicted,
+                "measured_s": measured,
+                "error_pct": 100 * (predicted / measured - 1),
             }
         )
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "--nproc-per-node", str(RANKS)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command += [__file__, "--worker", str(request)]
-    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
-    return json.loads(answer.read_text())
-
-
-def worker(request):
-    """On each rank: train every plan in turns; rank 0 writes the medians."""
-    import torch
-    import torch.distributed as dist
-
-    from planner.capture import capture_source, load_model_file
-    from planner.plan import Plan
-    from planner.runtime.device import choose_device
-    from planner.runtime.engine import Engine
-    from planner.runtime.mesh import build_mesh
-
-    asked = json.loads(Path(request).read_text())
-    source = load_model_file(asked["model"])
-    graph = capture_source(source)
-    plans = [Plan.model_validate(data) for data in asked["plans"]]
-    times = [[] for _ in plans]
-    meshes = {}
-    for turn in range(TURNS):
-        for index, plan in enumerate(plans):
-            shape = (plan.dp, plan.tp, plan.pp)
-            if shape not in meshes:
-                meshes[shape] = build_mesh(plan, choose_device())
-            torch.manual_seed(0)
-            engine = Engine(plan, graph, source.build(), meshes[shape], optimizer=torch.optim.AdamW)
-            batch = source.batch(GLOBAL_BATCH)
-            for step in range(WARM_UP + STEPS):
-                dist.barrier()
-                began = time.perf_counter()
-                engine.step(batch)
-                dist.barrier()
-                if step >= WARM_UP:
-                    times[index].append(time.perf_counter() - began)
-        if dist.get_rank() == 0:
-            print(f"{source.name}: turn {turn + 1} of {TURNS} done", flush=True)
-    if dist.get_rank() == 0:
-        Path(asked["answer"]).write_text(json.dumps([statistics.median(t) for t in times]))
-    dist.barrier()
-    # Groups of many plans are open, and gloo may abort when a process tears them down while
-    # its peers still do; everything is written, so leave without.
-    os._exit(0)
-
-
-def compare(rows, measured):
-    """Return the figures of one model."""
-    predicted = [seconds for _, _, seconds in rows]
-    order = sorted(range(len(rows)), key=predicted.__getitem__)
-    fastest = min(range(len(rows)), key=measured.__getitem__)
-    errors = [abs(p - m) / m * 100 for p, m in zip(predicted, measured, strict=True)]
-    return {
-        "plans": [
-            {"plan": name, "predicted_s": p, "measured_s": m}
-            for (name, _, p), m in zip(rows, measured, strict=True)
-        ],
-        "median_error_pct": statistics.median(errors),
-        "regret_pct": (measured[order[0]] / measured[fastest] - 1) * 100,
-        "best_in_top3": fastest in order[:3],
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--folder", type=Path, default=Path("predict-out"))
-    parser.add_argument("--budget", default="120s", help="time for the profile")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        return worker(options.worker)
-    folder = options.folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    results = {}
-    for path, rows in predict(folder, options.budget).items():
-        measured = measure(path, [plan for _, plan, _ in rows], folder)
-        results[path.stem] = compare(rows, measured)
-    figures = list(results.values())
-    total = {
-        "models": results,
-        "plans": sum(len(f["plans"]) for f in figures),
-        "median_error_pct": statistics.median(
-            abs(p["predicted_s"] / p["measured_s"] - 1) * 100 for f in figures for p in f["plans"]
-        ),
-        "mean_regret_pct": statistics.mean(f["regret_pct"] for f in figures),
-        "best_in_top3": all(f["best_in_top3"] for f in figures),
-    }
-    if options.json:
-        print(json.dumps(total, indent=1))
-        return None
-    for name, found in results.items():
-        print(f"\n{name}")
-        for p in sorted(found["plans"], key=lambda p: p["measured_s"]):
-            print(
-                f"  {p['plan']:<58} predicted {p['predicted_s'] * 1e3:7.1f} ms  "
-                f"measured {p['measured_s'] * 1e3:7.1f} ms  "
-                f"{(p['predicted_s'] / p['measured_s'] - 1) * 100:+6.1f}%"
-            )
         print(
-            f"  median error {found['median_error_pct']:.1f}%, regret {found['regret_pct']:.1f}%, "
-            f"fastest in the predicted top 3: {'yes' if found['best_in_top3'] else 'no'}"
+            f"{model:6}{describe(plan):60}{predicted * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
+            f"{lines[-1]['error_pct']:+8.1f}%",
+            file=sys.stderr,
+            flush=True,
         )
-    print(
-        f"\n{total['plans']} plans: median error {total['median_error_pct']:.1f}%, "
-        f"mean regret {total['mean_regret_pct']:.1f}%, "
-        f"fastest always in the predicted top 3: {'yes' if total['best_in_top3'] else 'no'}"
-    )
-    return None
+    return lines
+
+
+def summarise(lines: list[dict]) -> dict:
+    """Return the figures by which the cost model is judged on this machine."""
+    regrets, top3 = [], []
+    for model in {line["model"] for line in lines}:
+        mine = sorted(
+            (line for line in lines if line["model"] == model), key=lambda x: x["predicted_s"]
+        )
+        fastest = min(mine, key=lambda x: x["measured_s"])
+        regrets.append(100 * (mine[0]["measured_s"] / fastest["measured_s"] - 1))
+        top3.append(fastest in mine[:3])
+    return {
+        "plans": lines,
+        "median_error_pct": statistics.median(abs(line["error_pct"]) for line in lines),
+        "mean_regret_pct": statistics.mean(regrets),
+        "best_in_top3": all(top3),
+    }
+
+
+def main() -> int:
+    """Profile, predict, run, compare."""
+    from profiles import load_profile, measure_profile
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each run; two are left out")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--profile", help="use this profile instead of measuring one")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if options.profile:
+            profile = load_profile(options.profile)
+        else:
+            from planner.capture import capture_source, load_model_file
+
+            graphs = []
+            for sizes in (MODELS[name] for name in options.models.split(",")):
+                (folder / "model.py").write_text(MODEL_FILE.format(**sizes))
+                graphs.append(capture_source(load_model_file(folder / "model.py")))
+            profile = measure_profile(folder / "profile", nproc=2, device="cpu", models=graphs)
+        lines = [
+            line
+            for model in options.models.split(",")
+            for line in judge(model, profile, folder, options.steps)
+        ]
+    summary = summarise(lines)
+    if options.json:
+        print(json.dumps(summary, indent=1))
+    else:
+        print(
+            f"median error {summary['median_error_pct']:.1f}%, "
+            f"mean regret {summary['mean_regret_pct']:.1f}%, "
+            f"fastest among predicted top 3: {summary['best_in_top3']}"
+        )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
