@@ -7,6 +7,15 @@ solver chooses op placements (`layouts`), across blocks dynamic programming cuts
 """
 
 from search.find_plan import find_plan
+from search.pareto import Point, find_pareto
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
-__all__ = ["Certificate", "RunnerUp", "SearchRequest", "SearchResult", "find_plan"]
+__all__ = [
+    "Certificate",
+    "Point",
+    "RunnerUp",
+    "SearchRequest",
+    "SearchResult",
+    "find_pareto",
+    "find_plan",
+]

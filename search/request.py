@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from planner.errors import LayoutError
 from planner.plan import Plan
 
+SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
 RECOMPUTE_CHOICES = ("none", "full")
 
 
@@ -73,6 +74,8 @@ class SearchRequest:
             raise LayoutError(
                 f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
             )
+        if self.solver not in SOLVERS:
+            raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")
         if self.max_gap < 0:
             raise LayoutError(f"--gap {self.max_gap} was given; a gap is 0 or more, such as 0.02")
 

@@ -3,7 +3,9 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from costmodel import CostCache, estimate
@@ -11,9 +13,10 @@ from planner.capture import capture_module
 from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
-from search import SearchRequest, find_plan
+from search import SearchRequest, find_pareto, find_plan
+from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_dp import Paths, cut_peak, solve_chain
+from search.chain_dp import Cut, Paths, cut_peak, solve_chain
 from search.layouts import LayoutSolver
 from search.space import list_configurations
 from tests.builders import tiny_models
@@ -240,3 +243,105 @@ def test_the_quick_price_is_the_estimate(name):
             problem = candidates.problem(one, table, float("inf"))
             peak = cut_peak(Paths(problem, problem.num_blocks), cut.cuts, cut.choices)
             assert peak == pytest.approx(answer.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("solver", ["recursive", "cpsat", "brute_force"])
+def test_other_searchers_of_stage_boundaries_agree_or_report_a_gap(gpt, solver):
+    """M18, X1: never faster than the exact one; the exact referees agree with it."""
+    exact = find_plan(gpt, MACHINE, ask(pp=2)).plan
+    result = find_plan(gpt, MACHINE, ask(pp=2, solver=solver))
+    assert exact is not None
+    assert result.plan is not None
+    assert result.certificate is not None
+    best = exact.estimate["step_s"]
+    # Cuts of equal bound may differ in the simulator; the gap says by how much at most.
+    assert result.plan.estimate["step_s"] * (1 - result.certificate.gap) <= best * (1 + 1e-9)
+    if solver == "recursive":
+        assert dict(result.certificate.proved_by)["stage boundaries"].startswith("nobody")
+    assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
+
+
+def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):
+    """X1: what is left is counted, and the bound stays a bound."""
+    best = find_plan(gpt, MACHINE, ask()).certificate
+    loose = find_plan(gpt, MACHINE, ask(max_gap=0.5)).certificate
+    hurried = find_plan(gpt, MACHINE, ask(time_limit_s=0.0)).certificate
+    assert best is not None
+    for certificate, flag in ((loose, "--gap"), (hurried, "--time-limit")):
+        assert certificate is not None
+        assert certificate.best_s >= best.best_s * (1 - 1e-9)
+        assert certificate.lower_bound_s <= best.best_s * (1 + 1e-9)
+        assert flag in certificate.stopped_early
+        assert certificate.unexplored > 0
+
+
+def test_the_pareto_set_has_no_dominated_point_and_misses_no_best(gpt):
+    """X4: step time against peak memory; the ends are the fastest and the leanest."""
+    request = ask(2, 4, schedule="1f1b")
+    points = find_pareto(gpt, MACHINE, request)
+    steps = [point.step_s for point in points]
+    peaks = [point.peak_bytes for point in points]
+    assert steps == sorted(steps)
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(points) > 1
+    fastest = find_plan(gpt, MACHINE, request).plan
+    assert fastest is not None
+    assert steps[0] == pytest.approx(fastest.estimate["step_s"])
+    for point in points:
+        under = find_plan(gpt, MACHINE, replace(request, memory_limit_bytes=point.peak_bytes)).plan
+        assert under is not None
+        assert under.estimate["step_s"] == pytest.approx(point.step_s)
+
+
+def test_the_best_equals_trying_everything():
+    """X1: on small machines of random speed and memory, no configuration with any cut and any
+    recompute beats the answer by more than its gap, and the bound is never above the optimum."""
+    graph = captured("mlp")
+    rng = np.random.default_rng(31)
+    gaps = []
+    for _ in range(12):
+        machine = Machine(
+            context_bytes=0.0,
+            devices_per_node=int(rng.choice([1, 2, 4])),
+            flop_per_s=float(10 ** rng.uniform(6, 10)),
+            bytes_per_s=float(10 ** rng.uniform(6, 10)),
+            intra_bytes_per_s=float(10 ** rng.uniform(6, 10)),
+            alpha_s=float(10 ** rng.uniform(-7, -4)),
+        )
+        free = ask(2, 4, zero=0, schedule=None)
+        plan = find_plan(graph, machine, free).plan
+        assert plan is not None
+        limit = int(plan.estimate["peak_bytes"] * rng.choice([0.8, 0.95, 2.0]))
+        request = replace(free, memory_limit_bytes=limit)
+        result = find_plan(graph, machine, request)
+        best = _try_everything(graph, machine, request)
+        if result.plan is None:
+            assert best == float("inf")
+            continue
+        assert result.certificate is not None
+        assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
+        assert result.plan.estimate["step_s"] <= best / (1 - result.certificate.gap) * (1 + 1e-9)
+        gaps.append(result.certificate.gap)
+    assert np.mean(np.array(gaps) < 1e-9) >= 0.5
+
+
+def _try_everything(graph, machine, request) -> float:
+    """The fastest of all configurations, cuts and recompute choices, each estimated in full."""
+    solver = LayoutSolver(graph=graph, profile=machine)
+    candidates = Candidates(
+        graph=graph, profile=machine, solver=solver, costs=CostCache(graph, machine)
+    )
+    best = float("inf")
+    for one in list_configurations(request, graph, machine.cluster, can_split=solver.can_split):
+        for table in candidates.tables(one.tp, one.microbatch_size):
+            if one.vpp > 1:
+                cuts = [(candidates.even_cut(one, table).cuts, full) for full in (0, 1)]
+                tries = [(cut, (full,) * (one.pp * one.vpp)) for cut, full in cuts]
+            else:
+                tries = list(all_cuts(candidates.problem(one, table, float("inf"))))
+            for cut, choices in tries:
+                made = Cut(cuts=cut, choices=choices, value=0.0)
+                answer = candidates.estimate(candidates.plan(one, table, made))
+                if answer.peak_bytes <= request.memory_limit_bytes:
+                    best = min(best, answer.step_s)
+    return best

@@ -1,0 +1,46 @@
+"""Recursive bisection and the joint integer program beside the chain DP."""
+
+import numpy as np
+import pytest
+
+from search.bisect import solve_by_bisection
+from search.chain_dp import solve_chain
+from search.joint import solve_by_joint_program
+from tests.search.chains import random_chain, uniform_chain
+
+
+def test_bisection_is_never_better_than_exact_and_close_to_it():
+    """M18: the gap of 300 random small chains, recorded."""
+    rng = np.random.default_rng(21)
+    gaps, missed = [], 0
+    for _ in range(300):
+        problem = random_chain(rng)
+        exact, quick = solve_chain(problem).cut, solve_by_bisection(problem)
+        if exact is None:
+            assert quick is None
+        elif quick is None:
+            missed += 1
+        else:
+            assert quick.value >= exact.value * (1 - 1e-12)
+            gaps.append(quick.value / exact.value - 1)
+    assert np.mean(gaps) < 0.02
+    assert np.median(gaps) == pytest.approx(0.0, abs=1e-9)
+    assert missed < 15
+
+
+def test_the_joint_program_agrees_with_the_chain_dp():
+    """M17: CP-SAT over cuts, recompute and memory at once finds the DP's optimum."""
+    rng = np.random.default_rng(22)
+    for _ in range(25):
+        problem = random_chain(rng)
+        exact, joint = solve_chain(problem).cut, solve_by_joint_program(problem)
+        if exact is None:
+            assert joint is None
+            continue
+        assert joint is not None
+        assert joint.value == pytest.approx(exact.value, rel=1e-6)
+
+
+def test_a_joint_program_too_large_to_solve_says_so():
+    with pytest.raises(ValueError, match=r"1000 blocks on 8 stages .* use --solver dp"):
+        solve_by_joint_program(uniform_chain(1000, 8, 16))
