@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
+from planner.runtime.bindings import BINDINGS
 from planner.runtime.weight_grads import DeferrableProduct, WeightQueue, deferrable_products
 
 
@@ -72,7 +73,7 @@ def aten_overload(target: str) -> torch._ops.OpOverload:
 def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> None:
     target = aten_overload(op.target)
     node = graph.call_function(
-        target,
+        BINDINGS.get(op.target, target),
         tuple(_fx_arg(arg, env, device) for arg in op.args),
         {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )

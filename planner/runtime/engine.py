@@ -134,6 +134,9 @@ class Engine:
         self.stages = self._build_stages(model, edges)
         self._preambles = self._build_preambles(model)
         self._buckets = self._build_buckets()
+        self._unbucketed = [
+            p for i, s in self.stages.items() if i not in self._buckets for p in s.parameters()
+        ]
         self._tied = _tied_copies(graph, plan, mesh, self.stages)
         self.optimizer = build_optimizer(optimizer, model, self._held())
         self._recorder = start_recorder(mesh)
@@ -201,9 +204,10 @@ class Engine:
 
                 program = lower(program, layout, axis="tp", axis_size=self.plan.tp)
             groups = {"tp": self.mesh.group("tp")}
-            programs[index] = to_graph_module(
+            module = to_graph_module(
                 program, groups, self.mesh.device, weight_queue=self._weight_queue
             )
+            programs[index] = module.forward
         return programs
 
     def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
@@ -265,11 +269,10 @@ class Engine:
         return side_inputs
 
     def _zero_gradients(self) -> None:
-        for index, stage in self.stages.items():
-            if index in self._buckets:
-                self._buckets[index].zero()
-            else:
-                stage.zero_grad(set_to_none=True)
+        for buckets in self._buckets.values():
+            buckets.zero()
+        for param in self._unbucketed:
+            param.grad = None
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:

@@ -36,11 +36,13 @@ class BlockModule(nn.Module):
 
     `slots` gives, for each of the program's params, the attribute holding it here, or the
     position of a tensor that the stage passes (a shared parameter, a buffer, a constant).
+    `params_are_dtensors` is set by whoever makes them so.
     """
 
     def __init__(self, run: Run, slots: tuple[str | int, ...], *, recompute: bool) -> None:
         super().__init__()
         self._run, self._slots = run, slots
+        self.params_are_dtensors = False
         self._recomputed = Recomputed(self._with_params) if recompute else None
 
     def forward(self, inputs: tuple[Tensor, ...], passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -55,13 +57,15 @@ class BlockModule(nn.Module):
         if self._recomputed is not None and self._recomputed.again:
             # A second run must not move running statistics a second time.
             passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in passed)
-        params = (
-            passed[slot] if isinstance(slot, int) else getattr(self, slot) for slot in self._slots
-        )
-        return self._run(*inputs, *map(_local, params))
+        # (The dict is what FSDP2 swaps them in; attribute access would cost more than an op.)
+        own = self._parameters
+        params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
+        if self.params_are_dtensors:
+            params = [_local(param) for param in params]
+        return self._run(*inputs, *params)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor | None) -> Tensor | None:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

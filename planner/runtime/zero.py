@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard as TorchShard
 
 from planner.placement import Placement, Shard
 from planner.runtime.mesh import Mesh
-from planner.runtime.stage import StageModule
+from planner.runtime.stage import BlockModule, StageModule
 
 
 def torch_placement(placement: Placement) -> TorchPlacement:
@@ -59,6 +59,9 @@ def before_backward(stage: StageModule, zero_stage: int, *, is_last: bool) -> No
 
 def _over_tp(stage: StageModule, mesh: Mesh, placements: Mapping[str, Placement]) -> None:
     tp_mesh = mesh.device_mesh["tp"]
+    for block in stage.blocks:
+        assert isinstance(block, BlockModule)
+        block.params_are_dtensors = True
     for path, fqn in stage.fqns.items():
         owner, _, name = path.rpartition(".")
         module = stage.get_submodule(owner)
