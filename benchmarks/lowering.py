@@ -1,0 +1,269 @@
+"""The same Llama block on two ranks: our lowered graph against DTensor's parallelize_module.
+
+    python benchmarks/lowering.py [--hidden 512] [--layers 2] [--sequence 256] [--batch 2]
+                                  [--steps 20] [--repeats 5]
+
+Both sides hold the same weights and take the same inputs; gradients are compared before
+anything is timed. Rounds of both sides alternate in one run, so that whatever else the
+machine does hits both, and the ratio is of medians over rounds. A second table times one
+process: the user's module in eager mode against the lowered graph with tp=1.
+
+Needs the `transformers` extra. Runs on gloo and the CPU, one thread a rank; with --device
+cuda on two GPUs with NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from planner.capture import capture_module
+from planner.graph import ModelGraph
+from planner.lowering import lower
+from planner.placement import Placement, Shard, parse_placement
+from planner.program_fx import to_graph_module
+from planner.runtime.collectives import run_step
+from planner.runtime.weights import local_piece
+from planner.sharding import propagate_graph
+
+
+class Layers(nn.Module):
+    """Llama's decoder layers alone, with a loss that every output takes part in."""
+
+    def __init__(self, options: argparse.Namespace):
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import (
+            LlamaDecoderLayer,
+            LlamaRotaryEmbedding,
+        )
+
+        config = LlamaConfig(
+            hidden_size=options.hidden,
+            intermediate_size=options.hidden * 11 // 4 // 16 * 16,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            num_hidden_layers=options.layers,
+            attn_implementation="sdpa",
+        )
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, i) for i in range(options.layers))
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        tables = self.rotary(x, positions)
+        for layer in self.layers:
+            out = layer(x, position_embeddings=tables)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.square().mean()
+
+
+Step = Callable[[], Tensor]
+Gradients = Callable[[], dict[str, Tensor]]
+
+
+def build(options: argparse.Namespace, device: torch.device) -> Layers:
+    torch.manual_seed(0)
+    with device:
+        return Layers(options)
+
+
+def lowered(
+    model: Layers, graph: ModelGraph, x: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Step, Gradients]:
+    """The model as a chain of lowered graphs on plain local tensors."""
+    tp = 1 if group is None else dist.get_world_size()
+    rank = 0 if group is None else dist.get_rank()
+    batch = x.shape[0]
+    layouts = propagate_graph(graph, microbatch_size=batch, axis_size=tp) if tp > 1 else ()
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    modules = [
+        to_graph_module(
+            lower(program.bind(batch), layouts[i] if layouts else None, axis_size=tp),
+            {"tp": group},
+            x.device,
+        )
+        for i, program in enumerate(graph.classes)
+    ]
+    preamble = to_graph_module(graph.preamble.bind(batch), {}, x.device)
+    fqn = {t.name: t.fqn for t in graph.tensors}
+    local: dict[str, Tensor] = {}
+    rests: dict[str, Placement] = {}
+    for block in graph.blocks:
+        texts = layouts[block.class_index].params if layouts else ("R",) * len(block.params)
+        for name, text in zip(block.params, texts, strict=True):
+            placement = parse_placement(text)
+            piece = local_piece(own[fqn[name]].detach(), placement, tp, rank, fqn[name])
+            rests[name] = placement
+            local[name] = piece.requires_grad_(graph.tensor[name].requires_grad)
+    side_inputs = {n: own[fqn[n]].detach() for n in graph.preamble.params}
+
+    def step() -> Tensor:
+        values: dict[str, Tensor] = {graph.batch_inputs[0]: x}
+        made = preamble(
+            *(values[n] for n in graph.preamble.inputs),
+            *(side_inputs[n] for n in graph.preamble.params),
+        )
+        values |= zip(graph.preamble.outputs, made, strict=True)
+        for block in graph.blocks:
+            outputs = modules[block.class_index](
+                *(values[n] for n in block.inputs), *(local[n] for n in block.params)
+            )
+            values |= zip(block.outputs, outputs, strict=True)
+        loss = values[graph.loss]
+        for tensor in local.values():
+            tensor.grad = None
+        loss.backward()
+        return loss.detach()
+
+    def gradients() -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in local.items():
+            if tensor.grad is not None:
+                found[fqn[name]] = tensor.grad
+                if group is not None and isinstance(rests[name], Shard):
+                    gather = ("all_gather", rests[name], 0)
+                    found[fqn[name]] = run_step(tensor.grad, group.group_name, gather)
+        return found
+
+    return step, gradients
+
+
+def with_dtensor(model: Layers, x: Tensor) -> tuple[Step, Gradients]:
+    """PyTorch's own way: column and row parallel modules on DTensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh(x.device.type, (dist.get_world_size(),))
+    by_column = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    plan = dict.fromkeys((*by_column, "mlp.gate_proj", "mlp.up_proj"), ColwiseParallel())
+    plan |= dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel())
+    for layer in model.layers:
+        parallelize_module(layer, mesh, plan)
+    return in_eager_mode(model, x)
+
+
+def in_eager_mode(model: nn.Module, x: Tensor) -> tuple[Step, Gradients]:
+    def step() -> Tensor:
+        model.zero_grad(set_to_none=True)
+        loss = model(x)
+        loss.backward()
+        return loss.detach()
+
+    def gradients() -> dict[str, Tensor]:
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+    return step, gradients
+
+
+def seconds_per_step(step: Step, steps: int, device: torch.device) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def compare(
+    sides: dict[str, tuple[Step, Gradients]], options: argparse.Namespace, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Check that two sides agree, then time them in alternating rounds."""
+    (first, first_grads), (second, second_grads) = sides.values()
+    torch.testing.assert_close(first(), second(), rtol=1e-5, atol=1e-6)
+    ours, theirs = first_grads(), second_grads()
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-5)
+    times: tuple[list[float], list[float]] = ([], [])
+    for step in (first, second):
+        seconds_per_step(step, 3, device)
+    for _ in range(options.repeats):
+        for side, step in zip(times, (first, second), strict=True):
+            side.append(seconds_per_step(step, options.steps, device))
+    return times
+
+
+def rank_main(rank: int, port: int, options: argparse.Namespace) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    device = torch.device(options.device, rank if options.device == "cuda" else None)
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    generator = torch.Generator().manual_seed(1)
+    shape = (options.batch, options.sequence, options.hidden)
+    x = torch.randn(shape, generator=generator).to(device)
+    model = build(options, device)
+    graph = capture_module(
+        model, (x[:1].expand(2, -1, -1),), (x[:1].expand(3, -1, -1),), name="llama-layers"
+    )
+    dist.init_process_group(backend, rank=rank, world_size=2)
+    try:
+        sides = {
+            "lowered": lowered(model, graph, x, dist.group.WORLD),
+            "DTensor": with_dtensor(build(options, device), x),
+        }
+        report("tp=2, lowered against DTensor", compare(sides, options, device), rank)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        sides = {
+            "lowered": lowered(model, graph, x, None),
+            "eager": in_eager_mode(build(options, device), x),
+        }
+        report("one device, lowered against eager", compare(sides, options, device), rank)
+
+
+def report(title: str, times: tuple[list[float], list[float]], rank: int) -> None:
+    if rank:
+        return
+    ours, theirs = (statistics.median(side) for side in times)
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    print(
+        f"{title}: {ours * 1e3:.1f} ms against {theirs * 1e3:.1f} ms a step, "
+        f"ratio {ours / theirs:.3f} (rounds {min(ratios):.3f} to {max(ratios):.3f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (
+        ("hidden", 512),
+        ("layers", 2),
+        ("sequence", 256),
+        ("batch", 2),
+        ("steps", 10),
+        ("repeats", 5),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(rank_main, args=(port, options), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
