@@ -24,6 +24,7 @@ def apply(
     *,
     optimizer: Any = None,
     loss: Any = None,
+    max_grad_norm: float | None = None,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -32,9 +33,10 @@ def apply(
     ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
     optimizer over ``model.parameters()``, taken over by the engine with its param groups;
     or a class or function that makes one from parameters; or None for AdamW. `loss` is a
-    function of (output, batch) for a model that does not return its loss. Raises
+    function of (output, batch) for a model that does not return its loss. With
+    `max_grad_norm`, gradients are clipped by the norm over the whole model. Raises
     PlanError or ModelError when plan, model and processes do not belong together.
     """
     from planner.runtime.engine import apply_plan
 
-    return apply_plan(plan, model, optimizer=optimizer, loss=loss)
+    return apply_plan(plan, model, optimizer=optimizer, loss=loss, max_grad_norm=max_grad_norm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from planner.blocks import is_random
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
-from planner.placement import Placement
+from planner.placement import Placement, Shard
 from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
 from planner.runtime import zero
+from planner.runtime.clip import clip_gradients
 from planner.runtime.device import choose_device
 from planner.runtime.executor import Executor, Hooks
 from planner.runtime.feed import Preamble, split_batch
@@ -54,12 +55,13 @@ def apply_plan(
     *,
     optimizer: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
+    max_grad_norm: float | None = None,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     graph = shared_capture(plan, model, loss, mesh)
-    engine = Engine(plan, graph, model, mesh, optimizer=optimizer)
+    engine = Engine(plan, graph, model, mesh, optimizer=optimizer, max_grad_norm=max_grad_norm)
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     return engine
@@ -94,7 +96,8 @@ class Engine:
     """A rank's part of a model in training. Mutable: weights and optimizer state.
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
-    `stages` are this rank's stage modules by stage index.
+    `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
+    last step's gradients before clipping, when they are clipped.
     """
 
     def __init__(
@@ -105,8 +108,11 @@ class Engine:
         mesh: Mesh,
         *,
         optimizer: Any = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
         if plan.cp > 1:
             raise LayoutError(f"cp={plan.cp}: context parallelism can't be run yet; use cp=1")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
@@ -139,6 +145,8 @@ class Engine:
         ]
         self._tied = _tied_copies(graph, plan, mesh, self.stages)
         self.optimizer = build_optimizer(optimizer, model, self._held())
+        self._max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor | None = None
         self._recorder = start_recorder(mesh)
         self._executor = Executor(
             schedule=self.schedule,
@@ -243,6 +251,8 @@ class Engine:
                 buckets.finish()
             for tied in self._tied:
                 tied.sum()
+            if self._max_grad_norm is not None:
+                self.grad_norm = clip_gradients(self._shares(), self._max_grad_norm, self.mesh)
         with self._recorded("OPTIMIZE"):
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -250,6 +260,19 @@ class Engine:
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
+
+    def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Yield parameters with the share of each that counts for the gradient's norm."""
+        metas = {meta.fqn: meta for meta in self.graph.params}
+        users = stage_params(self.graph, self.plan)
+        replicas = self.plan.cp * (1 if self._zero_stage else self.plan.dp)
+        for index, stage in self.stages.items():
+            for fqn, param in stage.named_params().items():
+                name = metas[fqn].name
+                is_first_copy = not any(name in names for names in users[:index])
+                on_tp = isinstance(self._param_placements[name], Shard)
+                copies = replicas * (1 if on_tp else self.plan.tp)
+                yield param, is_first_copy / copies
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)

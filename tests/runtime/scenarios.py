@@ -19,9 +19,18 @@ from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 STEPS = 2
 
 
+class TiedGPT(PlainGPT):
+    """The head multiplies by the token embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.token.weight
+
+
 def models() -> dict[str, TinyModel]:
     deep = TinyModel("deep-gpt", lambda: PlainGPT(layers=8), gpt_batch)
-    return tiny_models() | {deep.name: deep}
+    tied = TinyModel("tied-gpt", TiedGPT, gpt_batch)
+    return tiny_models() | {model.name: model for model in (deep, tied)}
 
 
 @dataclass(frozen=True)
@@ -115,3 +124,21 @@ def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> f
         (found[n] - t).abs().max().item() / max(t.abs().max().item(), 1e-6 * largest)
         for n, t in expected.items()
     )
+
+
+def clip_many(cases: list[tuple[str, Plan]], max_norm: float) -> list[tuple[float, float, float]]:
+    """Norm before clipping under each plan, in one process, and the gap of clipped gradients."""
+    torch.set_default_dtype(torch.float64)
+    result = []
+    for name, plan in cases:
+        tiny, module = build(name)
+        alone = copy.deepcopy(module)
+        engine = planner.apply(plan, module, max_grad_norm=max_norm)
+        batch = tiny.batch(plan.global_batch)
+        engine.step(batch)
+        loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+        named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        gap = _gap(engine.full_gradients(), named)
+        result.append((engine.grad_norm.item(), expected.item(), gap))
+    return result

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from planner.plan_defaults import default_plan
-from tests.runtime.scenarios import Outcome, capture, train_many
+from tests.runtime.scenarios import Outcome, capture, clip_many, train_many
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -123,3 +123,15 @@ def test_virtual_stages_and_split_backwards(world_size, names):
     cases = [("deep-gpt", {**two, "schedule": name}) for name in names]
     cases.append(("deep-gpt", {"pp": world_size, "schedule": "zb_h1"}))
     _run(world_size, cases)
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_ranks():
+    """Shards, replicas, ZeRO shards and tied copies: every element counts once."""
+    cases = [("gpt", c) for c in ({"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 3})]
+    cases += [("tied-gpt", {"pp": 2}), ("tied-gpt", {"pp": 2, "vpp": 2, "schedule": "zb_v"})]
+    plans = [(name, default_plan(capture(name, torch.float64), **c)) for name, c in cases]
+    for by_rank in zip(*run_ranks(clip_many, 2, plans, 0.1), strict=True):
+        assert by_rank[0][0] == by_rank[1][0]
+        assert by_rank[0][0] == pytest.approx(by_rank[0][1], rel=1e-10)
+        assert by_rank[0][0] > 0.1
+        assert by_rank[0][2] < RTOL

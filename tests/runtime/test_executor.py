@@ -8,6 +8,8 @@ is the table's), G16 (evaluation holds nothing).
 from __future__ import annotations
 
 import gc
+import random
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,3 +219,26 @@ def test_evaluation_keeps_nothing_and_trains_nothing():
     assert kept == [0, 0]
     assert all(torch.equal(t, before[n]) for n, t in engine.full_state_dict().items())
     torch.testing.assert_close(engine.step(batch), first)
+
+
+def steps_with_delays(plan: Plan, repeats: int) -> list[tuple[float, float]]:
+    """Loss and a sum over gradients of equal steps, with random sleeps between jobs."""
+    tiny, module = build("gpt")
+    engine = planner.apply(plan, module, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    sleeps = random.Random(engine.mesh.rank("pp"))
+    _watch(engine, lambda job: time.sleep(sleeps.random() * 2e-3))
+    batch = tiny.batch(plan.global_batch)
+    seen = []
+    for _ in range(repeats):
+        loss = engine.step(batch).item()
+        grads = [p.grad for s in engine.stages.values() for p in s.parameters()]
+        seen.append((loss, sum(g.double().abs().sum().item() for g in grads if g is not None)))
+    return seen
+
+
+@pytest.mark.parametrize("choices", [{"schedule": "1f1b"}, {"schedule": "zb_v", "vpp": 2}])
+def test_delays_change_nothing(choices):
+    """P16: 50 runs with random sleeps on both ranks, bitwise equal (fp32)."""
+    plan = default_plan(capture("gpt"), pp=2, num_microbatches=4, **choices)
+    for seen in run_ranks(steps_with_delays, 2, plan, 50):
+        assert len(set(seen)) == 1
