@@ -143,24 +143,30 @@ def pipeline_factor(schedule: str, pp: int, m: int) -> float:
 
 
 def virtual_stage_bound(
-    configuration: Configuration, table: StageTable, cuts: Sequence[int], hop_s: Floats
+    configuration: Configuration,
+    table: StageTable,
+    cuts: Sequence[int],
+    hop_s: Floats,
+    recomputed: Sequence[bool],
 ) -> float:
     """Return a step time that these stages cannot beat under any table of the schedule's kind.
 
     A rank starts when the first microbatch has passed the stages before its first one, does
     all its work, and (unless backward is split, when weight gradients may come last) sends
     the last gradient back through those stages to rank 0. Then follow gradient sync and
-    optimizer. Recompute only adds to it.
+    optimizer. `recomputed` says which stages compute their forward again.
     """
     one = configuration
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
     splits = find_schedule(one.schedule).splits_backward
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
     runs = [ranks.run(first, end) for first, end in pairwise(cuts)]
-    again = 1.0 if one.recompute == "full" else 0.0
     forward = np.array([run.forward_s + run.per_forward_s for run in runs])
     backward = np.array(
-        [run.backward_s + run.per_backward_s + again * run.forward_s for run in runs]
+        [
+            run.backward_s + run.per_backward_s + again * run.forward_s
+            for run, again in zip(runs, recomputed, strict=True)
+        ]
     )
     hops = hop_s[np.asarray(cuts[:-1])]
     hops[1:] *= homes[1:] != homes[:-1]

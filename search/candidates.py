@@ -149,8 +149,12 @@ class Candidates:
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None
 
-    def too_full(
-        self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
+    def _even_choices(
+        self,
+        configuration: Configuration,
+        table: StageTable,
+        cuts: tuple[int, ...],
+        memory_limit_bytes: float,
     ) -> tuple[int, ...] | None:
         """Return each virtual stage's recompute choice, or None when a rank cannot hold its own.
 
@@ -160,7 +164,7 @@ class Candidates:
         """
         one = configuration
         homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
-        first = np.asarray(cut.cuts[:-1])
+        first = np.asarray(cuts[:-1])
         load = table.blocks
         live = np.asarray(live_stages_of(one), dtype=float)
         params = np.bincount(homes, weights=np.add.reduceat(load.param_bytes, first))
@@ -183,21 +187,31 @@ class Candidates:
         picked = np.argmax(fits, axis=0)
         return tuple(int(picked[home]) for home in homes)
 
-    def even_cut(self, configuration: Configuration, table: StageTable) -> Cut:
-        """Return the cut for virtual stages, nothing recomputed that need not be.
+    def even_cut(
+        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+    ) -> Cut | None:
+        """Return the cut for virtual stages, or None when some rank cannot hold its stages.
 
         Its value is a bound of the step time of this very cut.
         """
         stages = configuration.pp * configuration.vpp
         key = (id(table), stages)
         if key not in self._even_cuts:
-            self._even_cuts[key] = balanced_cut(
-                (table.forward_s + table.backward_s).tolist(), stages
-            )
+            seconds = table.forward_s + table.backward_s
+            self._even_cuts[key] = balanced_cut(seconds.tolist(), stages)
         cuts = self._even_cuts[key]
-        hop_s = table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp)
-        bound = virtual_stage_bound(configuration, table, cuts, hop_s)
-        return Cut(cuts=cuts, choices=(0,) * stages, value=bound)
+        choices = self._even_choices(configuration, table, cuts, memory_limit_bytes)
+        if choices is None:
+            return None
+        names = recompute_choices(configuration)
+        bound = virtual_stage_bound(
+            configuration,
+            table,
+            cuts,
+            table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
+            [names[choice] == "full" for choice in choices],
+        )
+        return Cut(cuts=cuts, choices=choices, value=bound)
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""

@@ -78,7 +78,7 @@ def _certificate(certificate: Certificate, search_s: float) -> Text:
     verdict = (
         "proved best under the cost model"
         if certificate.gap == 0
-        else f"within {certificate.gap:.1%} of the best possible under the cost model"
+        else f"within {certificate.gap:.2%} of the best possible under the cost model"
     )
     text = (
         f"{verdict}: {certificate.considered} configurations considered in "

@@ -44,12 +44,16 @@ from search.nothing_fits import explain_nothing_fits
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 from search.space import Configuration, Refusals, Shape, list_shapes
 from search.stage_table import StageTable
+from search.synthesis import SYNTHESISED, with_synthesised_table
 
 Progress = Callable[[float, str], None]
 
 MOST_RUNNERS_UP = 5
 PLAIN = ("1f1b", 1)
 """The schedule and vpp that are searched first, to have something for the others to beat."""
+
+_MOST_OWN_TABLES = 4
+"""How many of the best plans get a table of their own where the request asks for one."""
 
 # A microbatch size that gains less than this per sample ends the list of sizes.
 _LEAST_GAIN = 0.002
@@ -134,6 +138,9 @@ def find_plan(
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     """
     started = time.perf_counter()
+    own_table = request.schedule == SYNTHESISED
+    if own_table:
+        request = replace(request, schedule=None)
     solver = LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request))
     candidates = Candidates(
         graph=graph,
@@ -167,6 +174,8 @@ def find_plan(
             smallest_memory_bytes=smallest,
             search_s=time.perf_counter() - started,
         )
+    if own_table:
+        _take_own_table(search)
     best = search.best
     certificate = _certificate(search, best, considered, refusals)
     plan = with_estimate(best.plan, best.answer)
@@ -179,6 +188,19 @@ def find_plan(
         certificate=certificate,
         search_s=time.perf_counter() - started,
     )
+
+
+def _take_own_table(search: _Search) -> None:
+    """Give the best finished plans tables of their own; the fastest, if any, becomes the best."""
+    for done in sorted(search.finished, key=lambda one: one.answer.step_s)[:_MOST_OWN_TABLES]:
+        made = with_synthesised_table(
+            done.plan,
+            done.answer,
+            costs=search.candidates.costs,
+            memory_limit_bytes=search.memory_limit_bytes,
+        )
+        if made is not None and made[1].step_s < search.best_s:
+            search.best = replace(done, plan=made[0], answer=made[1])
 
 
 def size_of(entry: Entry | Unopened) -> int:
@@ -333,19 +355,11 @@ def _only_cut(search: _Search, entry: Entry) -> Cut | None:
     one, table, candidates = entry.configuration, entry.table, search.candidates
     if one.vpp == 1:
         return candidates.one_stage(one, table, search.memory_limit_bytes)
-    return candidates.even_cut(one, table)
+    return candidates.even_cut(one, table, search.memory_limit_bytes)
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
     """Simulate; estimate in full, memory included, what might be the best."""
-    if entry.configuration.vpp > 1:
-        full = search.candidates.too_full(
-            entry.configuration, entry.table, cut, search.memory_limit_bytes
-        )
-        if full is None:
-            search.pruned["memory: virtual stages, rank by rank"] += 1
-            return
-        cut = replace(cut, choices=full)
     step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
     search.simulated += 1
     # One cut stands for a configuration with virtual stages; otherwise others are still open.
@@ -410,7 +424,10 @@ def _certificate(
             ("degrees, microbatches and schedules", "branch and bound"),
             ("stage boundaries", _PROVED[search.request.solver]),
             ("placements in blocks", "variable elimination, whole or split block boundaries"),
-            ("order of the best", "event simulator"),
+            (
+                "order of the best",
+                "list scheduling, event simulator" if best.plan.table else "event simulator",
+            ),
         ),
         stopped_early=search.stopped_early,
     )
@@ -466,12 +483,9 @@ def _degrees_of(one: Configuration) -> tuple[int, ...]:
 def _cut(search: _Search, entry: Entry) -> Cut | None:
     one = entry.configuration
     if one.vpp > 1 or one.pp == 1:
-        cut = _only_cut(search, entry)
-        if cut is None or one.vpp == 1:
-            return cut
-        full = search.candidates.too_full(one, entry.table, cut, search.memory_limit_bytes)
-        return replace(cut, choices=full) if full else None
-    return solve_chain(search.candidates.problem(one, entry.table, search.memory_limit_bytes)).cut
+        return _only_cut(search, entry)
+    problem = search.candidates.problem(one, entry.table, search.memory_limit_bytes)
+    return solve_chain(problem).cut
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

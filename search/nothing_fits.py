@@ -71,7 +71,7 @@ def smallest_memory(candidates: Candidates, shapes: Sequence[Shape]) -> tuple[fl
         cut = (
             smallest_peak(candidates.problem(configuration, table, math.inf))
             if configuration.vpp == 1
-            else candidates.even_cut(configuration, table)
+            else candidates.even_cut(configuration, table, math.inf)
         )
         if cut is None:
             continue

@@ -17,6 +17,8 @@ class SearchRequest:
 
     `memory_limit_bytes` is per device (None: what the profile says is usable). Every choice
     left None is searched; one that is given is honoured exactly, never clamped.
+    The schedule ``synthesised`` searches every named one and then makes a table of its own for
+    the best few plans, kept where it is faster.
     `max_gap` and `time_limit_s` stop the search early, and the certificate says so.
     `model_file` is written into the plan as the place the model came from. `solver` picks
     the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),

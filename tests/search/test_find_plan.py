@@ -230,7 +230,7 @@ def test_the_quick_price_is_the_estimate(name):
         one = list_configurations(request, graph, MACHINE.cluster, can_split=solver.can_split)[0]
         table = candidates.tables(one.tp, one.microbatch_size)[0]
         cut = (
-            candidates.even_cut(one, table)
+            candidates.even_cut(one, table, float("inf"))
             if one.vpp > 1
             else solve_chain(candidates.problem(one, table, float("inf"))).cut
         )
@@ -335,7 +335,8 @@ def _try_everything(graph, machine, request) -> float:
     for one in list_configurations(request, graph, machine.cluster, can_split=solver.can_split):
         for table in candidates.tables(one.tp, one.microbatch_size):
             if one.vpp > 1:
-                cuts = [(candidates.even_cut(one, table).cuts, full) for full in (0, 1)]
+                even = candidates.even_cut(one, table, float("inf")).cuts
+                cuts = [(even, full) for full in (0, 1)]
                 tries = [(cut, (full,) * (one.pp * one.vpp)) for cut, full in cuts]
             else:
                 tries = list(all_cuts(candidates.problem(one, table, float("inf"))))

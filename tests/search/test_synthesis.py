@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,19 @@ def test_one_rank_keeps_its_table(gpt: ModelGraph) -> None:
     costs = CostCache(gpt, MACHINE)
     answer = estimate(gpt, MACHINE, plan, costs=costs)
     assert with_synthesised_table(plan, answer, costs=costs, memory_limit_bytes=1e12) is None
+
+
+def test_asked_for_by_name(gpt: ModelGraph) -> None:
+    """P14, P17: `synthesised` is no slower than the best named schedule; the bound stays below."""
+    machine = Machine(context_bytes=0.0, flop_per_s=1e12, bytes_per_s=1e10, alpha_s=1e-3)
+    request = SearchRequest(num_devices=2, global_batch=6, pp=2, microbatch_size=1)
+    named = find_plan(gpt, machine, request)
+    own = find_plan(gpt, machine, replace(request, schedule="synthesised"))
+    assert named.plan is not None
+    assert own.plan is not None
+    assert own.certificate is not None
+    assert own.plan.schedule == "synthesised"
+    assert own.plan.estimate["step_s"] == own.certificate.best_s
+    assert own.certificate.best_s < named.plan.estimate["step_s"]
+    assert own.certificate.lower_bound_s <= own.certificate.best_s
+    schedule_of(own.plan)
