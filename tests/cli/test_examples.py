@@ -4,6 +4,8 @@ import ast
 import difflib
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -31,3 +33,15 @@ def test_model_is_ordinary_pytorch():
         )
     }
     assert imported == {"torch"}
+
+
+@pytest.mark.slow
+def test_hugging_face_example_is_planned_for_64_gpus(planner):
+    """X8 in short: an unmodified 8B model, planned without a GPU or its weights."""
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    done = planner(
+        *("search", EXAMPLES / "llama.py", "--gpus", 64, "--profile", "h100-sxm5-80gb"),
+        *("--global-batch", 512, "--tp", 2, "--pp", 1),
+    )
+    assert done.code == 0, done.stderr
+    assert "best plan: dp=32 tp=2" in done.stdout
