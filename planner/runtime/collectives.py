@@ -148,11 +148,14 @@ def _run_at_shards(x: Tensor, group: str, kind: str, first: Shard, second: Shard
     return y
 
 
+# A group keeps its size and ranks, so a compiled graph may hold them as constants.
+@torch.compiler.assume_constant_result
 def size(group: str) -> int:
     """Return the number of ranks of a group given by name; one for the empty name."""
     return _group(group).size() if group else 1
 
 
+@torch.compiler.assume_constant_result
 def rank(group: str) -> int:
     """Return this process's rank in a group given by name; zero for the empty name."""
     return _group(group).rank() if group else 0
