@@ -37,7 +37,7 @@ def main(args: list[str]) -> None:
     except KeyboardInterrupt:  # the launcher was interrupted and tells
         _end(128 + signal.SIGINT)
     except PlannerError as error:
-        _fail(2, f"planner: {error}")
+        _fail(2, f"planner: {error}", to_launcher=str(error))
     except BaseException as error:
         _fail(1, _story(error, args[0]))
 
@@ -74,14 +74,18 @@ def _story(error: BaseException, script: str) -> str:
     return f"planner: rank {os.environ.get('RANK', '0')} failed\n{text.rstrip()}"
 
 
-def _fail(code: int, text: str) -> None:
-    """Tell the failure if no rank has told one, and end."""
+def _fail(code: int, text: str, *, to_launcher: str = "") -> None:
+    """Tell the failure if no rank has told one, and end.
+
+    With a launcher, the message `to_launcher` is left to it to tell.
+    """
     claim = os.environ.get(FAILURE_FILE)
     first = True
     if claim:
         try:
             with open(claim, "x") as file:
-                file.write(str(code))
+                file.write(f"{code}\n{to_launcher}" if to_launcher else str(code))
+                first = not to_launcher
         except FileExistsError:
             first = False
         except FileNotFoundError:  # the launcher is gone and has cleaned up

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from planner.errors import PlannerError
+
 FAILURE_FILE = "PLANNER_FAILURE_FILE"
-"""Names the file that the first rank to fail creates, holding its exit code."""
+"""Names the file the first rank to fail creates: its exit code, then a user error's message."""
 
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
@@ -37,7 +39,8 @@ def run_workers(
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
     (host:port of the first); `extra` is added to their environment. An interrupted run
-    returns 128 plus the signal's number.
+    returns 128 plus the signal's number. Raises PlannerError with a rank's own message when
+    that is what a rank raised.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -73,9 +76,15 @@ def run_workers(
 
 
 def _exit_code(failure: Path, error: Exception) -> int:
-    """The code the first failing rank left; a rank that died silently is named here."""
+    """The code the first failing rank left; a rank that died silently is named here.
+
+    Raises PlannerError where that is what the rank raised: the caller tells the user.
+    """
     if failure.exists() and failure.read_text().strip():
-        return int(failure.read_text())
+        code, _, message = failure.read_text().partition("\n")
+        if message:
+            raise PlannerError(message)
+        return int(code)
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
     how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     print(f"planner: rank {rank} died with {how} and said nothing", file=sys.stderr)

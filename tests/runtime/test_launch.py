@@ -151,6 +151,15 @@ def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
     assert _gone_within(10, tmp_path)
 
 
+def test_a_user_error_in_the_ranks_is_one_error_here(plan_path, tmp_path, monkeypatch):
+    """A batch of another shape: the launcher raises what the ranks raised."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN.replace("engine.plan.global_batch))", "3))"))
+    with pytest.raises(PlannerError, match=r"batch tensor ids has shape \(3, 16\); the plan's glo"):
+        launch(plan_path, script, [str(plan_path), "plain"], "cpu")
+
+
 def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
     monkeypatch.setenv("PLANNER_STALL_S", "2")
     _, err = start("stall").communicate(timeout=120)
