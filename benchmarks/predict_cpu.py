@@ -140,7 +140,7 @@ def measured_step_s(plan: Plan, folder: Path, steps: int) -> float:
     plan_file, out = folder / "plan.json", folder / "seconds.json"
     save_plan(plan, plan_file)
     out.unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "cli.py"), "launch", str(plan_file), "--device", "cpu",
+    command = [sys.executable, str(ROOT / "cli.py"), "launch", "--device", "cpu", str(plan_file),
                str(folder / "train.py"), str(folder), str(plan_file), str(GLOBAL_BATCH),
                str(steps), str(out)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)

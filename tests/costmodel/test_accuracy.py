@@ -1,0 +1,38 @@
+"""Predictions against published runs, where the table of them lies beside the project."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT.parent / "shared/data/published/measured.csv"
+
+
+@pytest.fixture(scope="module")
+def lines():
+    if not ROWS.exists():
+        pytest.skip("needs ../shared/data/published/measured.csv, which is not part of the project")
+    spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/accuracy.py")
+    accuracy = sys.modules["accuracy"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(accuracy)
+    cases, _ = accuracy.load_cases(ROWS)
+    return {line["source"]: line for line in accuracy.report(cases)}
+
+
+@pytest.mark.parametrize(
+    ("source", "mape_pct"),
+    [("ALL single node", 7.0), ("ALL multi node", 11.0), ("dgxc_2411", 4.0), ("llmfoundry", 6.0)],
+)
+def test_mean_error_stays_where_it_is(lines, source, mape_pct):
+    """M16: mean absolute error of step times, a little above what the fit leaves."""
+    assert lines[source]["rows"] >= 70
+    assert lines[source]["mape_pct"] < mape_pct
+
+
+def test_ranking_and_memory(lines):
+    """M16: little is lost by trusting the ranking; max-allocated memory within 5%."""
+    assert lines["vtrain_single"]["regret_pct"] < 2.0
+    assert lines["vtrain_multi"]["regret_pct"] < 2.0
+    assert lines["simumax_b200"]["memory_mape_pct"] < 5.0
