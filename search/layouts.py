@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from planner.graph import ModelGraph, Op, Program, TensorMeta
 from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
 from planner.redistribute import collectives
-from planner.sharding import strategies
+from planner.sharding import segment_counts, strategies
 from profiles import Profile
 from search.block_problem import BlockProblem, Priced, build_block_problem, read_layouts
 from search.eliminate import Choice, TooWide, solve_by_elimination
@@ -110,9 +110,9 @@ class LayoutSolver:
 
         @cache
         def redistribute(
-            source: Placement, target: Placement, partial: bool, num_bytes: int, has_gradient: bool
+            source: Placement, target: Placement, is_term: bool, num_bytes: int, has_gradient: bool
         ) -> float:
-            forward, backward = collectives(source, target, partial)
+            forward, backward = collectives(source, target, is_term)
             kinds = (forward, backward if has_gradient else None)
             return sum(
                 self.profile.collective_seconds(kind, num_bytes, group).seconds
@@ -126,7 +126,7 @@ class LayoutSolver:
         return build_block_problem(
             [(index, self.program(index, microbatch_size)) for index in classes],
             axis_size=tp,
-            strategies=strategies,
+            strategies=partial(strategies, segments=self._segments(microbatch_size)),
             op_seconds=seconds,
             redistribute_seconds=redistribute,
             boundary=boundary,
@@ -134,6 +134,11 @@ class LayoutSolver:
             priced=self._priced.setdefault(tp, {}),
             shared=[members for members in self.shared if members[0][0] in classes],
         )
+
+    def _segments(self, microbatch_size: int) -> tuple[int, ...]:
+        """Return the counts of segments worth trying anywhere in the model (fused q, k, v)."""
+        programs = [self.program(i, microbatch_size) for i in range(len(self.graph.classes))]
+        return tuple(sorted({count for p in programs for count in segment_counts(p)}))
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         found = [
