@@ -75,7 +75,7 @@ def dry_run(
             f"use 0 to {plan.world_size - 1}"
         )
     ledger = _Ledger()
-    with _fake_ranks(rank, plan.world_size):
+    with _fake_ranks(rank, plan.world_size), _real_meshes():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build()
@@ -117,6 +117,25 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _real_meshes() -> Iterator[None]:
+    """Let FSDP2 join the dp and tp meshes for real: without values ranks can't be looked up."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    join = DeviceMesh._concatenate
+
+    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with _disable_current_modes():
+            return join(meshes)
+
+    DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
 
 
 def _fake_batch(plan: Plan) -> Any:

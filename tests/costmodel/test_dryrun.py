@@ -44,6 +44,7 @@ LAYOUTS = [
     {"dp": 2, "zero_stage": 2},
     {"dp": 2, "zero_stage": 3},
     {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    {"dp": 2, "tp": 2, "zero_stage": 1},
     {"dp": 2, "pp": 2, "tp": 2, "num_microbatches": 4},
 ]
 
