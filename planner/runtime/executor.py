@@ -81,11 +81,12 @@ class Executor:
         hooks: Hooks,
         weight_queue: WeightQueue | None = None,
         recorder: Recorder | None = None,
-        lookahead: int = 1,
+        lookahead: int = 2,
     ) -> None:
         """`weight_queue` is where the stages' programs put weight gradients aside; without
         one an I job makes them all and a W job has nothing left to do. `lookahead` is how
-        many jobs ahead receives are posted, each at a buffer's cost.
+        many jobs ahead receives are posted, each at a buffer's cost; two, because where
+        forwards and backwards alternate, the next of the same direction is two jobs away.
         """
         self.schedule = schedule
         self.jobs = schedule.jobs[pp_rank]
