@@ -25,6 +25,7 @@ from profiles.grid import base_probes, collective_probes, standard_grid
 from profiles.launchers import ClusterLauncher, Launcher, LocalLauncher, cluster_rank, serve
 from profiles.probes import BlockProbe, CollectiveProbe, OpProbe
 from profiles.profile import Profile
+from profiles.records import COLLECTIVE_KINDS
 from profiles.session import THREADS, Ranks, Session
 from profiles.signatures import blocks, signatures
 from profiles.store import PROFILE_FILE, check_writable, remove_session, write_profile_file
@@ -43,6 +44,10 @@ PROBE_TIMEOUT_S = 60.0
 
 COLLECTIVE_SHARE = 0.35
 """Share of a budget for collectives; ops are more numerous and weigh more in a step."""
+
+LEAST_SIZES = 3
+"""So many sizes of every collective are measured, and one probe of every op, even if that
+takes longer than the budget: a profile without them would be no profile."""
 
 GOOD_STANDARD_ERROR = 0.02
 """A median this well known is not measured further."""
@@ -162,8 +167,9 @@ class _Run:
         rest = _spanning_first(p for p in ops if p.weight < float("inf"))
         # Blocks before ops: they are few, and correct whatever the ops add up to.
         every: list[OpProbe | BlockProbe] = [*blocks, *rest]
+        firsts = _first_of_each_target(rest)
         for index, item in enumerate(every):
-            if 8 * _expected_seconds(item) > 0.3 * self._left():
+            if item not in firsts and 8 * _expected_seconds(item) > 0.3 * self._left():
                 postponed += 1
                 continue
             self._time_op(item, self._share(self._left(), len(every) - index))
@@ -183,7 +189,7 @@ class _Run:
         reserve = (1 - COLLECTIVE_SHARE) * self._left() if self.deadline else 0.0
         for index, probe in enumerate(probes):
             left = self._left() - reserve
-            if left <= 0:
+            if left <= 0 and index >= LEAST_SIZES * len(COLLECTIVE_KINDS):
                 return len(probes) - index
             self._time_collective(probe, self._share(left, len(probes) - index))
         return 0
@@ -265,6 +271,11 @@ def _standard_error(samples: Sequence[float]) -> float:
 def _expected_seconds(probe: OpProbe | BlockProbe) -> float:
     """Guess, before measuring, at a rate that any machine of today has."""
     return sum(q.flop / 2e10 + q.num_bytes / 5e9 for q in probe.queries)
+
+
+def _first_of_each_target(probes: Sequence[OpProbe]) -> set[OpProbe | BlockProbe]:
+    """Return the heaviest probe of every target: measured whatever the budget."""
+    return set({probe.op.target: probe for probe in reversed(probes)}.values())
 
 
 def _spanning_first(probes: Iterable[OpProbe]) -> list[OpProbe]:

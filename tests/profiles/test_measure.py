@@ -233,3 +233,13 @@ def test_a_model_is_measured_by_its_signatures_and_its_blocks(tmp_path):
     assert len(measured.ops) == sum(len(probe.queries) for probe in asked)
     for direction in ("forward", "backward"):
         assert 0.3 < measured.block_correction(direction) < 3
+
+
+@pytest.mark.slow
+def test_a_budget_too_short_still_gives_every_kind(two_ranks, tmp_path):
+    """One probe of every op and a few sizes of every collective come whatever the budget."""
+    directory, _ = two_ranks
+    enough = load_profile(directory)
+    hurried = measure_profile(tmp_path, nproc=2, budget_s=0.001)
+    assert {r.target for r in hurried.ops} == {r.target for r in enough.ops}
+    assert {r.kind for r in hurried.collectives} == {r.kind for r in enough.collectives}
