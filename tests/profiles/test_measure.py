@@ -200,6 +200,7 @@ def test_a_short_budget_spans_every_target_first():
     assert len(ordered) == len(standard_grid("cpu"))
 
 
+@pytest.mark.slow
 def test_processes_that_a_launcher_started_measure_together(tmp_path):
     """D: one command per rank under torchrun; rank 0 writes, the others serve and end."""
     environment = {

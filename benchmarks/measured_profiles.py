@@ -1,6 +1,6 @@
 """How far a profile of this machine can be trusted.
 
-    python -m benchmarks.profiles [--budget 90] [--nproc 2] [--model examples/gpt.py]
+    python -m benchmarks.measured_profiles [--budget 90] [--nproc 2] [--model examples/gpt.py]
 
 Measures the machine twice and prints: how many records agree within 10%; the error of
 predicting op shapes that were left out, a fifth at a time; the residuals of the
