@@ -70,7 +70,7 @@ def _solve(problem: ChainProblem, paths: Paths, first_cut: int, time_limit_s: fl
     longest = model.new_int_var(0, _STEPS + 1, "z")
     starts: dict[tuple[int, int], list] = {}
     ends: dict[tuple[int, int], list] = {}
-    picks: list[tuple[int, int, int, int, object]] = []
+    picks: list[tuple[int, int, int, int, cp_model.IntVar]] = []
     for stage in range(stages):
         paid = []
         for choice in range(len(problem.choices)):
