@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -9,6 +11,7 @@ from rich.text import Text
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from search.explain import Comparison, differences
+from search.pareto import Point
 from search.request import Certificate, RunnerUp, SearchResult
 
 
@@ -22,6 +25,16 @@ def describe_result(result: SearchResult) -> list[RenderableType]:
     if result.runners_up:
         parts.append(_runners_up(result.runners_up))
     return parts
+
+
+def describe_pareto(points: Sequence[Point]) -> Table:
+    """Return the plans of which none is worse than another in both time and memory."""
+    table = Table("step", "memory", "plan", title="Time against memory", title_justify="left")
+    for point in points:
+        table.add_row(
+            format_seconds(point.step_s), format_bytes(point.peak_bytes), _choices(point.plan)
+        )
+    return table
 
 
 def describe_comparison(comparison: Comparison) -> list[RenderableType]:
