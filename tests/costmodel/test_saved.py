@@ -41,7 +41,14 @@ def really_saved_bytes(program: Program) -> int:
     return sum(num_bytes for address, num_bytes in storages.items() if address not in held)
 
 
-@pytest.mark.parametrize("name", tiny_models())
+LONG = {"hf-mixtral", "hf-t5", "hf-qwen3"}
+"""Models that take seconds to capture; the others cover the same rules but routing's."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in tiny_models()],
+)
 def test_saved_bytes_equal_autograds(name):
     """M16: every block class of every test model, to the byte."""
     model = tiny_models()[name]
