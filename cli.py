@@ -8,6 +8,7 @@ in one line; 130 interrupted. A traceback means a mistake of ours.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -199,6 +200,16 @@ def search(
     zero: ZeroOption = None,
     recompute: RecomputeOption = None,
     pin: PinOption = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
+    ] = None,
+    solver: Annotated[
+        str, typer.Option(help="Of stage boundaries: dp, recursive, cpsat or brute_force.")
+    ] = "dp",
+    pareto: Annotated[
+        Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
+    ] = None,
     gap: Annotated[
         float, typer.Option(help="Stop when proved within this fraction of the best.")
     ] = 0.0,
@@ -208,8 +219,8 @@ def search(
 ) -> None:
     """Find the fastest plan that fits, and write it."""
     from planner.plan import save_plan
-    from search import find_plan
-    from search.describe import describe_result
+    from search import find_pareto, find_plan
+    from search.describe import describe_pareto, describe_result
 
     request = replace(
         _request(
@@ -227,6 +238,8 @@ def search(
             zero=zero,
             recompute=recompute,
         ),
+        forbid=tuple(map(_forbidden, forbid or ())),
+        solver=solver,
         max_gap=gap,
         time_limit_s=None if time_limit is None else _seconds(time_limit),
     )
@@ -235,12 +248,17 @@ def search(
         graph = _graph(model)
         request = replace(request, pins=_pins(graph, pin or ()))
         result = find_plan(graph, cluster, request, progress=progress)
-    if result.plan is None:
-        raise PlannerError(result.reasons[0])
+        if result.plan is None:
+            raise PlannerError(result.reasons[0])
+        points = find_pareto(graph, cluster, request, progress=progress) if pareto else ()
     save_plan(result.plan, out)
     _note(note)
     _print(*describe_result(result))
     print(f"wrote {out}")
+    if pareto:
+        pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
+        _print(describe_pareto(points))
+        print(f"wrote {pareto}")
 
 
 @app.command()
@@ -501,6 +519,17 @@ def _request(
         model_file=str(model),
         **choices,
     )
+
+
+def _forbidden(text: str) -> tuple[str, str]:
+    choice, equals, value = text.partition("=")
+    choices = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "schedule", "zero", "recompute")
+    if not equals or choice.replace("-", "_") not in choices:
+        raise PlannerError(
+            f"--forbid {text} is not understood; write CHOICE=VALUE, with a choice of "
+            + ", ".join(choices)
+        )
+    return choice.replace("-", "_"), value
 
 
 def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:

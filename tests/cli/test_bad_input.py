@@ -144,6 +144,21 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
     assert "does not exist" in planner("search", "nosuch.py", "--gpus", 2).complaint
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--forbid", "zb_v", "CHOICE=VALUE"),
+        ("--solver", "magic", "brute_force"),
+        ("--pin", "layers.0.weight", "S(0)@tp"),
+        ("--pin", "layer.*: S(0)@tp", "matches no parameter"),
+        ("--time-limit", "soon", "90s"),
+    ],
+)
+def test_options_that_are_not_understood(planner, write_model, option, value, says):
+    complaint = planner("search", write_model(), *SEARCH, option, value).complaint
+    assert says in complaint
+
+
 # Profiles
 
 

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-COMMANDS = ("profile", "search", "show", "verify", "launch")
+COMMANDS = tuple(
+    "profile search show why estimate simulate dryrun verify launch timeline compare".split()
+)
 
 
 def test_help_names_every_command(planner):
