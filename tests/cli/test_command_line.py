@@ -7,7 +7,19 @@ import time
 import pytest
 
 COMMANDS = tuple(
-    "profile search show why estimate simulate dryrun verify launch timeline compare".split()
+    [
+        "profile",
+        "search",
+        "show",
+        "why",
+        "estimate",
+        "simulate",
+        "dryrun",
+        "verify",
+        "launch",
+        "timeline",
+        "compare",
+    ]
 )
 
 
