@@ -164,7 +164,7 @@ def _passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool
 def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
     """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
     name = base_name(op.target)
-    if name in ("cross_entropy_loss", "mean_cross_entropy"):
+    if name == "cross_entropy_loss":
         # Backward: the gradient of the log-softmax, then the logits'.
         return 0 if forward else _bytes(program, op.inputs[0])
     if name == "vocab_cross_entropy":

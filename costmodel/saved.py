@@ -270,6 +270,20 @@ def _attention(op: Op, context: _Context) -> Kept:
     return Kept(tensors=tuple(kept), extra_bytes=extra)
 
 
+def _causal_attention(op: Op, context: _Context) -> Kept:
+    """Fused attention of some queries to all keys, with the mask of positions made additive."""
+    query, key = op.inputs[:2]
+    mask = context.shape(query)[-2] * context.shape(key)[-2]
+    kept = _attention(op, context)
+    dtype_bytes = DTYPE_BYTES[context.program.tensor[query].dtype]
+    return Kept(tensors=kept.tensors, extra_bytes=kept.extra_bytes + mask * dtype_bytes)
+
+
+def _divide_by_count(op: Op, context: _Context) -> Kept:
+    """The count, one int64."""
+    return Kept(extra_bytes=8)
+
+
 def _group_norm(op: Op, context: _Context) -> Kept:
     """Input, mean and reciprocal deviation of each group of each sample."""
     source, groups = op.inputs[0], int(op.args[1])  # type: ignore[arg-type]
@@ -367,7 +381,8 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     **dict.fromkeys(("topk", "sort", "kthvalue", "cummax"), _top_values),
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
-    "mean_cross_entropy": _cross_entropy,
+    "divide_by_count": _divide_by_count,
+    "causal_attention": _causal_attention,
     "with_own_random_stream": _own_random_stream,
     "index": _indices,
     "gather": _indices,

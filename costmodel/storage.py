@@ -215,7 +215,7 @@ def _fresh_strides(
 ) -> Strides:
     """Strides of newly allocated outputs: pointwise ops keep the order of a dense input."""
     name = base_name(op.target)
-    if name == "scaled_dot_product_attention":
+    if name in ("scaled_dot_product_attention", "causal_attention"):
         # Fused kernels allocate the output like the query: its order of dims, without gaps.
         return densified_strides(shape, strides[op.inputs[0]])
     if name in _POINTWISE:
