@@ -7,6 +7,7 @@ Uses only the public commands, each as a person would type it, in FOLDER (demo-o
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,7 @@ def run(*command):
 def main():
     began = time.monotonic()
     OUT.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(OUT / "profile", ignore_errors=True)  # a profile of another day may not fit
     for old in OUT.glob("train-rank*.json"):
         old.unlink()
     model = os.path.relpath(EXAMPLES / "gpt.py", OUT)

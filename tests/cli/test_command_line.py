@@ -6,20 +6,9 @@ import time
 
 import pytest
 
-COMMANDS = tuple(
-    [
-        "profile",
-        "search",
-        "show",
-        "why",
-        "estimate",
-        "simulate",
-        "dryrun",
-        "verify",
-        "launch",
-        "timeline",
-        "compare",
-    ]
+COMMANDS = (
+    *("profile", "search", "show", "why", "estimate", "simulate", "dryrun", "verify"),
+    *("launch", "timeline", "compare"),
 )
 
 
