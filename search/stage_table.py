@@ -54,7 +54,7 @@ class StageTable:
     replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _kinds: dict[int, tuple[Floats, NDArray[np.intp]]] = field(default_factory=dict)
+    _kinds: tuple[Floats, NDArray[np.int32]] | None = None
     _bands: dict[int, StageLoad] = field(default_factory=dict)
     _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
 
@@ -250,20 +250,20 @@ class StageTable:
             self._hops[group] = there, back
         return self._hops[group]
 
-    def kinds(self, load: StageLoad) -> tuple[Floats, NDArray[np.intp]]:
+    def kinds(self, load: StageLoad) -> tuple[Floats, NDArray[np.int32]]:
         """Return the distinct (parameter bytes, blocks, tensors) of runs, and which is whose.
 
         A chain of few classes has few kinds of runs however long it is. Runs past the end of
         the chain hold anything; they count as the first block.
         """
         width, n = load.param_bytes.shape
-        if width not in self._kinds:
+        if self._kinds is None or self._kinds[1].shape[0] < width:
             kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
             beyond = np.arange(n)[None, :] + np.arange(width)[:, None] >= n
             kinds[:, beyond] = kinds[:, 0, 0][:, None]
             unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
-            self._kinds[width] = unique, np.ravel(inverse).astype(np.int32)
-        return self._kinds[width]
+            self._kinds = unique, np.reshape(inverse, (width, n)).astype(np.int32)
+        return self._kinds[0], self._kinds[1][:width]
 
     def receive_bytes(self, width: int) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""
@@ -398,7 +398,7 @@ class RankStages:
                     )
                 ]
             )
-            shaped = answers.T[:, inverse].reshape(3, *load.param_bytes.shape)
+            shaped = answers.T[:, inverse]
             table.replica_seconds[key] = (shaped[0], shaped[1], shaped[2])
         return table.replica_seconds[key]
 
