@@ -96,7 +96,9 @@ class DeferrableProduct(nn.Module):
         if self._queue.current is not None and torch.is_grad_enabled():
             # Hidden from autograd: in I the graph behind the weight must not be walked.
             held = _Held(weight, bias, self._transposed, self._queue.current)
-            return _Product.apply(x, held)
+            # With the weight hidden, an x from the batch would leave no graph at all.
+            anchor = None if x.requires_grad else x.new_empty(0).requires_grad_()
+            return _Product.apply(x, held, anchor)
         return _product(x, weight, bias, transposed=self._transposed)
 
 
@@ -119,22 +121,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, held: _Held) -> Tensor:
+    def forward(ctx: Any, x: Tensor, held: _Held, anchor: Tensor | None) -> Tensor:
         ctx.save_for_backward(x)
         ctx.held = held
         return _product(x, held.weight, held.bias, transposed=held.transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         held: _Held = ctx.held
         flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         held.pending.append(Pending(held.weight, held.bias, held.transposed, flat_x, flat_grad))
         if not ctx.needs_input_grad[0]:
-            return None, None
+            return None, None, None
         weight = held.weight.detach()
         flat = flat_grad @ (weight if held.transposed else weight.t())
-        return flat.view(x.shape), None
+        return flat.view(x.shape), None, None
 
 
 def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | None, bool]]:

@@ -89,6 +89,11 @@ def test_four_ranks(name):
     check(name, 4, FOUR_RANKS)
 
 
+def test_deferred_weight_gradients_of_a_stage_that_only_the_batch_feeds():
+    """P11: with its weights' gradients put aside, the first stage of an MLP has no other."""
+    check("mlp", 2, {"pp2-zb_h1": {"pp": 2, "schedule": "zb_h1"}})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in tiny_models() if n not in FIRST_TRIED])
 def test_four_ranks_rest(name):
