@@ -91,6 +91,7 @@ def test_deliberate_faults_are_found():
     assert swapped.loss.relative > 1e-6
 
 
+@pytest.mark.slow  # the quick tests have these models in test_verify_matrix
 def test_hugging_face_models_on_two_ranks():
     """Tied embeddings on both ends of a pipeline, grouped-query heads over tp."""
     pytest.importorskip("transformers")
@@ -100,6 +101,7 @@ def test_hugging_face_models_on_two_ranks():
         assert report.passed, f"{name} {chosen}: {report}"
 
 
+@pytest.mark.slow  # the quick tests have these models in test_verify_matrix
 def test_hugging_face_models_on_four_ranks():
     pytest.importorskip("transformers")
     choices = [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"tp": 2, "pp": 2}]
