@@ -21,9 +21,10 @@ from planner.placement import OpSharding, Partial, Placement, parse_placement
 if TYPE_CHECKING:
     from planner.graph import ModelGraph
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["model", "bf16"]
 ZeroStage = Literal[0, 1, 2, 3]
 
 
@@ -55,12 +56,19 @@ class ClusterRef(_Record):
 
 
 class StagePlan(_Record):
-    """One stage: blocks first..last (inclusive) on `pp_rank`."""
+    """One stage: blocks first..last (inclusive) on `pp_rank`.
+
+    `recompute_last` False keeps the activations of the step's last microbatch, whose
+    backward follows at once. `tp` is the stage's own tp degree (None: the plan's); its dp
+    degree is then dp * tp / that, over the same number of ranks.
+    """
 
     pp_rank: int = Field(ge=0)
     first_block: int = Field(ge=0)
     last_block: int = Field(ge=0)
     recompute: Recompute = "none"
+    recompute_last: bool = True
+    tp: int | None = Field(default=None, ge=1)
 
     @property
     def blocks(self) -> range:
@@ -69,13 +77,15 @@ class StagePlan(_Record):
 
 
 class ClassLayout(_Record):
-    """Op placements of one block class on the tp axis.
+    """Op placements of one block class on one mesh axis.
 
-    `inputs`, `params` and `outputs` give the placement of the class program's own inputs,
+    `tp` is the tp degree of the stages it is for (None: the plan's). `inputs`, `params` and `outputs` give the placement of the class program's own inputs,
     params and outputs, in order; `ops` an `OpSharding` per op that is not all-replicated.
     """
 
     class_index: int = Field(ge=0)
+    axis: Literal["tp", "cp"] = "tp"
+    tp: int | None = Field(default=None, ge=1)
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -103,8 +113,20 @@ class ClassLayout(_Record):
         return self
 
 
+class ClassRecompute(_Record):
+    """The ops of one block class whose outputs a stage of recompute "selective" makes again."""
+
+    class_index: int = Field(ge=0)
+    ops: tuple[str, ...]
+
+
 class Plan(_Record):
-    """How to train: degrees, microbatches, schedule, stages and layouts.
+    """How to train: degrees, microbatches, schedule, precision, stages and layouts.
+
+    `precision` "bf16" holds parameters and activations in bfloat16, with fp32 master copies
+    for the optimizer and fp32 sums of gradients; "model" keeps the dtypes the model has.
+    `recomputed` lists, by class, the ops of selective recomputation; a class without an
+    entry takes the default choice (`planner.recompute_choice`).
 
     `num_microbatches` counts per dp replica, so the global batch is
     dp * microbatch_size * num_microbatches samples. `table` holds the jobs of each pp rank
@@ -127,6 +149,8 @@ class Plan(_Record):
     schedule: str
     table: tuple[str, ...] = ()
     zero_stage: ZeroStage
+    precision: Precision = "model"
+    recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     estimate: dict[str, Any] = Field(default_factory=dict)
@@ -145,6 +169,36 @@ class Plan(_Record):
     def stage_to_pp_rank(self) -> tuple[int, ...]:
         """The pp rank that holds each stage."""
         return tuple(stage.pp_rank for stage in self.stages)
+
+    def stage_tp(self, stage_index: int) -> int:
+        """The tp degree of a stage."""
+        return self.stages[stage_index].tp or self.tp
+
+    def stage_dp(self, stage_index: int) -> int:
+        """The dp degree of a stage: all its ranks not spent on cp and tp."""
+        return self.dp * self.tp // self.stage_tp(stage_index)
+
+    def stage_microbatch_size(self, stage_index: int) -> int:
+        """Samples of one microbatch in one dp replica of a stage."""
+        return self.dp * self.microbatch_size // self.stage_dp(stage_index)
+
+    @model_validator(mode="after")
+    def _meshes_fit(self) -> Plan:
+        tp_of_rank: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            tp = self.stage_tp(index)
+            if self.dp * self.tp % tp or self.dp * self.microbatch_size % self.stage_dp(index):
+                raise ValueError(
+                    f"stage {index} has tp={tp}; it must divide dp*tp={self.dp * self.tp}, and "
+                    f"the {self.dp * self.microbatch_size} samples of a microbatch over all "
+                    "replicas must divide by the stage's dp"
+                )
+            if tp_of_rank.setdefault(stage.pp_rank, tp) != tp:
+                raise ValueError(
+                    f"stage {index} has tp={tp} and another stage of pp rank {stage.pp_rank} has "
+                    f"tp={tp_of_rank[stage.pp_rank]}; stages of one pp rank share its mesh"
+                )
+        return self
 
     @model_validator(mode="after")
     def _holds_together(self) -> Plan:
