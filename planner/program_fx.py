@@ -21,7 +21,8 @@ from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
 from planner.runtime.bindings import BINDINGS
-from planner.runtime.weight_grads import DeferrableProduct, WeightQueue, deferrable_products
+from planner.runtime.weight_grads import DeferrableProduct, WeightQueue
+from planner.weight_products import deferrable_products
 
 
 def to_graph_module(

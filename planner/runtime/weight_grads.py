@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.graph import Program, Ref, iter_refs
-
 Place = tuple[int, int]
 """(stage, microbatch)."""
 
@@ -137,47 +135,3 @@ class _Product(torch.autograd.Function):
         weight = held.weight.detach()
         flat = flat_grad @ (weight if held.transposed else weight.t())
         return flat.view(x.shape), None, None
-
-
-def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | None, bool]]:
-    """Return (x, weight, bias, transposed) of each op that multiplies by a trained weight.
-
-    A weight is a parameter or made from parameters only (a transpose, a cast). A product
-    whose x never needs a gradient counts too: its weight gradient is as much work.
-    """
-    from_params = {
-        t.name for t in program.tensors if t.name in program.params and t.kind == "param"
-    }
-    found = {}
-    for op in program.ops:
-        names = [ref.name for ref in iter_refs((op.args, tuple(v for _, v in op.kwargs)))]
-        if names and from_params.issuperset(names):
-            from_params.update(op.outputs)
-            continue
-        product = _as_product(op.target, op.args, dict(op.kwargs))
-        if product is None:
-            continue
-        x, weight, bias, _ = product
-        is_trained = weight.name in from_params and program.tensor[weight.name].requires_grad
-        two_dims = len(program.tensor[weight.name].shape) == 2
-        bias_is_ours = bias is None or bias.name in from_params
-        if is_trained and two_dims and bias_is_ours and x.name not in from_params:
-            found[op.name] = product
-    return found
-
-
-def _as_product(
-    target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Ref, Ref, Ref | None, bool] | None:
-    if kwargs or not all(isinstance(arg, Ref) or arg is None for arg in args):
-        return None
-    match target, args:
-        case "aten.linear.default", (x, weight):
-            return x, weight, None, True
-        case "aten.linear.default", (x, weight, bias):
-            return x, weight, bias, True
-        case "aten.addmm.default", (bias, x, weight):
-            return x, weight, bias, False
-        case (("aten.mm.default" | "aten.matmul.default"), (x, weight)):
-            return x, weight, None, False
-    return None
