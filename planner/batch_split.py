@@ -1,0 +1,30 @@
+"""Which samples of a global batch are in which microbatch, and on which dp rank.
+
+Microbatches are runs of the batch in order, and a microbatch is cut into runs over the dp
+ranks of a stage, in order. Bounds are rounded down, so sizes differ by at most one, and
+the cut over D ranks is a refinement of the cut over any divisor of D: stages with
+different dp degrees see the same microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSplit:
+    """A batch of `num_samples` in `num_microbatches`."""
+
+    num_samples: int
+    num_microbatches: int
+
+    def microbatch(self, index: int) -> range:
+        """Return the samples of a microbatch."""
+        n, count = self.num_samples, self.num_microbatches
+        return range(n * index // count, n * (index + 1) // count)
+
+    def part(self, index: int, dp: int, dp_rank: int) -> range:
+        """Return a microbatch's samples on one of `dp` ranks."""
+        samples = self.microbatch(index)
+        n = len(samples)
+        return samples[n * dp_rank // dp : n * (dp_rank + 1) // dp]
