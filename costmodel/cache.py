@@ -7,7 +7,7 @@ on where in the model it stands.
 from __future__ import annotations
 
 from costmodel.program import ProgramCost, price_program
-from costmodel.topology import tp_group
+from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
 from planner.lowering import lower
 from planner.plan import ClassLayout
@@ -44,8 +44,7 @@ class CostCache:
             self._blocks[key] = price_program(
                 self.local(class_index, tp, microbatch_size, layout),
                 self.profile,
-                tp=tp,
-                group=tp_group(self.profile.cluster, tp=tp),
+                axes=split_axes(self.profile.cluster, tp=tp),
             )
         return self._blocks[key]
 

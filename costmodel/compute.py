@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from costmodel.topology import Axis
 from planner.flops import backward_work, op_work
 from planner.graph import Op, TensorMeta
 from planner.redistribute import inner_collectives, op_collectives
@@ -40,24 +41,28 @@ def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tu
 
 
 def redistribute_seconds(
-    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, *, axis_size: int, group: Group
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
 ) -> tuple[float, float]:
     """Return seconds (forward, backward) of a `planner.redistribute` op of a local program."""
-    if axis_size == 1:
+    axis = axes[str(op.args[1])]
+    if axis.size == 1:
         return 0.0, 0.0
-    (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis_size)
-    forward_s = _collective(profile, forward_kind, num_bytes, group)
+    (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis.size)
+    forward_s = _collective(profile, forward_kind, num_bytes, axis.group)
     if not tensor[op.inputs[0]].requires_grad:
         return forward_s, 0.0
-    return forward_s, _collective(profile, backward_kind, num_bytes, group)
+    return forward_s, _collective(profile, backward_kind, num_bytes, axis.group)
 
 
 def inner_seconds(
-    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, *, group: Group
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
 ) -> float:
     """Return seconds of the collectives inside a local op of ours (a sharded loss), forward."""
+    axis = next((axes[arg] for arg in op.args if isinstance(arg, str) and arg in axes), None)
+    if axis is None or axis.size == 1:
+        return 0.0
     return sum(
-        _collective(profile, kind, num_bytes, group)
+        _collective(profile, kind, num_bytes, axis.group)
         for kind, num_bytes in inner_collectives(op, dict(tensor))
     )
 

@@ -239,14 +239,14 @@ def _job_seconds(
     loads: Sequence[StageLoad],
     syncs: Sequence[DataParallelSeconds],
 ) -> JobSeconds:
-    """Seconds of each stage's jobs; a W takes the weight gradients' half of a backward."""
+    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward."""
     profile = costs.profile
     group = hop_group(profile.cluster, dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp)
     forward, inputs, weights = [], [], []
     for stage, load, sync in zip(plan.stages, loads, syncs, strict=True):
         again = _full_forward(load) if stage.recompute == "full" else 0.0
         backward = load.backward_s + load.comm_backward_s + again + sync.per_backward_s
-        weight_part = load.backward_s / 2
+        weight_part = load.weight_s
         forward.append(_full_forward(load) + sync.per_forward_s)
         inputs.append(float(backward - weight_part))
         weights.append(float(weight_part))

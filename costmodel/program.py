@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from costmodel.compute import inner_seconds, op_seconds, redistribute_seconds
 from costmodel.liveness import find_peaks
 from costmodel.saved import saved_tensors
+from costmodel.topology import Axis
 from planner.flops import backward_work, op_work
 from planner.graph import Program
 from planner.units import DTYPE_BYTES
-from profiles import Group, Profile
+from planner.weight_products import deferrable_products
+from profiles import Profile
+from profiles.records import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +24,9 @@ class ProgramCost:
     """One forward and one backward of a program on one rank.
 
     Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
-    device waits for the host; `*_comm_s` are collectives, which run exposed.
+    device waits for the host; `weight_s` is the part of the backward that makes weight
+    gradients, where a job table has them made later; `*_comm_s` are collectives, which run
+    exposed.
     Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
     `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
@@ -30,6 +37,7 @@ class ProgramCost:
 
     forward_s: float
     backward_s: float
+    weight_s: float
     forward_comm_s: float
     backward_comm_s: float
     host_forward_s: float
@@ -51,52 +59,52 @@ class ProgramCost:
     num_params: int
 
 
-def price_program(local: Program, profile: Profile, *, tp: int, group: Group) -> ProgramCost:
+def price_program(local: Program, profile: Profile, *, axes: Mapping[str, Axis]) -> ProgramCost:
     """Price a bound program that `planner.lowering.lower` made local.
 
-    `group` says where the tp ranks lie. Collectives run on the compute stream's time, as the
-    runtime waits for each. The host feeds ops one by one: a device that computes
-    asynchronously is never ahead of `launch_overhead_s` per op; a CPU pays it for views,
-    whose time no op lookup holds.
+    `axes` are those it was lowered on. Collectives run on the compute stream's time, as the
+    runtime waits for each.
     """
     tensor = local.tensor
-    forward_s = backward_s = forward_comm_s = backward_comm_s = 0.0
+    products = deferrable_products(local)
+    forward_s = backward_s = weight_s = forward_comm_s = backward_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_ops = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
-            there, back = redistribute_seconds(op, tensor, profile, axis_size=tp, group=group)
+            there, back = redistribute_seconds(op, tensor, profile, axes)
             forward_comm_s += there
             backward_comm_s += back
             continue
-        if tp > 1 and op.target.startswith("planner."):
-            forward_comm_s += inner_seconds(op, tensor, profile, group=group)
+        if op.target.startswith("planner."):
+            forward_comm_s += inner_seconds(op, tensor, profile, axes)
         there, back = op_seconds(op, tensor, profile)
         forward_s += there
         backward_s += back
+        if op.name in products:
+            # One product for the weight, and one as large for the input if it needs one.
+            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
         forward_flop += op_work(op, tensor).flop
         backward_flop += backward_work(op, tensor).flop
         views += there == 0.0
         backward_ops += tensor[op.outputs[0]].requires_grad
-    overhead = profile.launch_overhead_s
-    if profile.cluster.device_type == "cpu":
-        host = views * overhead, views * overhead
-    else:
-        host = (
-            max(0.0, len(local.ops) * overhead - forward_s),
-            max(0.0, backward_ops * overhead - backward_s),
-        )
+    forward = _with_host(profile, "forward", forward_s, ops=len(local.ops), views=views)
+    backward = _with_host(profile, "backward", backward_s, ops=backward_ops, views=views)
+    if backward_s:
+        waited = backward.host_s * len(products) / max(backward_ops, 1)
+        weight_s = weight_s * backward.device_s / backward_s + waited
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     peaks = find_peaks(local, saved)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return ProgramCost(
-        forward_s=forward_s + host[0],
-        backward_s=backward_s + host[1],
+        forward_s=forward.device_s + forward.host_s,
+        backward_s=backward.device_s + backward.host_s,
+        weight_s=weight_s,
         forward_comm_s=forward_comm_s,
         backward_comm_s=backward_comm_s,
-        host_forward_s=host[0],
-        host_backward_s=host[1],
+        host_forward_s=forward.host_s,
+        host_backward_s=backward.host_s,
         forward_flop=forward_flop,
         backward_flop=backward_flop,
         num_ops=len(local.ops),
@@ -117,6 +125,30 @@ def price_program(local: Program, profile: Profile, *, tp: int, group: Group) ->
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=sum(_is_trainable(local, n) for n in local.params),
     )
+
+
+class _Spent(NamedTuple):
+    """Seconds a device computes, and those it waits for the host on top."""
+
+    device_s: float
+    host_s: float
+
+
+def _with_host(
+    profile: Profile, direction: Direction, seconds: float, *, ops: int, views: int
+) -> _Spent:
+    """Return the time of a whole block from the sum of its ops.
+
+    The host feeds ops one by one: a device that computes asynchronously is never ahead of
+    `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
+    whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
+    views in it.
+    """
+    correction = profile.block_correction(direction)
+    device_s = seconds * correction
+    if profile.cluster.device_type != "cpu":
+        return _Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
+    return _Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
 
 
 def _is_trainable(program: Program, name: str) -> bool:

@@ -24,7 +24,8 @@ Amount = Any
 class StageLoad:
     """One microbatch on a run of consecutive blocks, and the parameters they hold.
 
-    `comm_*_s` are exposed tensor-parallel collectives. `saved_bytes` and `saved_peak_bytes`
+    `weight_s` is the part of `backward_s` that makes weight gradients; `comm_*_s` are exposed
+    tensor-parallel collectives. `saved_bytes` and `saved_peak_bytes`
     hold without recompute, `input_bytes` and `recompute_peak_bytes` with full recompute (one
     checkpoint a block). `side_bytes` are kept once however many blocks use them.
     `tail_bytes` are what the last block keeps of its outputs, not to be counted again as the
@@ -33,6 +34,7 @@ class StageLoad:
 
     forward_s: Amount = 0.0
     backward_s: Amount = 0.0
+    weight_s: Amount = 0.0
     comm_forward_s: Amount = 0.0
     comm_backward_s: Amount = 0.0
     host_forward_s: Amount = 0.0
@@ -58,6 +60,7 @@ class StageLoad:
         return StageLoad(
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
+            weight_s=self.weight_s + other.weight_s,
             comm_forward_s=self.comm_forward_s + other.comm_forward_s,
             comm_backward_s=self.comm_backward_s + other.comm_backward_s,
             host_forward_s=self.host_forward_s + other.host_forward_s,
@@ -90,6 +93,7 @@ def block_load(cost: ProgramCost) -> StageLoad:
     return StageLoad(
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
+        weight_s=cost.weight_s,
         comm_forward_s=cost.forward_comm_s,
         comm_backward_s=cost.backward_comm_s,
         host_forward_s=cost.host_forward_s,

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from planner.cluster import ClusterSpec
 from profiles import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """A mesh axis that blocks are split over: how many ranks, and where they lie."""
+
+    size: int
+    group: Group
 
 
 def axis_group(cluster: ClusterSpec, *, size: int, stride: int) -> Group:
@@ -14,6 +24,14 @@ def axis_group(cluster: ClusterSpec, *, size: int, stride: int) -> Group:
     """
     per_node = max(1, min(size, cluster.devices_per_node // stride))
     return Group(ranks_per_node=per_node, num_nodes=-(-size // per_node))
+
+
+def split_axes(cluster: ClusterSpec, *, tp: int, cp: int = 1) -> dict[str, Axis]:
+    """Return the axes a block's program may be lowered on, by name."""
+    return {
+        "tp": Axis(size=tp, group=axis_group(cluster, size=tp, stride=1)),
+        "cp": Axis(size=cp, group=axis_group(cluster, size=cp, stride=tp)),
+    }
 
 
 def tp_group(cluster: ClusterSpec, *, tp: int) -> Group:

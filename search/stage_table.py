@@ -136,7 +136,7 @@ class StageTable:
     @cached_property
     def weight_s(self) -> Floats:
         """Seconds of each block's backward that are weight gradients, as the cost model splits."""
-        return self.blocks.backward_s / 2
+        return self.blocks.weight_s
 
     @cached_property
     def sums(self) -> Mapping[str, Floats]:

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from costmodel import CostCache, StageLoad, block_load, estimate, join
+from costmodel.estimate import plan_job_seconds
 from costmodel.memory import activation_peak, job_peak_bytes, kept_bytes
 from planner.capture import capture_module
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
 from planner.sharding import propagate_graph
-from profiles import Group, Lookup, load_profile
+from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
 
 
@@ -36,6 +37,15 @@ class FreeLinks:
 
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         return Lookup(seconds=0.0, source="infinite bandwidth", relative_error=0.0)
+
+
+class OneFlopASecond(FreeLinks):
+    """A device that does one flop a second and is never waited for."""
+
+    launch_overhead_s = 0.0
+
+    def op_seconds(self, query: OpQuery) -> Lookup:
+        return Lookup(seconds=query.flop, source="one flop a second", relative_error=0.0)
 
 
 def make_plan(graph, *, dp=1, tp=1, pp=1, m=4, size=2, schedule="1f1b", zero=0, recompute="none"):
@@ -145,6 +155,21 @@ def test_loads_add_up_in_any_grouping(graph, profile):
         right = load + right
     for name in StageLoad.__dataclass_fields__:
         assert getattr(left, name) == pytest.approx(getattr(right, name)), name
+
+
+def test_weight_gradients_take_their_products(graph, profile):
+    """M16: a W is one product for each weight, 2 flop an element and token; I + W = B."""
+    costs = CostCache(graph, OneFlopASecond(profile))
+    seconds = plan_job_seconds(make_plan(graph), costs)
+    weights = [t for t in graph.params if len(t.shape) == 2 and "token" not in t.fqn]
+    elements = sum(t.numel_at(1) for t in weights if "position" not in t.fqn)
+    tokens = graph.tensor[graph.batch_inputs[0]].numel_at(2)
+    (input_s,), (weight_s,) = seconds.backward_input_s, seconds.backward_weight_s
+    assert weight_s == 2 * tokens * elements
+    whole = sum(block_load(costs.block(b.class_index, 1, 2)).backward_s for b in graph.blocks)
+    assert input_s + weight_s == pytest.approx(whole)
+    # The other product of each matrix, attention and everything pointwise are I's.
+    assert input_s > weight_s
 
 
 def test_recompute_keeps_block_inputs_only(graph, profile):
