@@ -65,6 +65,10 @@ def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
 
 def is_random(op: Op) -> bool:
     """Whether an op draws random numbers (attention does when its dropout_p is set)."""
+    if op.target == "planner.with_own_random_stream":
+        return True
+    if op.target == "planner.causal_attention":
+        return bool(op.args[3])
     if op.target.startswith("aten.scaled_dot_product_attention"):
         p = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
         return bool(p)

@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
+from planner.blocks import is_random
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
 from planner.runtime.bindings import BINDINGS
+from planner.runtime.recompute import Keeper, KeptOp
 from planner.runtime.weight_grads import DeferrableProduct, WeightQueue
 from planner.weight_products import deferrable_products
 
@@ -31,14 +34,17 @@ def to_graph_module(
     device: torch.device,
     *,
     weight_queue: WeightQueue | None = None,
+    keeper: Keeper | None = None,
+    made_again: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
     """Return a module called as ``gm(*inputs, *params) -> tuple(outputs)``.
 
     `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
     on the whole tensor. With a `weight_queue`, products with trained weights can put their
-    weight gradients aside in it. Raises LayoutError for an op of ours that does not exist or an
-    axis without a group.
+    weight gradients aside in it. With a `keeper`, the results of all ops but those named in
+    `made_again` can be kept where a block is recomputed. Raises LayoutError for an op of
+    ours that does not exist or an axis without a group.
     """
     graph = fx.Graph()
     root = torch.nn.Module()
@@ -49,17 +55,22 @@ def to_graph_module(
         root.add_module("matmul", DeferrableProduct(weight_queue, transposed=False))
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
+    calls = {}
     for op in program.ops:
         if op.name in products:
             x, weight, bias, transposed = products[op.name]
-            env[op.outputs[0]] = graph.call_module(
+            node = graph.call_module(
                 "linear" if transposed else "matmul",
                 tuple(env[ref.name] for ref in (x, weight, bias) if ref is not None),
             )
+            env[op.outputs[0]] = node
         elif op.target.startswith("planner."):
-            _emit_own(graph, op, env, groups, device)
+            node = _emit_own(graph, op, env, groups, device)
         else:
-            _emit_aten(graph, op, env, device)
+            node = _emit_aten(graph, op, env, device)
+        calls[op.name] = node
+    if keeper is not None:
+        _keep_results(program, root, calls, env, keeper, made_again)
     graph.output(tuple(env[name] for name in program.outputs))
     graph.lint()
     return fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
@@ -71,7 +82,35 @@ def aten_overload(target: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
 
 
-def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> None:
+def _keep_results(
+    program: Program,
+    root: torch.nn.Module,
+    calls: Mapping[str, fx.Node],
+    env: Mapping[str, fx.Node],
+    keeper: Keeper,
+    made_again: frozenset[str],
+) -> None:
+    """Make each op that does not run again a `KeptOp`; `calls` are the ops' nodes."""
+    repeated = [op for op in program.ops if op.name in made_again]
+    makes = {env[name] for op in repeated for name in op.outputs}
+    reads = {name for op in repeated for name in op.inputs}
+    for index, op in enumerate(op for op in program.ops if op.name not in made_again):
+        node = calls[op.name]
+        leaves = tree_leaves((node.args, node.kwargs))
+        root.add_module(
+            f"kept_{index}",
+            KeptOp(
+                keeper,
+                root.get_submodule(node.target) if node.op == "call_module" else node.target,
+                made_again=frozenset(i for i, leaf in enumerate(leaves) if leaf in makes),
+                is_read=tuple(name in reads for name in op.outputs),
+                is_random=is_random(op),
+            ),
+        )
+        node.op, node.target = "call_module", f"kept_{index}"
+
+
+def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> fx.Node:
     target = aten_overload(op.target)
     node = graph.call_function(
         BINDINGS.get(op.target, target),
@@ -81,6 +120,7 @@ def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.d
     returns = target._schema.returns
     many = len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
     _name_outputs(graph, op, node, env, many=many)
+    return node
 
 
 def _emit_own(
@@ -89,7 +129,7 @@ def _emit_own(
     env: dict[str, fx.Node],
     groups: Mapping[str, ProcessGroup | None],
     device: torch.device,
-) -> None:
+) -> fx.Node:
     """Call one of our functions; its argument named `group` carries the axis in the IR."""
     name = op.target.removeprefix("planner.")
     function = (
@@ -108,6 +148,7 @@ def _emit_own(
     bound.arguments["group"] = "" if group is None else group.group_name
     node = graph.call_function(function, bound.args, bound.kwargs)
     _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)
+    return node
 
 
 @cache

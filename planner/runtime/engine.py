@@ -23,6 +23,7 @@ from planner.graph import ModelGraph, TensorMeta, from_json, to_json
 from planner.placement import Placement, Shard
 from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
+from planner.recompute_choice import ops_made_again
 from planner.runtime import zero
 from planner.runtime.clip import clip_gradients
 from planner.runtime.device import choose_device
@@ -33,6 +34,7 @@ from planner.runtime.mesh import Mesh, build_mesh
 from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
 from planner.runtime.randomness import RandomStream
+from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
 from planner.runtime.reduce import GradBuckets, TiedCopies
 from planner.runtime.stage import StageModule
@@ -135,6 +137,7 @@ class Engine:
         )
         defers = has_weight_jobs and not self._zero_stage
         self._weight_queue = WeightQueue() if defers else None
+        self._keeper = Keeper()
         self._param_placements = _param_placements(graph, plan)
         edges = build_edges(graph, plan)
         self.stages = self._build_stages(model, edges)
@@ -194,6 +197,7 @@ class Engine:
                     for n in names[index]
                 },
                 tp_group="" if tp_group is None else tp_group.group_name,
+                keeper=self._keeper,
             )
             if self._zero_stage:
                 by_fqn = {graph.tensor[n].fqn: self._param_placements[n] for n in names[index]}
@@ -204,8 +208,10 @@ class Engine:
     def _build_programs(self, class_indices: Iterable[int]) -> dict[int, Any]:
         """One program for each class this rank runs, shared by all its blocks."""
         programs = {}
+        selective = any(stage.recompute == "selective" for stage in self.plan.stages)
+        chosen = {entry.class_index: entry.ops for entry in self.plan.recomputed}
         for index in class_indices:
-            program = self.graph.classes[index].bind(self.plan.microbatch_size)
+            whole = program = self.graph.classes[index].bind(self.plan.microbatch_size)
             layout = layout_of(self.plan, index)
             if layout is not None:
                 from planner.lowering import lower
@@ -213,7 +219,12 @@ class Engine:
                 program = lower(program, layout, axis="tp", axis_size=self.plan.tp)
             groups = {"tp": self.mesh.group("tp")}
             module = to_graph_module(
-                program, groups, self.mesh.device, weight_queue=self._weight_queue
+                program,
+                groups,
+                self.mesh.device,
+                weight_queue=self._weight_queue,
+                keeper=self._keeper if selective else None,
+                made_again=ops_made_again(whole, program, chosen.get(index)),
             )
             programs[index] = module.forward
         return programs

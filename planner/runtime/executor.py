@@ -107,6 +107,8 @@ class Executor:
             if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
                 last[job.stage_index] = position
         self._last_gradients = frozenset(last.values())
+        forwards = {j.stage_index: j for j in self.jobs if j.kind is JobKind.FORWARD}
+        self._last_forwards = frozenset(forwards.values())
 
     def train(self, side_inputs: SideInputs, loss_scale: Tensor) -> list[Tensor]:
         """Run every job; gradients accumulate in the stages' parameters.
@@ -173,7 +175,11 @@ class Executor:
                 leaves.append((edge, tensor.requires_grad_()))
             arrived.append(tensor)
         with self._computing(job), self._collecting(job):
-            outputs = stage(*arrived, *side_inputs(job.stage_index, m))
+            outputs = stage(
+                *arrived,
+                *side_inputs(job.stage_index, m),
+                is_last=job in self._last_forwards,
+            )
         del arrived
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             self._post.put(Message(edge.index, m, False), outputs[index].detach())

@@ -26,23 +26,30 @@ class RandomStream:
         """`seed` is the same on every rank."""
         place = (mesh.rank("pp") * mesh.size("dp") + mesh.rank("dp")) * mesh.size("cp")
         self._device = mesh.device
-        with torch.random.fork_rng(devices=self._gpus()):
+        with torch.random.fork_rng(devices=_gpus(self._device)):
             torch.manual_seed((seed + _PRIME * (place + mesh.rank("cp"))) % 2**63)
-            self._state = self._read()
-
-    def _gpus(self) -> list[torch.device]:
-        return [self._device] if self._device.type == "cuda" else []
-
-    def _read(self) -> list[Tensor]:
-        gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self._gpus()]
-        return [torch.get_rng_state(), *gpu_states]
+            self._state = read_generators(self._device)
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Draw from the stream inside; the script's generators come back unchanged."""
-        with torch.random.fork_rng(devices=self._gpus()):
-            torch.set_rng_state(self._state[0])
-            for gpu, state in zip(self._gpus(), self._state[1:], strict=True):
-                torch.cuda.set_rng_state(state, gpu)
+        with torch.random.fork_rng(devices=_gpus(self._device)):
+            write_generators(self._device, self._state)
             yield
-            self._state = self._read()
+            self._state = read_generators(self._device)
+
+
+def read_generators(device: torch.device) -> list[Tensor]:
+    """Return the states of the default generators of the CPU and, if it is one, of a GPU."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(device))]
+
+
+def write_generators(device: torch.device, states: list[Tensor]) -> None:
+    """Set the generators to what `read_generators` returned."""
+    torch.set_rng_state(states[0])
+    for gpu, state in zip(_gpus(device), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, gpu)
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

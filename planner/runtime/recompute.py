@@ -1,47 +1,251 @@
-"""Activation recomputation of a block: keep its inputs, run it again in the backward."""
+"""Activation recomputation of a block: keep little, and run it again in the backward.
+
+A call of a block runs twice. In the first run autograd saves no tensor, only a number for
+each that it would have saved; when the backward asks for one, the second run makes them
+all. Ops that are *kept* (`KeptOp`, none under "full") run in the first run only: what
+autograd saves of their own making is saved as ever, what they were given is made again,
+and the second run reads their results where it needs them.
+
+PyTorch's selective checkpointing decides below autograd, kernel by kernel, through a mode
+that every operator passes; here the ops of the program decide, only kept ones pay for it,
+and neither the kernels inside one op nor a result that nobody reads is held.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from planner.runtime.randomness import read_generators, write_generators
 
 Outputs = tuple[Any, ...]
 
 
-class Recomputed:
-    """A block's run that keeps only its inputs, and runs again when gradients come.
+class Keeper:
+    """Tells kept ops which call of a block they run in; None where all runs once. Mutable."""
 
-    Random state is restored for the second run, so dropout masks are the same; programs
-    are straight-line, so the (slow) check that both runs agree is left out. `again` tells
-    a block that it runs for the second time, so that it leaves its buffers alone.
-    """
+    def __init__(self) -> None:
+        self.current: _Call | None = None
 
-    def __init__(self, run: Callable[..., Outputs]) -> None:
-        self._run = run
-        self.again = False
-
-    def __call__(self, *inputs: Any) -> Outputs:
-        """Run the block on its inputs."""
-        return checkpoint(
-            self._run,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=True,
-            determinism_check="none",
-            context_fn=self._contexts,
-        )
-
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return contextlib.nullcontext(), self._second_run()
-
-    @contextlib.contextmanager
-    def _second_run(self) -> Iterator[None]:
-        self.again = True
+    @contextmanager
+    def serving(self, call: _Call) -> Iterator[None]:
+        """Let the kept ops inside leave their results to a call, or take them from it."""
+        self.current = call
         try:
             yield
         finally:
-            self.again = False
+            self.current = None
+
+
+class KeptOp(nn.Module):
+    """An op whose result is kept where its block is recomputed.
+
+    `made_again` says which leaves of its arguments come from ops that run again, and
+    `is_read[i]` whether such an op reads output i.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        function: Callable[..., Any],
+        *,
+        made_again: frozenset[int],
+        is_read: tuple[bool, ...],
+        is_random: bool,
+    ) -> None:
+        super().__init__()
+        self._keeper, self._function = keeper, function
+        self.made_again, self.is_read, self.is_random = made_again, is_read, is_random
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op, or answer for it in a second run."""
+        call = self._keeper.current
+        if call is None:
+            return self._function(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        given = {position: leaves[position] for position in self.made_again}
+        if call.is_second:
+            return call.recall(self, given)
+        return call.keep(self, given, lambda: self._function(*args, **kwargs))
+
+
+class Recomputed:
+    """A block's run under recomputation: "full" without a keeper, else "selective".
+
+    The second run draws the random numbers of the first if it `draws` any; `again` tells
+    the block of it, so that it leaves its buffers alone.
+    """
+
+    def __init__(
+        self, run: Callable[..., Outputs], *, keeper: Keeper | None = None, draws: bool = True
+    ) -> None:
+        self.run, self.keeper, self.draws = run, keeper, draws
+        self.again = False
+
+    def __call__(self, *inputs: Any) -> Outputs:
+        """Run the block on its inputs: tensors, or tuples of tensors that live anyway."""
+        if not torch.is_grad_enabled():
+            return self.run(*inputs)
+        return _Call(self, inputs).first_run(*inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Where in one of a kept op's arguments (by leaf) lies a tensor that autograd saved."""
+
+    leaf: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a kept op left: its result (None where nobody reads it), the views of its
+    arguments that it saved, the tensors saved before its end, and the random state then.
+    """
+
+    result: Any
+    views: list[_View]
+    num_saved: int
+    generators: list[Tensor] | None
+
+
+class _AllMade(Exception):
+    """Ends a second run early; not an error."""
+
+
+class _Call:
+    """One call of a block, from its first run to its backward. Mutable.
+
+    Tensors for autograd are numbered in the order the first run would have saved them.
+    """
+
+    def __init__(self, owner: Recomputed, inputs: tuple[Any, ...]) -> None:
+        self.is_second = False
+        self._owner = owner
+        self._inputs = tuple(_detached(x) if isinstance(x, Tensor) else x for x in inputs)
+        self._device = next(x.device for x in tree_leaves(inputs) if isinstance(x, Tensor))
+        self._num_saved = 0
+        self._made: dict[int, Tensor] = {}
+        self._kept: dict[KeptOp, _Kept] = {}
+        self._views: list[_View] = []
+        self._given: dict[int, Tensor] | None = None
+        self._generators = read_generators(self._device) if owner.draws else None
+
+    def first_run(self, *inputs: Any) -> Outputs:
+        with saved_tensors_hooks(self._pack, self._unpack), self._serving():
+            outputs = self._owner.run(*inputs)
+        for kept in self._kept.values():
+            if kept.num_saved == self._num_saved:
+                kept.result = None  # The second run ends before anything reads it.
+        return outputs
+
+    def keep(self, op: KeptOp, given: dict[int, Tensor], function: Callable[[], Any]) -> Any:
+        """Run a kept op for the first time; `given` are its arguments that are made again."""
+        self._given, self._views = given, []
+        try:
+            result = function()
+        finally:
+            self._given = None
+        self._kept[op] = _Kept(
+            result=_readable(result, op.is_read),
+            views=self._views,
+            num_saved=self._num_saved,
+            generators=read_generators(self._device) if op.is_random else None,
+        )
+        return result
+
+    def recall(self, op: KeptOp, given: dict[int, Tensor]) -> Any:
+        """Answer for a kept op in the second run."""
+        kept = self._kept[op]
+        for view in kept.views:
+            self._collect(given[view.leaf].as_strided(view.size, view.stride, view.offset))
+        if kept.generators is not None:
+            write_generators(self._device, kept.generators)
+        return kept.result
+
+    def _pack(self, tensor: Tensor) -> Tensor | int:
+        if self._given is not None:
+            view = _view_of(tensor, self._given)
+            if view is None:
+                return tensor  # The op's own, a weight, or held by who made it.
+            self._views.append(view)
+        self._num_saved += 1
+        return self._num_saved - 1
+
+    def _unpack(self, saved: Tensor | int) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if saved not in self._made:
+            self._second_run()
+        return self._made.pop(saved)
+
+    def _second_run(self) -> None:
+        self._made.clear()
+        self.is_second = self._owner.again = True
+        try:
+            with (
+                _restored(self._device, self._generators),
+                torch.enable_grad(),
+                saved_tensors_hooks(self._collect, _never),
+                self._serving(),
+                contextlib.suppress(_AllMade),
+            ):
+                self._owner.run(*self._inputs)
+        finally:
+            self.is_second = self._owner.again = False
+
+    def _collect(self, tensor: Tensor) -> None:
+        self._made[len(self._made)] = tensor.detach()
+        if len(self._made) == self._num_saved:
+            raise _AllMade
+
+    def _serving(self) -> contextlib.AbstractContextManager[None]:
+        keeper = self._owner.keeper
+        return contextlib.nullcontext() if keeper is None else keeper.serving(self)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor without its past, which a second run would otherwise keep alive."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _readable(result: Any, is_read: tuple[bool, ...]) -> Any:
+    if isinstance(result, Tensor):
+        return _detached(result) if is_read[0] else None
+    return [_detached(x) if read else None for x, read in zip(result, is_read, strict=True)]
+
+
+def _view_of(tensor: Tensor, given: dict[int, Tensor]) -> _View | None:
+    storage = tensor.untyped_storage()._cdata
+    for leaf, arg in given.items():
+        if arg.untyped_storage()._cdata == storage and arg.dtype == tensor.dtype:
+            return _View(leaf, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
+    return None
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("the graph of a second run has no backward")
+
+
+@contextmanager
+def _restored(device: torch.device, generators: list[Tensor] | None) -> Iterator[None]:
+    """Draw random numbers from these states inside, and go on from the present ones after."""
+    if generators is None:
+        yield
+        return
+    present = read_generators(device)
+    write_generators(device, generators)
+    try:
+        yield
+    finally:
+        write_generators(device, present)

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from planner.blocks import is_random
 from planner.graph import ModelGraph
 from planner.placement import Placement, Replicate
 from planner.plan import StagePlan
 from planner.runtime.collectives import redistribute
-from planner.runtime.recompute import Recomputed
+from planner.runtime.recompute import Keeper, Recomputed
 from planner.runtime.wiring import StageWiring
 
 Run = Callable[..., tuple[Tensor, ...]]
@@ -36,18 +38,27 @@ class BlockModule(nn.Module):
 
     `slots` gives, for each of the program's params, the attribute holding it here, or the
     position of a tensor that the stage passes (a shared parameter, a buffer, a constant).
-    `params_are_dtensors` is set by whoever makes them so.
+    `recomputed` makes a run one that keeps little. `params_are_dtensors` is set by whoever
+    makes them so.
     """
 
-    def __init__(self, run: Run, slots: tuple[str | int, ...], *, recompute: bool) -> None:
+    def __init__(
+        self,
+        run: Run,
+        slots: tuple[str | int, ...],
+        *,
+        recomputed: Callable[[Run], Recomputed] | None = None,
+    ) -> None:
         super().__init__()
         self._run, self._slots = run, slots
         self.params_are_dtensors = False
-        self._recomputed = Recomputed(self._with_params) if recompute else None
+        self._recomputed = None if recomputed is None else recomputed(self._with_params)
 
-    def forward(self, inputs: tuple[Tensor, ...], passed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Run the block on local tensors."""
-        if self._recomputed is not None:
+    def forward(
+        self, inputs: tuple[Tensor, ...], passed: tuple[Tensor, ...], keep_all: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Run the block on local tensors; with `keep_all` there is no recomputation."""
+        if self._recomputed is not None and not keep_all:
             return self._recomputed(passed, *inputs)
         return self._with_params(passed, *inputs)
 
@@ -101,10 +112,14 @@ class StageModule(nn.Module):
         programs: Mapping[int, Run],
         tensors: Mapping[str, Tensor],
         tp_group: str,
+        keeper: Keeper,
     ) -> None:
-        """`programs` holds a class's program by class index, `tensors` local weights by name."""
+        """`programs` holds a class's program by class index, `tensors` local weights by name;
+        with selective recomputation the programs' kept ops listen to `keeper`.
+        """
         super().__init__()
         self.wiring = wiring
+        self._keeps_last = not plan.recompute_last
         self._tp_group = tp_group
         self.fqns: dict[str, str] = {}
         self._placement_of: dict[str, Placement] = {e.tensor: e.placement for e in wiring.incoming}
@@ -129,9 +144,14 @@ class StageModule(nn.Module):
                 attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
                 for n in block.params
             )
-            module = BlockModule(
-                programs[block.class_index], slots, recompute=plan.recompute == "full"
-            )
+            recomputed = None
+            if plan.recompute != "none":
+                recomputed = partial(
+                    Recomputed,
+                    keeper=keeper if plan.recompute == "selective" else None,
+                    draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
+                )
+            module = BlockModule(programs[block.class_index], slots, recomputed=recomputed)
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
                 self._register(
@@ -162,15 +182,16 @@ class StageModule(nn.Module):
         module.register_parameter(attribute(fqn), nn.Parameter(tensor, requires_grad=requires_grad))
         self.fqns[prefix + attribute(fqn)] = fqn
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the stage on one microbatch."""
+    def forward(self, *inputs: Tensor, is_last: bool = False) -> tuple[Tensor, ...]:
+        """Run the stage on one microbatch; `is_last` says that it is the step's last."""
+        keep_all = is_last and self._keeps_last
         values = dict(zip(self._inputs, inputs, strict=True))
         del inputs
         held = dict(self.passed)
         held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
         for block, step in zip(self.blocks, self._steps, strict=True):
             taken = tuple(self._as(values[name], src, dst) for name, src, dst in step.inputs)
-            made = block(taken, tuple(held[name] for name in step.passed))
+            made = block(taken, tuple(held[name] for name in step.passed), keep_all)
             del taken
             values.update(zip(step.outputs, made, strict=True))
             for name in step.free:

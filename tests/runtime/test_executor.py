@@ -123,10 +123,10 @@ def test_activations_die_with_their_backward():
             saved.setdefault(len(current), []).append(weakref.ref(tensor))
         return tensor
 
-    def watched(*inputs: torch.Tensor) -> Any:
+    def watched(*inputs: torch.Tensor, is_last: bool) -> Any:
         current.append(0)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            return inner(*inputs)
+            return inner(*inputs, is_last=is_last)
 
     stage.forward = watched
     dead: dict[str, int] = {}
