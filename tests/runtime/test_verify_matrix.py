@@ -33,6 +33,9 @@ TWO_RANKS_MORE = {
     "tp2-recompute": {"tp": 2, "recompute": "full"},
     "pp2-fthenb": {"pp": 2, "schedule": "fthenb", "recompute": "full"},
     "pp2-zb_h1": {"pp": 2, "schedule": "zb_h1"},
+    "tp2-selective": {"tp": 2, "recompute": "selective"},
+    "pp2-zb_h1-selective": {"pp": 2, "schedule": "zb_h1", "recompute": "selective"},
+    "dp2-zero3-selective": {"dp": 2, "zero_stage": 3, "recompute": "selective"},
 }
 FOUR_RANKS_MORE = {
     "dp2-tp2-zero1": {"dp": 2, "tp": 2, "zero_stage": 1},
