@@ -138,4 +138,17 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 def box_numel(box: Box) -> int:
     """Return the number of elements in a box."""
-    return prod(stop - start for start, stop in box)
+    return prod(sizes(box))
+
+
+def sizes(box: Box) -> Shape:
+    """Return the shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def slices(box: Box, held: Box) -> tuple[slice, ...]:
+    """Return where a box lies inside another one that holds it."""
+    return tuple(
+        slice(start - first, stop - first)
+        for (start, stop), (first, _) in zip(box, held, strict=True)
+    )

@@ -11,27 +11,51 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
-from planner.graph import Op, Program, Ref, TensorMeta, map_refs
+from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Placement, Replicate, parse_placement
-from planner.plan import ClassLayout
+from planner.plan import ClassLayout, Plan
 from planner.redistribute import redistribute_op
-from planner.sharding import divides, grad_is_partial, local_ops, local_shape
+from planner.sharding import divides, grad_is_partial, is_linear, local_ops, local_shape
+
+ONCE = "planner.count_gradient_once"
+"""Target of an op that leaves a whole gradient on the first rank only; args (Ref, axis)."""
+
+
+def local_program(
+    graph: ModelGraph, plan: Plan, class_index: int, *, tp: int, microbatch_size: int
+) -> Program:
+    """Return what a rank of a stage of this tp degree runs for a block class.
+
+    Lowered on tp, then on cp: where both cut one dim, tp cuts the coarse pieces.
+    """
+    program = graph.classes[class_index].bind(microbatch_size)
+    on_tp = plan.layout(class_index, axis="tp", tp=tp)
+    program = lower(program, on_tp, axis="tp", axis_size=tp)
+    on_cp = plan.layout(class_index, axis="cp", tp=tp)
+    return lower(program, on_cp, axis="cp", axis_size=plan.cp, sum_later=True)
 
 
 def lower(
-    program: Program, layout: ClassLayout | None, *, axis: str = "tp", axis_size: int
+    program: Program,
+    layout: ClassLayout | None,
+    *,
+    axis: str = "tp",
+    axis_size: int,
+    sum_later: bool = False,
 ) -> Program:
     """Return what one rank of `axis` runs for a bound program under a layout.
 
-    Inputs and params enter, and outputs leave, at the layout's placements. Without a
-    layout, or on an axis of size one, the program is returned unchanged. Raises
-    LayoutError when the layout is for another program, a size does not divide, or an op
-    can't run as asked.
+    Inputs and params enter, and outputs leave, at the layout's placements. With `sum_later`
+    the gradient of every whole parameter is left as a sum over the axis that the caller
+    takes, for example once a step together with dp. Without a layout every rank runs the
+    whole program; on an axis of size one it is returned unchanged. Raises LayoutError when
+    the layout is for another program, a size does not divide, or an op can't run as asked.
     """
-    if layout is None or axis_size == 1:
+    if axis_size == 1 or (layout is None and not sum_later):
         return program
+    layout = layout or _replicated(program)
     _check_layout(program, layout)
-    lowering = _Lowering(program=program, axis=axis, axis_size=axis_size)
+    lowering = _Lowering(program=program, axis=axis, axis_size=axis_size, sum_later=sum_later)
     for names, texts in ((program.inputs, layout.inputs), (program.params, layout.params)):
         for name, text in zip(names, texts, strict=True):
             lowering.enter(name, parse_placement(text))
@@ -49,6 +73,12 @@ def lower(
         tensors=tuple(lowering.tensors.values()),
         ops=tuple(lowering.ops),
     )
+
+
+def _replicated(program: Program) -> ClassLayout:
+    whole = (program.inputs, program.params, program.outputs)
+    inputs, params, outputs = (("R",) * len(names) for names in whole)
+    return ClassLayout(class_index=0, inputs=inputs, params=params, outputs=outputs, ops=())
 
 
 def _check_layout(program: Program, layout: ClassLayout) -> None:
@@ -77,16 +107,20 @@ class _Lowering:
     program: Program
     axis: str
     axis_size: int
+    sum_later: bool
     ops: list[Op] = field(default_factory=list)
     tensors: dict[str, TensorMeta] = field(default_factory=dict)
     placement: dict[str, Placement] = field(default_factory=dict)
     moved: dict[tuple[str, Placement, bool], str] = field(default_factory=dict)
+    summed_later: set[str] = field(default_factory=set)
 
     def enter(self, name: str, placement: Placement) -> None:
         """Note a tensor that exists in one placement."""
         meta = self.program.tensor[name]
         self._add(name, meta, placement)
         self.placement[name] = placement
+        if self.sum_later and meta.kind == "param" and isinstance(placement, Replicate):
+            self.summed_later |= {name} if meta.requires_grad else set()
 
     def run(self, op: Op, sharding: OpSharding | None) -> None:
         """Append an op, after the redistributions its inputs need."""
@@ -99,10 +133,12 @@ class _Lowering:
             op, sharding, self.program.tensor, axis=self.axis, axis_size=self.axis_size
         )
         partial = grad_is_partial(sharding.outputs)
+        # Where a weight is only transposed or cast, terms of its gradient pass as they are.
+        passes = not partial and self._stays_a_sum(op)
         # An op may take one tensor twice in different placements, so its references are
         # renamed by position; a local form keeps their order.
         fetched = [
-            self.fetch(name, placement, grad_partial=partial)
+            self.fetch(name, placement, grad_partial=partial or passes)
             for name, placement in zip(op.inputs, sharding.inputs, strict=True)
         ]
         made = {meta.name for meta in form.tensors} | set(op.outputs)
@@ -112,12 +148,18 @@ class _Lowering:
             self._add(meta.name, meta, sharding.outputs[0])
         for name, placement in zip(op.outputs, sharding.outputs, strict=True):
             self.enter(name, placement)
+        if passes:
+            self.summed_later.update(op.outputs)
 
     def fetch(self, name: str, placement: Placement, *, grad_partial: bool) -> str:
         """Return the name of a tensor in a placement, redistributing it at most once."""
         meta = self.program.tensor[name]
         have = self.placement[name]
         grad_partial = grad_partial and meta.requires_grad and isinstance(placement, Replicate)
+        if name in self.summed_later:
+            if grad_partial:
+                return name
+            name = self._counted_once(name)
         if have == placement and not grad_partial:
             return name
         key = (name, placement, grad_partial)
@@ -137,6 +179,20 @@ class _Lowering:
                 )
             )
         return self.moved[key]
+
+    def _stays_a_sum(self, op: Op) -> bool:
+        is_of_params = bool(op.inputs) and self.summed_later.issuperset(op.inputs)
+        return is_of_params and is_linear(op, self.program.tensor)
+
+    def _counted_once(self, name: str) -> str:
+        """Return a parameter for uses that leave the same whole gradient on every rank."""
+        once = f"{name}_{self.axis}_once"
+        if once not in self.tensors:
+            self._add(once, self.program.tensor[name], Replicate())
+            self.ops.append(
+                Op(name=once, target=ONCE, args=(Ref(name), self.axis), outputs=(once,))
+            )
+        return once
 
     def _add(self, name: str, meta: TensorMeta, placement: Placement) -> None:
         shape = meta.shape_at(1)

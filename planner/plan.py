@@ -3,7 +3,8 @@
 A plan holds decisions only. What follows from them (job table, local shapes, groups,
 collectives) is derived again when it runs, so it cannot drift. Ranks are laid out
 pp-major: rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank, so a tp group
-is made of neighbours.
+is made of neighbours. A pp rank may cut its ranks into dp and tp in its own way
+(`Plan.mesh`); it then numbers them by its own degrees.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from planner.errors import PlanError
+from planner.layout import ProcessMesh
 from planner.placement import OpSharding, Partial, Placement, parse_placement
 
 if TYPE_CHECKING:
@@ -79,8 +81,10 @@ class StagePlan(_Record):
 class ClassLayout(_Record):
     """Op placements of one block class on one mesh axis.
 
-    `tp` is the tp degree of the stages it is for (None: the plan's). `inputs`, `params` and `outputs` give the placement of the class program's own inputs,
+    `inputs`, `params` and `outputs` give the placement of the class program's own inputs,
     params and outputs, in order; `ops` an `OpSharding` per op that is not all-replicated.
+    `tp` is the tp degree of the stages it is for (None: the plan's). A layout on cp is of the
+    program that lowering on tp has made.
     """
 
     class_index: int = Field(ge=0)
@@ -169,6 +173,30 @@ class Plan(_Record):
     def stage_to_pp_rank(self) -> tuple[int, ...]:
         """The pp rank that holds each stage."""
         return tuple(stage.pp_rank for stage in self.stages)
+
+    def mesh(self, pp_rank: int) -> ProcessMesh:
+        """Return the ranks of a pp rank, with axes dp, cp and tp."""
+        tp = next((s.tp for s in self.stages if s.pp_rank == pp_rank and s.tp), self.tp)
+        count = self.dp * self.cp * self.tp
+        return ProcessMesh(
+            axes=("dp", "cp", "tp"),
+            shape=(self.dp * self.tp // tp, self.cp, tp),
+            ranks=tuple(range(pp_rank * count, (pp_rank + 1) * count)),
+        )
+
+    def layout(self, class_index: int, *, axis: str, tp: int) -> ClassLayout | None:
+        """Return a class's layout on an axis for stages of this tp degree; None: replicated."""
+        if (tp if axis == "tp" else self.cp) == 1:
+            return None
+        return next(
+            (
+                layout
+                for layout in self.layouts
+                if (layout.class_index, layout.axis) == (class_index, axis)
+                and (layout.tp or self.tp) == tp
+            ),
+            None,
+        )
 
     def stage_tp(self, stage_index: int) -> int:
         """The tp degree of a stage."""

@@ -13,7 +13,7 @@ Sums are taken before a tensor leaves its mesh.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from math import prod
@@ -130,7 +130,7 @@ def plan_reshard(shape: Shape, itemsize: int, src: Layout, dst: Layout) -> Resha
         departure=summed,
         arrival=arrival,
         before=_cheapest_chain(shape, itemsize, src, summed),
-        transfers=tuple(_transfers(shape, summed, arrival)),
+        transfers=tuple(box_transfers(_boxes(shape, summed), _boxes(shape, arrival))),
         after=_cheapest_chain(shape, itemsize, arrival, dst),
     )
 
@@ -235,26 +235,29 @@ def _cost(src: Placement, dst: Placement, size: int) -> tuple[StepKind, float]:
     return "slice", 0.0
 
 
-def _transfers(shape: Shape, src: Layout, dst: Layout) -> Iterator[Transfer]:
+def box_transfers(src: Mapping[int, Box], dst: Mapping[int, Box]) -> Iterator[Transfer]:
     """Yield what each target rank receives: every element once, from a rank that has it.
 
-    Of several ranks that hold the same part the receiver itself comes first, then they
-    take turns, so that no one replica serves everybody.
+    `src` and `dst` give each rank's part. Of several ranks that hold the same part the
+    receiver itself comes first, then they take turns, so that no one replica serves
+    everybody.
     """
     holders: dict[Box, list[int]] = {}
-    for rank in src.mesh.ranks:
-        holders.setdefault(src.box(shape, rank), []).append(rank)
+    for rank, box in src.items():
+        holders.setdefault(box, []).append(rank)
     turns = dict.fromkeys(holders, 0)
-    for rank in dst.mesh.ranks:
-        needed = dst.box(shape, rank)
-        own = src.box(shape, rank) if rank in src.mesh.ranks else None
+    for rank, needed in dst.items():
         for held, ranks in holders.items():
             part = intersection(held, needed)
             if part is None:
                 continue
-            if own == held:
+            if src.get(rank) == held:
                 yield Transfer(src_rank=rank, dst_rank=rank, box=part)
                 continue
             sender = ranks[turns[held] % len(ranks)]
             turns[held] += 1
             yield Transfer(src_rank=sender, dst_rank=rank, box=part)
+
+
+def _boxes(shape: Shape, layout: Layout) -> dict[int, Box]:
+    return {rank: layout.box(shape, rank) for rank in layout.mesh.ranks}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.blocks import is_random
-from planner.errors import LayoutError, PlanError
+from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
+from planner.lowering import local_program
 from planner.placement import Placement, Shard
 from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
@@ -36,15 +37,16 @@ from planner.runtime.p2p import Post
 from planner.runtime.randomness import RandomStream
 from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
-from planner.runtime.reduce import GradBuckets, TiedCopies
+from planner.runtime.reduce import GradBuckets
 from planner.runtime.stage import StageModule
+from planner.runtime.tied import tied_copies
 from planner.runtime.watchdog import start_watchdog
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.weights import local_piece, synced_tensors
 from planner.runtime.wiring import (
     block_placements,
     build_edges,
-    layout_of,
+    param_placements,
     stage_params,
     wire_stage,
 )
@@ -115,8 +117,6 @@ class Engine:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
-        if plan.cp > 1:
-            raise LayoutError(f"cp={plan.cp}: context parallelism can't be run yet; use cp=1")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
             raise PlanError(
                 f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
@@ -130,7 +130,7 @@ class Engine:
         self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
         self.schedule = schedule_of(plan)
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
-        self._zero_stage = plan.zero_stage if plan.dp > 1 else 0
+        self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
         # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
         has_weight_jobs = any(
             job.kind is JobKind.BACKWARD_WEIGHT for row in self.schedule.jobs for job in row
@@ -138,7 +138,8 @@ class Engine:
         defers = has_weight_jobs and not self._zero_stage
         self._weight_queue = WeightQueue() if defers else None
         self._keeper = Keeper()
-        self._param_placements = _param_placements(graph, plan)
+        self._microbatch_size = plan.dp * plan.microbatch_size // mesh.size("dp")
+        self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages = self._build_stages(model, edges)
         self._preambles = self._build_preambles(model)
@@ -146,7 +147,7 @@ class Engine:
         self._unbucketed = [
             p for i, s in self.stages.items() if i not in self._buckets for p in s.parameters()
         ]
-        self._tied = _tied_copies(graph, plan, mesh, self.stages)
+        self._tied = tied_copies(graph, plan, mesh, self.stages, sharded=self._zero_stage > 0)
         self.optimizer = build_optimizer(optimizer, model, self._held())
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -156,7 +157,7 @@ class Engine:
             pp_rank=mesh.rank("pp"),
             stages=self.stages,
             edges=edges,
-            post=Post(mesh, self.schedule, edges),
+            post=Post(mesh, self.schedule, edges, plan),
             weight_queue=self._weight_queue,
             recorder=self._recorder,
             hooks=Hooks(before_backward=self._before_backward, after_gradients=self._reduce),
@@ -165,7 +166,7 @@ class Engine:
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         start_watchdog(self._executor.status)
         loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
-        scale = 1 / (plan.num_microbatches * plan.dp)
+        scale = 1 / (plan.num_microbatches * mesh.size("dp"))
         self._loss_scale = torch.full((), scale, dtype=loss_dtype, device=mesh.device)
 
     # -- building -----------------------------------------------------------------------
@@ -177,7 +178,6 @@ class Engine:
         whole = synced_tensors(graph, model, mesh, {n for s in mine for n in names[s]})
         classes = {graph.blocks[b].class_index for s in mine for b in plan.stages[s].blocks}
         programs = self._build_programs(sorted(classes))
-        tp_group = mesh.group("tp")
         stages = {}
         for index in mine:
             stage = StageModule(
@@ -190,13 +190,13 @@ class Engine:
                     n: local_piece(
                         whole[n],
                         self._param_placements[n],
-                        plan.tp,
+                        mesh.size("tp"),
                         mesh.rank("tp"),
                         graph.tensor[n].fqn,
                     )
                     for n in names[index]
                 },
-                tp_group="" if tp_group is None else tp_group.group_name,
+                groups=(mesh.group_name("tp"), mesh.group_name("cp")),
                 keeper=self._keeper,
             )
             if self._zero_stage:
@@ -211,20 +211,21 @@ class Engine:
         selective = any(stage.recompute == "selective" for stage in self.plan.stages)
         chosen = {entry.class_index: entry.ops for entry in self.plan.recomputed}
         for index in class_indices:
-            whole = program = self.graph.classes[index].bind(self.plan.microbatch_size)
-            layout = layout_of(self.plan, index)
-            if layout is not None:
-                from planner.lowering import lower
-
-                program = lower(program, layout, axis="tp", axis_size=self.plan.tp)
-            groups = {"tp": self.mesh.group("tp")}
+            program = local_program(
+                self.graph,
+                self.plan,
+                index,
+                tp=self.mesh.size("tp"),
+                microbatch_size=self._microbatch_size,
+            )
+            groups = {axis: self.mesh.group(axis) for axis in ("tp", "cp")}
             module = to_graph_module(
                 program,
                 groups,
                 self.mesh.device,
                 weight_queue=self._weight_queue,
                 keeper=self._keeper if selective else None,
-                made_again=ops_made_again(whole, program, chosen.get(index)),
+                made_again=ops_made_again(self.graph.classes[index], program, chosen.get(index)),
             )
             programs[index] = module.forward
         return programs
@@ -233,12 +234,14 @@ class Engine:
         graph, mesh = self.graph, self.mesh
         tensors = synced_tensors(graph, model, mesh, graph.preamble.params)
         return {
-            index: Preamble(graph, self.plan, stage.wiring.side_inputs, tensors, mesh.device)
+            index: Preamble(
+                graph, self._microbatch_size, stage.wiring.side_inputs, tensors, mesh.device
+            )
             for index, stage in self.stages.items()
         }
 
     def _build_buckets(self) -> dict[int, GradBuckets]:
-        group = self.mesh.group("dp")
+        group = self.mesh.group("data")
         if group is None or self._zero_stage:
             return {}
         return {i: GradBuckets(list(s.parameters()), group) for i, s in self.stages.items()}
@@ -276,13 +279,13 @@ class Engine:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self.graph.params}
         users = stage_params(self.graph, self.plan)
-        replicas = self.plan.cp * (1 if self._zero_stage else self.plan.dp)
+        replicas = 1 if self._zero_stage else self.mesh.size("data")
         for index, stage in self.stages.items():
             for fqn, param in stage.named_params().items():
                 name = metas[fqn].name
                 is_first_copy = not any(name in names for names in users[:index])
                 on_tp = isinstance(self._param_placements[name], Shard)
-                copies = replicas * (1 if on_tp else self.plan.tp)
+                copies = replicas * (1 if on_tp else self.mesh.size("tp"))
                 yield param, is_first_copy / copies
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
@@ -318,7 +321,7 @@ class Engine:
 
     def _mean_loss(self, losses: list[Tensor]) -> Tensor:
         total = torch.zeros_like(self._loss_scale)
-        if losses and self.mesh.rank("tp") == 0:
+        if losses and self.mesh.rank("tp") == self.mesh.rank("cp") == 0:
             total = torch.stack(losses).sum() * self._loss_scale
         if self.plan.world_size > 1:
             dist.all_reduce(total)
@@ -372,47 +375,3 @@ def _shared_seed(mesh: Mesh) -> int:
 
 def _grad_of(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
-
-
-def _param_placements(graph: ModelGraph, plan: Plan) -> dict[str, Placement]:
-    """The tp placement of each parameter, buffer and constant that blocks use.
-
-    Raises LayoutError when two blocks that share one want it placed differently.
-    """
-    found: dict[str, tuple[Placement, str]] = {}
-    for block in graph.blocks:
-        _, params, _ = block_placements(graph, plan, block.index)
-        for name, placement in zip(block.params, params, strict=True):
-            before, owner = found.setdefault(name, (placement, block.name))
-            if before != placement:
-                raise LayoutError(
-                    f"{graph.tensor[name].fqn or name} is {before} on tp in block {owner} and "
-                    f"{placement} in block {block.name}; blocks that share a parameter must agree"
-                )
-    return {name: placement for name, (placement, _) in found.items()}
-
-
-def _tied_copies(
-    graph: ModelGraph, plan: Plan, mesh: Mesh, stages: Mapping[int, StageModule]
-) -> list[TiedCopies]:
-    """The parameters with copies on several stages, grouped by the pp ranks that hold them.
-
-    Every pp rank goes through the groups in the same order and makes those it is in.
-    """
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for meta in graph.params:
-        users = [s for s, names in enumerate(stage_params(graph, plan)) if meta.name in names]
-        if meta.requires_grad and len(users) > 1:
-            ranks = tuple(sorted({plan.stages[s].pp_rank for s in users}))
-            groups.setdefault(ranks, []).append(meta.fqn)
-    result = []
-    for ranks, fqns in sorted(groups.items()):
-        if mesh.rank("pp") not in ranks:
-            continue
-        group = None
-        if len(ranks) > 1:
-            group = dist.new_group([mesh.peer(r) for r in ranks], use_local_synchronization=True)
-        named = [stage.named_params() for stage in stages.values()]
-        copies = [[params[fqn] for params in named if fqn in params] for fqn in fqns]
-        result.append(TiedCopies(copies, group))
-    return result

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from planner.batch import flatten_batch
+from planner.batch_split import BatchSplit
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.plan import Plan
@@ -20,9 +21,8 @@ def split_batch(batch: Any, graph: ModelGraph, plan: Plan, mesh: Mesh) -> list[d
     """Return this dp rank's microbatches as tensors by graph name, on the mesh's device.
 
     Every rank is given the same global batch of dp * num_microbatches * microbatch_size
-    samples; dp rank d takes the d-th run of num_microbatches pieces. A tensor without a
-    batch dim goes to every microbatch. Raises ModelError when a tensor is missing or of
-    another shape.
+    samples; `BatchSplit` says which are whose. A tensor without a batch dim goes to every
+    microbatch. Raises ModelError when a tensor is missing or of another shape.
     """
     leaves, _ = flatten_batch(batch)
     metas = [graph.tensor[name] for name in graph.batch_inputs]
@@ -32,7 +32,7 @@ def split_batch(batch: Any, graph: ModelGraph, plan: Plan, mesh: Mesh) -> list[d
             f"the batch lacks {', '.join(missing)}; it has {', '.join(leaves)}; "
             "give batches of the structure the plan was made with"
         )
-    first = mesh.rank("dp") * plan.num_microbatches
+    split = BatchSplit(num_samples=plan.global_batch, num_microbatches=plan.num_microbatches)
     microbatches: list[dict[str, Tensor]] = [{} for _ in range(plan.num_microbatches)]
     for meta in metas:
         tensor = leaves[meta.fqn]
@@ -44,12 +44,13 @@ def split_batch(batch: Any, graph: ModelGraph, plan: Plan, mesh: Mesh) -> list[d
             )
         dtype = getattr(torch, meta.dtype)
         for index, microbatch in enumerate(microbatches):
-            piece = _piece(tensor, meta, plan.microbatch_size, first + index)
+            samples = split.part(index, mesh.size("dp"), mesh.rank("dp"))
+            piece = _piece(tensor, meta, samples)
             microbatch[meta.name] = piece.to(mesh.device, dtype, non_blocking=True)
     return microbatches
 
 
-def _piece(tensor: Tensor, meta: TensorMeta, microbatch_size: int, index: int) -> Tensor:
+def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
     for dim, size in enumerate(meta.shape):
         if isinstance(size, Affine):
             if size.fixed:
@@ -57,8 +58,9 @@ def _piece(tensor: Tensor, meta: TensorMeta, microbatch_size: int, index: int) -
                     f"dim {dim} of batch tensor {meta.fqn} is {size.per_sample} per sample plus "
                     f"{size.fixed}; it can't be cut into microbatches"
                 )
-            length = size.per_sample * microbatch_size
-            tensor = tensor.narrow(dim, index * length, length)
+            tensor = tensor.narrow(
+                dim, size.per_sample * samples.start, size.per_sample * len(samples)
+            )
     return tensor
 
 
@@ -71,13 +73,13 @@ class Preamble:
     def __init__(
         self,
         graph: ModelGraph,
-        plan: Plan,
+        microbatch_size: int,
         wanted: Iterable[str],
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
         made = [name for name in wanted if name in graph.preamble.outputs]
-        program = graph.preamble.bind(plan.microbatch_size)
+        program = graph.preamble.bind(microbatch_size)
         fixed = tuple(n for n in made if not program.only((n,)).inputs)
         moving = tuple(n for n in made if n not in fixed)
         self._fixed = _Part(program.only(fixed), tensors, device)({}) if fixed else {}

@@ -13,7 +13,7 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.runtime.collectives import run_step
-from planner.runtime.mesh import Mesh, rank_at
+from planner.runtime.mesh import Mesh
 from planner.runtime.wiring import local_shape, stage_params
 
 
@@ -38,7 +38,7 @@ def gather(
             continue
         home = holders[0]
         whole = _whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
-        received = _to_rank_0(whole, meta, rank_at(mesh.sizes, (home, 0, 0, 0)), mesh)
+        received = _to_rank_0(whole, meta, mesh.meshes[home].ranks[0], mesh)
         if received is not None:
             result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
     return result
@@ -47,23 +47,23 @@ def gather(
 def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = _over_dp(tensor, placement, mesh)
+        tensor = _over_data(tensor, placement, mesh)
     group = mesh.group("tp")
     if group is None or not isinstance(placement, Shard):
         return tensor
     return run_step(tensor, group.group_name, ("all_gather", placement, 0))
 
 
-def _over_dp(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
+def _over_data(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
     """Gather what FSDP2 cut along dim 0, as torch.chunk does: the last pieces may be short.
 
     DTensor's own way gathers over tp first, which for a dim cut twice is the wrong order,
     and warns about it.
     """
     shape = local_shape(tuple(tensor.shape), placement, mesh.size("tp"))
-    group = mesh.group("dp")
+    group = mesh.group("data")
     assert group is not None, "FSDP2 is used only with replicas"
-    length = -(-shape[0] // mesh.size("dp"))
+    length = -(-shape[0] // mesh.size("data"))
     local = tensor.to_local()
     padded = local.new_zeros((length, *shape[1:]))
     padded[: local.shape[0]] = local

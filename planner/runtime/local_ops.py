@@ -135,6 +135,25 @@ def _reduce(x: Tensor, group: str, how: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), how, group))
 
 
+def count_gradient_once(x: Tensor, group: str) -> Tensor:
+    """Return `x`; its gradient, the same on every rank, is kept on the first one only.
+
+    For a parameter whose gradient is later summed over the ranks.
+    """
+    return _CountOnce.apply(x, group) if group else x
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if collectives.rank(ctx.group) == 0 else torch.zeros_like(grad), None
+
+
 def with_own_random_stream(target: str, group: str, *args: Any, **kwargs: Any) -> Any:
     """Run the ATen op `target` with random numbers that differ on each rank of the group.
 

@@ -1,16 +1,31 @@
-"""The ranks of a plan as a device mesh with named axes, and a gloo group for control."""
+"""Where this process stands among the ranks of a plan, and the process groups around it.
+
+Each pp rank has a mesh of its own (`Plan.mesh`): its ranks as dp x cp x tp. Process groups
+are made for
+
+    tp     ranks that hold pieces of one computation
+    cp     ranks that hold parts of the same sequences
+    data   dp x cp: ranks that hold the same parameters and different data, over which
+           gradients are summed and ZeRO shards
+
+and by whoever needs others, through `Mesh.open_group`. Every rank takes part in making every
+group, in one order: groups that only their members make are named by how many groups a
+process has, which is not equal on ranks of different meshes.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
+from planner.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime import device as devices
 
@@ -19,40 +34,78 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Where this process stands: its device and its coordinate on each axis.
+    """A rank's device, coordinate on each axis, and groups.
 
-    `control` is a gloo group of all ranks, for small host messages, whatever the backend.
+    `meshes` are those of all pp ranks. `control` is a gloo group of all ranks, for small
+    host messages, whatever the backend. Groups are added and, by `close`, destroyed.
     """
 
     device: torch.device
-    device_mesh: DeviceMesh
     control: dist.ProcessGroup
+    meshes: tuple[ProcessMesh, ...]
     sizes: tuple[int, int, int, int]
     coordinate: tuple[int, int, int, int]
+    _lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    _opened: list[dist.ProcessGroup] = field(default_factory=list)
 
     def size(self, axis: str) -> int:
-        """Return the degree of an axis."""
+        """Return the degree of an axis here; of "data", dp times cp."""
+        if axis == "data":
+            return self.size("dp") * self.size("cp")
         return self.sizes[AXES.index(axis)]
 
     def rank(self, axis: str) -> int:
         """Return this process's coordinate on an axis."""
+        if axis == "data":
+            return self.rank("dp") * self.size("cp") + self.rank("cp")
         return self.coordinate[AXES.index(axis)]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group of this rank's line along an axis; None when alone."""
-        return None if self.size(axis) == 1 else self.device_mesh.get_group(axis)
+        """Return the group of this rank's line along tp, cp or data; None when alone."""
+        return self._lines.get(axis)
 
-    def peer(self, pp_rank: int) -> int:
-        """Return the global rank at the same place of another pp rank."""
-        return rank_at(self.sizes, (pp_rank, *self.coordinate[1:]))
+    def group_name(self, axis: str) -> str:
+        """Return the name of that group, empty when alone."""
+        group = self.group(axis)
+        return "" if group is None else group.group_name
+
+    def open_group(self, groups: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Make groups of these global ranks; return the (last) one this rank is in.
+
+        Every rank of the plan calls this with the same groups.
+        """
+        mine = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks), sort_ranks=False)
+            if dist.get_rank() in ranks:
+                self._opened.append(group)
+                mine = group
+        return mine
+
+    def device_mesh(self) -> DeviceMesh:
+        """Return the axes data and, if there is one, tp as PyTorch has them, for FSDP2."""
+        ranks = torch.tensor(self.meshes[self.rank("pp")].ranks, dtype=torch.int)
+        axes = [axis for axis in ("data", "tp") if self.group(axis) is not None]
+        return DeviceMesh.from_group(
+            [self._lines[axis] for axis in axes],
+            self.device.type,
+            mesh=ranks.view([self.size(axis) for axis in axes]),
+            mesh_dim_names=tuple(axes),
+        )
+
+    def close(self) -> None:
+        """Destroy every group made here (but for the default one); all ranks call it."""
+        for group in self._opened:
+            dist.destroy_process_group(group)
+        self._opened.clear()
+        self._lines.clear()
 
 
-def rank_at(sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> int:
-    """Return the global rank of a coordinate: pp-major, tp groups are neighbours."""
-    rank = 0
-    for size, place in zip(sizes, coordinate, strict=True):
-        rank = rank * size + place
-    return rank
+def coordinate_of(plan: Plan, rank: int) -> tuple[int, int, int, int]:
+    """Return a global rank's place on pp, dp, cp and tp; tp groups are neighbours."""
+    pp_rank = rank // (plan.dp * plan.cp * plan.tp)
+    dp_rank, cp_rank, tp_rank = plan.mesh(pp_rank).coordinate(rank)
+    return pp_rank, dp_rank, cp_rank, tp_rank
 
 
 def default_group() -> dist.ProcessGroup:
@@ -78,22 +131,36 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
             f"tp={plan.tp}) and {dist.get_world_size()} are running; start it with: "
             "planner launch plan.json script.py"
         )
-    sizes = (plan.pp, plan.dp, plan.cp, plan.tp)
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    coordinate = coordinate_of(plan, dist.get_rank())
+    meshes = tuple(plan.mesh(pp_rank) for pp_rank in range(plan.pp))
+    dp, cp, tp = meshes[coordinate[0]].shape
+    opened = []
     if devices.backend(device) == "gloo":
         control = default_group()
     else:
         control = dist.new_group(backend="gloo")
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank is in the mesh"
-    pp_rank, dp_rank, cp_rank, tp_rank = coordinate
-    return Mesh(
+        opened.append(control)
+    mesh = Mesh(
         device=device,
-        device_mesh=device_mesh,
         control=control,
-        sizes=sizes,
-        coordinate=(pp_rank, dp_rank, cp_rank, tp_rank),
+        meshes=meshes,
+        sizes=(plan.pp, dp, cp, tp),
+        coordinate=coordinate,
+        _opened=opened,
     )
+    for axis in ("tp", "cp", "data"):
+        lines = [line for m in meshes for line in _lines(m, axis) if len(line) > 1]
+        group = mesh.open_group(lines)
+        if group is not None:
+            mesh._lines[axis] = group
+    return mesh
+
+
+def _lines(mesh: ProcessMesh, axis: str) -> Iterable[tuple[int, ...]]:
+    if axis != "data":
+        return mesh.groups(axis)
+    tp = mesh.shape[2]
+    return [mesh.ranks[tp_rank::tp] for tp_rank in range(tp)]
 
 
 def _start_process_group(plan: Plan, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,17 @@ class TiedCopies:
 
     A tied embedding used by the first and the last stage has a copy on each; every copy
     takes the same optimizer step, so equal values and equal gradients stay equal. `copies`
-    gives, by name, this rank's copies; `group` the pp ranks that hold any (None: only this
-    one). The names are the same, in the same order, on all of them.
+    gives, by name, this rank's copies; `exchange` takes the sums of their gradients and
+    returns the sums over all pp ranks that hold any. The names are the same, in the same
+    order, on all of them.
     """
 
     def __init__(
-        self, copies: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup | None
+        self,
+        copies: Sequence[Sequence[nn.Parameter]],
+        exchange: Callable[[list[Tensor]], list[Tensor]],
     ) -> None:
-        self._copies, self._group = copies, group
+        self._copies, self._exchange = copies, exchange
 
     def sum(self) -> None:
         """Replace every copy's gradient by the sum over all copies."""
@@ -87,11 +90,7 @@ class TiedCopies:
                 if param.grad is not None:
                     total += _local(param.grad)
             totals.append(total)
-        if self._group is not None:
-            flat = torch.cat([total.reshape(-1) for total in totals])
-            dist.all_reduce(flat, group=self._group)
-            pieces = flat.split([total.numel() for total in totals])
-            totals = [p.view_as(t) for p, t in zip(pieces, totals, strict=True)]
+        totals = self._exchange(totals)
         for params, total in zip(self._copies, totals, strict=True):
             for param in params:
                 if param.grad is None:

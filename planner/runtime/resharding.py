@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import LayoutError
-from planner.layout import Box, ProcessMesh
+from planner.layout import Box, ProcessMesh, sizes, slices
 from planner.placement import Shard
 from planner.reshard import Reshard, ReshardStep
 from planner.runtime import collectives
@@ -103,14 +103,13 @@ def _transfer(
     jobs = []
     for transfer in way.transfers:
         if x is not None and transfer.src_rank == rank:
-            part = x[_slices(transfer.box, own)].contiguous()
+            part = x[slices(transfer.box, own)].contiguous()
             if transfer.dst_rank == rank:
                 received.append((transfer.box, part))
             else:
                 jobs.append(dist.P2POp(dist.isend, part, transfer.dst_rank))
         elif transfer.dst_rank == rank:
-            sizes = [stop - start for start, stop in transfer.box]
-            part = torch.empty(sizes, dtype=dtype, device=device)
+            part = torch.empty(sizes(transfer.box), dtype=dtype, device=device)
             received.append((transfer.box, part))
             jobs.append(dist.P2POp(dist.irecv, part, transfer.src_rank))
     for work in dist.batch_isend_irecv(jobs) if jobs else []:
@@ -118,15 +117,7 @@ def _transfer(
     if rank not in way.dst.mesh.ranks:
         return None
     needed = way.arrival.box(way.shape, rank)
-    whole = torch.empty([stop - start for start, stop in needed], dtype=dtype, device=device)
+    whole = torch.empty(sizes(needed), dtype=dtype, device=device)
     for box, part in received:
-        whole[_slices(box, needed)] = part
+        whole[slices(box, needed)] = part
     return whole
-
-
-def _slices(box: Box, held: Box) -> tuple[slice, ...]:
-    """Return where a box lies inside another one that holds it."""
-    return tuple(
-        slice(start - first, stop - first)
-        for (start, stop), (first, _) in zip(box, held, strict=True)
-    )

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from planner.blocks import is_random
 from planner.graph import ModelGraph
-from planner.placement import Placement, Replicate
+from planner.placement import Placement, Replicate, Shard
 from planner.plan import StagePlan
 from planner.runtime.collectives import redistribute
 from planner.runtime.recompute import Keeper, Recomputed
-from planner.runtime.wiring import StageWiring
+from planner.runtime.wiring import BlockPlacements, Placements, StageWiring
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -84,12 +84,12 @@ def _local(tensor: Tensor | None) -> Tensor | None:
 class BlockStep:
     """How a stage calls one block.
 
-    `inputs` are (tensor, its placement so far, the placement the block takes); `passed`
+    `inputs` are (tensor, its placements so far, those the block takes); `passed`
     the stage's own tensors that go to the block's integer slots; `free` the values no
     later block nor the stage's outputs need.
     """
 
-    inputs: tuple[tuple[str, Placement, Placement], ...]
+    inputs: tuple[tuple[str, Placements, Placements], ...]
     passed: tuple[str, ...]
     outputs: tuple[str, ...]
     free: tuple[str, ...]
@@ -108,22 +108,23 @@ class StageModule(nn.Module):
         graph: ModelGraph,
         plan: StagePlan,
         wiring: StageWiring,
-        placements: Callable[[int], tuple[tuple[Placement, ...], ...]],
+        placements: Callable[[int], BlockPlacements],
         programs: Mapping[int, Run],
         tensors: Mapping[str, Tensor],
-        tp_group: str,
+        groups: tuple[str, str],
         keeper: Keeper,
     ) -> None:
-        """`programs` holds a class's program by class index, `tensors` local weights by name;
+        """`programs` holds a class's program by class index, `tensors` local weights by name,
+        `groups` the names of the tp and cp groups;
         with selective recomputation the programs' kept ops listen to `keeper`.
         """
         super().__init__()
         self.wiring = wiring
         self._keeps_last = not plan.recompute_last
-        self._tp_group = tp_group
+        self._groups = groups
         self.fqns: dict[str, str] = {}
-        self._placement_of: dict[str, Placement] = {e.tensor: e.placement for e in wiring.incoming}
-        self._placement_of |= {name: Replicate() for name in wiring.side_inputs}
+        self._placement_of = {e.tensor: e.taken for e in wiring.incoming}
+        self._placement_of |= dict.fromkeys(wiring.side_inputs, Placements())
         uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
         self.passed: dict[str, Tensor] = {}
         self._shared: dict[str, str] = {}
@@ -171,7 +172,7 @@ class StageModule(nn.Module):
                 )
             )
             self._placement_of |= dict(zip(block.outputs, makes, strict=True))
-        results = [*wiring.outputs, *([(graph.loss, Replicate())] if wiring.has_loss else [])]
+        results = [*wiring.outputs, *([(graph.loss, Placements())] if wiring.has_loss else [])]
         self._results = tuple((n, self._placement_of[n], p) for n, p in results)
         self._steps = _with_frees(steps, {n for n, _ in results})
         self._inputs = (*(e.tensor for e in wiring.incoming), *wiring.side_inputs)
@@ -198,14 +199,28 @@ class StageModule(nn.Module):
                 del values[name]
         return tuple(self._as(values[name], src, dst) for name, src, dst in self._results)
 
-    def _as(self, tensor: Tensor, src: Placement, dst: Placement) -> Tensor:
+    def _as(self, tensor: Tensor, src: Placements, dst: Placements) -> Tensor:
+        """Redistribute between blocks. Where both axes cut one dim, cp cuts finer pieces, and
+        the coarse cut can't change under them.
+        """
         if src == dst:
             return tensor
-        return redistribute(tensor, self._tp_group, str(src), str(dst), False)
+        on_tp, on_cp = self._groups
+        between = src.cp
+        if src.tp != dst.tp:
+            if _cut_one_dim(src.tp, src.cp) or _cut_one_dim(dst.tp, src.cp):
+                between = Replicate()
+                tensor = redistribute(tensor, on_cp, str(src.cp), "R", False)
+            tensor = redistribute(tensor, on_tp, str(src.tp), str(dst.tp), False)
+        return redistribute(tensor, on_cp, str(between), str(dst.cp), False)
 
     def named_params(self) -> dict[str, nn.Parameter]:
         """Return the stage's parameters by the user's own names."""
         return {self.fqns[name]: param for name, param in self.named_parameters()}
+
+
+def _cut_one_dim(a: Placement, b: Placement) -> bool:
+    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
 
 
 def _with_frees(steps: list[BlockStep], kept: set[str]) -> tuple[BlockStep, ...]:

@@ -1,4 +1,4 @@
-"""Which tensor goes from which stage to which, and in what local shape.
+"""Which tensor goes from which stage to which, and how it lies on both ends.
 
 A value that a stage makes is sent straight to every stage that uses it, once each, so a
 skip connection does not travel through the stages between. Batch inputs and preamble
@@ -9,27 +9,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from planner.graph import ModelGraph
+from planner.errors import LayoutError
+from planner.graph import Affine, ModelGraph, Size
 from planner.placement import Partial, Placement, Replicate, Shard, parse_placement
-from planner.plan import ClassLayout, Plan
+from planner.plan import Plan
+
+
+class Placements(NamedTuple):
+    """How a tensor lies on the tp and cp axes; where both cut one dim, tp cuts first."""
+
+    tp: Placement = Replicate()
+    cp: Placement = Replicate()
+
+    def __str__(self) -> str:
+        return f"{self.tp}@tp {self.cp}@cp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
     """One tensor on its way from the stage that makes it to one stage that uses it.
 
-    `shape` is the local shape of one microbatch on the wire, where the tensor lies as
-    `placement` on the tp axis.
+    `sent` is how it lies when it leaves, `taken` when it arrives: the same where the two
+    stages have meshes of one shape. `shape` is whole on tp and cp; its first size that
+    depends on the number of samples, at `batch_dim`, is divided over dp (None: no such).
     """
 
     index: int
     tensor: str
     producer: int
     consumer: int
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
+    batch_dim: int | None
     dtype: str
-    placement: Placement
+    sent: Placements
+    taken: Placements
     requires_grad: bool
 
 
@@ -38,7 +53,7 @@ class StageWiring:
     """What one stage takes and hands on.
 
     `side_inputs` are batch inputs and preamble values; `outputs` the distinct (tensor,
-    placement) pairs its outgoing edges carry, `output_of` the position of each edge's pair
+    placements) pairs its outgoing edges carry, `output_of` the position of each edge's pair
     among them. `has_loss` tells that one more output follows: the loss.
     """
 
@@ -46,34 +61,39 @@ class StageWiring:
     incoming: tuple[Edge, ...]
     outgoing: tuple[Edge, ...]
     side_inputs: tuple[str, ...]
-    outputs: tuple[tuple[str, Placement], ...]
+    outputs: tuple[tuple[str, Placements], ...]
     output_of: tuple[int, ...]
     has_loss: bool
 
 
-def layout_of(plan: Plan, class_index: int) -> ClassLayout | None:
-    """Return the plan's layout of a class; None when it runs replicated."""
-    if plan.tp == 1:
-        return None
-    return next((lay for lay in plan.layouts if lay.class_index == class_index), None)
+BlockPlacements = tuple[tuple[Placements, ...], tuple[Placements, ...], tuple[Placements, ...]]
 
 
-def block_placements(
-    graph: ModelGraph, plan: Plan, block_index: int
-) -> tuple[tuple[Placement, ...], tuple[Placement, ...], tuple[Placement, ...]]:
-    """Return the tp placements of a block's inputs, params and outputs."""
+def block_placements(graph: ModelGraph, plan: Plan, block_index: int) -> BlockPlacements:
+    """Return the placements of a block's inputs, params and outputs."""
     block = graph.blocks[block_index]
-    layout = layout_of(plan, block.class_index)
-    if layout is None:
-        return tuple(  # type: ignore[return-value]
-            tuple(Replicate() for _ in names)
-            for names in (block.inputs, block.params, block.outputs)
-        )
+    stage_tp = plan.stage_tp(stage_of(plan, block_index))
+    tp, cp = (plan.layout(block.class_index, axis=axis, tp=stage_tp) for axis in ("tp", "cp"))
     return (
-        tuple(map(parse_placement, layout.inputs)),
-        layout.param_placements,
-        tuple(map(parse_placement, layout.outputs)),
+        _pairs(block.inputs, tp and tp.inputs, cp and cp.inputs),
+        _pairs(block.params, tp and tp.params, cp and cp.params),
+        _pairs(block.outputs, tp and tp.outputs, cp and cp.outputs),
     )
+
+
+def _pairs(
+    names: tuple[str, ...], tp: tuple[str, ...] | None, cp: tuple[str, ...] | None
+) -> tuple[Placements, ...]:
+    whole = ("R",) * len(names)
+    pairs = zip(tp or whole, cp or whole, strict=True)
+    return tuple(
+        Placements(parse_placement(on_tp), parse_placement(on_cp)) for on_tp, on_cp in pairs
+    )
+
+
+def stage_of(plan: Plan, block_index: int) -> int:
+    """Return the stage that holds a block."""
+    return next(s for s, stage in enumerate(plan.stages) if block_index in stage.blocks)
 
 
 def stage_params(graph: ModelGraph, plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -84,26 +104,59 @@ def stage_params(graph: ModelGraph, plan: Plan) -> tuple[tuple[str, ...], ...]:
     )
 
 
+def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, Placement]:
+    """Return the tp placement of each parameter, buffer and constant that a pp rank holds.
+
+    Raises LayoutError when two of its blocks that share one want it placed differently.
+    """
+    found: dict[str, tuple[Placement, str]] = {}
+    for stage in plan.stages:
+        for index in stage.blocks if stage.pp_rank == pp_rank else ():
+            block = graph.blocks[index]
+            _, params, _ = block_placements(graph, plan, index)
+            for name, placed in zip(block.params, params, strict=True):
+                before, owner = found.setdefault(name, (placed.tp, block.name))
+                if before != placed.tp:
+                    raise LayoutError(
+                        f"{graph.tensor[name].fqn or name} is {before} on tp in block {owner} and "
+                        f"{placed.tp} in block {block.name}; blocks that share a parameter must "
+                        "agree"
+                    )
+    return {name: placement for name, (placement, _) in found.items()}
+
+
 def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
-    """Return every edge between two different stages, in order of consumer, then use."""
-    stage_of = {b: s for s, stage in enumerate(plan.stages) for b in stage.blocks}
+    """Return every edge between two different stages, in order of consumer, then use.
+
+    Raises LayoutError for a tensor that stages of different dp can't hand over, because it
+    is not known which part of it belongs to which samples.
+    """
     edges: dict[tuple[str, int], Edge] = {}
     for block, name, wanted in _uses(graph, plan):
         if name not in graph.producer:
             continue
-        producer, consumer = stage_of[graph.producer[name]], stage_of[block]
+        producer, consumer = stage_of(plan, graph.producer[name]), stage_of(plan, block)
         if producer == consumer or (name, consumer) in edges:
             continue
         meta = graph.tensor[name]
-        placement = _on_the_wire(_made_as(graph, plan, name), wanted)
+        made = _made_as(graph, plan, name)
+        if plan.stage_tp(producer) == plan.stage_tp(consumer):
+            sent = taken = Placements(
+                _on_the_wire(made.tp, wanted.tp), _on_the_wire(made.cp, wanted.cp)
+            )
+        else:
+            _check_samples(graph, plan, name, block)
+            sent, taken = _between_meshes(made), _between_meshes(wanted)
         edges[name, consumer] = Edge(
             index=len(edges),
             tensor=name,
             producer=producer,
             consumer=consumer,
-            shape=local_shape(meta.shape_at(plan.microbatch_size), placement, plan.tp),
+            shape=meta.shape,
+            batch_dim=next((d for d, s in enumerate(meta.shape) if isinstance(s, Affine)), None),
             dtype=meta.dtype,
-            placement=placement,
+            sent=sent,
+            taken=taken,
             requires_grad=meta.requires_grad,
         )
     return tuple(edges.values())
@@ -115,7 +168,7 @@ def wire_stage(
     """Return what one stage takes and hands on."""
     blocks = plan.stages[stage_index].blocks
     outgoing = tuple(e for e in edges if e.producer == stage_index)
-    pairs = tuple(dict.fromkeys((e.tensor, e.placement) for e in outgoing))
+    pairs = tuple(dict.fromkeys((e.tensor, e.sent) for e in outgoing))
     used = dict.fromkeys(name for b in blocks for name in graph.blocks[b].inputs)
     return StageWiring(
         stage_index=stage_index,
@@ -123,7 +176,7 @@ def wire_stage(
         outgoing=outgoing,
         side_inputs=tuple(name for name in used if name not in graph.producer),
         outputs=pairs,
-        output_of=tuple(pairs.index((e.tensor, e.placement)) for e in outgoing),
+        output_of=tuple(pairs.index((e.tensor, e.sent)) for e in outgoing),
         has_loss=graph.producer[graph.loss] in blocks,
     )
 
@@ -135,14 +188,14 @@ def local_shape(shape: tuple[int, ...], placement: Placement, parts: int) -> tup
     return tuple(s // parts if d == placement.dim else s for d, s in enumerate(shape))
 
 
-def _uses(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, str, Placement]]:
+def _uses(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, str, Placements]]:
     for block in graph.blocks:
         inputs, _, _ = block_placements(graph, plan, block.index)
-        for name, placement in zip(block.inputs, inputs, strict=True):
-            yield block.index, name, placement
+        for name, placed in zip(block.inputs, inputs, strict=True):
+            yield block.index, name, placed
 
 
-def _made_as(graph: ModelGraph, plan: Plan, name: str) -> Placement:
+def _made_as(graph: ModelGraph, plan: Plan, name: str) -> Placements:
     producer = graph.producer[name]
     _, _, outputs = block_placements(graph, plan, producer)
     return outputs[graph.blocks[producer].outputs.index(name)]
@@ -153,3 +206,32 @@ def _on_the_wire(made: Placement, wanted: Placement) -> Placement:
     if isinstance(made, Shard):
         return made
     return Replicate() if isinstance(wanted, Partial) else wanted
+
+
+def _between_meshes(placed: Placements) -> Placements:
+    """How a value lies at an end of its way to or from a mesh of another shape.
+
+    Contiguous pieces go as they are, each to who needs them; sums are taken before, and
+    pieces of segments put together.
+    """
+    return Placements(
+        *(p if isinstance(p, Shard) and p.segments == 1 else Replicate() for p in placed)
+    )
+
+
+def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None:
+    """Refuse a tensor whose samples can't be told apart, between stages of different dp."""
+    meta = graph.tensor[name]
+    sizes = [size for size in meta.shape if isinstance(size, Affine)]
+    if len(sizes) == 1 and sizes[0] == Affine(1):
+        return
+    producer = graph.blocks[graph.producer[name]].name
+    why = (
+        "no dim counts samples"
+        if not sizes
+        else "it has no dim of exactly one entry for each sample"
+    )
+    raise LayoutError(
+        f"block {producer} hands {name} to block {graph.blocks[block].name}, whose stage has "
+        f"another dp, and {why}; give the stages of both blocks the same tp"
+    )

@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 with FSDP2: what is sharded over dp, and when it is gathered and reduced.
+"""ZeRO 1, 2 and 3 with FSDP2: what is sharded over dp and cp, when it is gathered and reduced.
 
     zero_stage   parameters in a step            gradients
     1            gathered once, kept             whole, reduce-scattered after the last microbatch
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
@@ -36,9 +37,10 @@ def shard_stage(
 
     `placements` gives the tp placement of each parameter by the user's name.
     """
+    device_mesh = mesh.device_mesh()
     if mesh.size("tp") > 1:
-        _over_tp(stage, mesh, placements)
-    dp_mesh = mesh.device_mesh["dp"]
+        _over_tp(stage, device_mesh["tp"], placements)
+    dp_mesh = device_mesh["data"]
     for block in stage.blocks:
         fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3)
     fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False)
@@ -57,8 +59,7 @@ def before_backward(stage: StageModule, zero_stage: int, *, is_last: bool) -> No
     stage.set_is_last_backward(is_last)
 
 
-def _over_tp(stage: StageModule, mesh: Mesh, placements: Mapping[str, Placement]) -> None:
-    tp_mesh = mesh.device_mesh["tp"]
+def _over_tp(stage: StageModule, tp_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     for block in stage.blocks:
         assert isinstance(block, BlockModule)
         block.params_are_dtensors = True

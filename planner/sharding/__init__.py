@@ -27,6 +27,7 @@ from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
     grad_is_partial,
     has_rule,
+    is_linear,
     local_ops,
     ops_without_rule,
     rule,
@@ -39,6 +40,7 @@ __all__ = [
     "divides",
     "grad_is_partial",
     "has_rule",
+    "is_linear",
     "local_ops",
     "local_shape",
     "ops_without_rule",

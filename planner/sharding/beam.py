@@ -29,7 +29,7 @@ from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
 from planner.redistribute import collectives, payload_bytes
 from planner.sharding.call import local_shape
-from planner.sharding.registry import grad_is_partial, segment_counts, strategies
+from planner.sharding.registry import grad_is_partial, is_linear, segment_counts, strategies
 
 BEAM = 64
 
@@ -83,17 +83,31 @@ class _Step:
 
 @dataclass(kw_only=True)
 class BeamSearch:
-    """The sweep over one bound program. `pins` must hold at every op they touch."""
+    """The sweep over one bound program. `pins` must hold at every op they touch.
+
+    With `sum_later` gradients of whole parameters are summed outside (`lowering.lower`), so
+    their uses cost nothing here.
+    """
 
     program: Program
     axis_size: int
     pins: Mapping[str, Placement] = field(default_factory=dict)
+    sum_later: bool = False
 
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep asks for them at every state."""
         self._bytes = {t.name: payload_bytes(t) for t in self.program.tensors}
         self._segments = segment_counts(self.program)
         self._wire = (self.axis_size - 1) / self.axis_size
+        self._summed_later = self._weights() if self.sum_later else set()
+
+    def _weights(self) -> set[str]:
+        """Return the parameters, and what linear ops make of them alone."""
+        found = {n for n in self.program.params if self.program.tensor[n].requires_grad}
+        for op in self.program.ops:
+            if op.inputs and found.issuperset(op.inputs) and is_linear(op, self.program.tensor):
+                found.update(op.outputs)
+        return found
 
     def run(self, placement: Mapping[str, Placement], outputs: Mapping[str, Placement]) -> State:
         """Return the cheapest state found that ends with `outputs` placed as asked.
@@ -232,6 +246,7 @@ class BeamSearch:
             params = (*params, (name, at_rest))
         have = placement[name]
         grad_partial = grad_partial and meta.requires_grad and isinstance(wanted, Replicate)
+        grad_partial = grad_partial and name not in self._summed_later
         move = (name, wanted, grad_partial)
         if (have == wanted and not grad_partial) or move in state.moved:
             if placement is state.placement:

@@ -33,7 +33,8 @@ def propagate_layout(
     `pins` fixes tensors of the program by name: every op they touch must take or yield them
     so. `at_rest` only fixes where params lie, from where they may be redistributed. `inputs`
     and `outputs` are the placements at the block's boundary, Replicate by default.
-    `whole_params` pins every param Replicate: the axis divides the data only. Raises
+    `whole_params` pins every param Replicate: the axis divides the data only, and gradients
+    are summed over it once a step (`lower` with `sum_later`). Raises
     LayoutError when a pin names nothing, does not divide, or no op can honour it.
     """
     replicated = Replicate()
@@ -50,7 +51,7 @@ def propagate_layout(
     for name in program.params:
         if name in fixed or program.tensor[name].kind != "param":
             placement[name] = fixed.get(name, replicated)
-    search = BeamSearch(program=program, axis_size=axis_size, pins=pins)
+    search = BeamSearch(program=program, axis_size=axis_size, pins=pins, sum_later=whole_params)
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
     placement |= dict(best.params)
     return ClassLayout(

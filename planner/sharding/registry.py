@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from planner.errors import LayoutError
 from planner.graph import Arg, Op, Program, TensorMeta
-from planner.placement import OpSharding, Placement, Replicate, Shard
+from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.sharding.call import Call, local_shape
 
 _T = TypeVar("_T")
@@ -170,6 +170,12 @@ def local_ops(
 def grad_is_partial(outputs: Iterable[Placement]) -> bool:
     """Whether an op leaves the gradient of its Replicate inputs as a Partial sum."""
     return any(not isinstance(placement, Replicate) for placement in outputs)
+
+
+def is_linear(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
+    """Whether a sum over ranks passes through an op: terms of the inputs give terms."""
+    terms = OpSharding(inputs=(Partial(),) * len(op.inputs), outputs=(Partial(),) * len(op.outputs))
+    return terms in strategies(op, tensor, 2)
 
 
 def segment_counts(program: Program) -> tuple[int, ...]:
