@@ -6,6 +6,7 @@ program, the axis itself); the empty name is an axis of size one.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planner.runtime import collectives
+from planner.runtime.own_random import own_attention, with_own_random_stream
+
+__all__ = [
+    "causal_attention",
+    "divide_by_count",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+    "with_own_random_stream",
+]
 
 _NONE, _MEAN = 0, 1
 
@@ -78,9 +88,8 @@ def causal_attention(
     first = collectives.rank(group) * num_queries
     positions = torch.arange(first, first + num_queries, device=query.device)
     mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
-    )
+    attend = partial(own_attention, group) if dropout_p > 0 else F.scaled_dot_product_attention
+    return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):
@@ -152,20 +161,3 @@ class _CountOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad if collectives.rank(ctx.group) == 0 else torch.zeros_like(grad), None
-
-
-def with_own_random_stream(target: str, group: str, *args: Any, **kwargs: Any) -> Any:
-    """Run the ATen op `target` with random numbers that differ on each rank of the group.
-
-    The seed is drawn from the default generator, which the ranks of a tp group advance in
-    step; so it is new on each call, and the same again when a recompute restores that
-    generator. Ops that run on replicas are not disturbed: they draw equal masks.
-    """
-    namespace, packet, overload = target.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    seed = int(torch.randint(2**62, (), device="cpu")) + collectives.rank(group)
-    on_gpu = [tensor.device] if tensor.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=on_gpu):
-        torch.manual_seed(seed)
-        return function(*args, **kwargs)
