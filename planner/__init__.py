@@ -25,6 +25,7 @@ def apply(
     optimizer: Any = None,
     loss: Any = None,
     max_grad_norm: float | None = None,
+    deferred_batch_norm: bool = False,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -34,9 +35,19 @@ def apply(
     optimizer over ``model.parameters()``, taken over by the engine with its param groups;
     or a class or function that makes one from parameters; or None for AdamW. `loss` is a
     function of (output, batch) for a model that does not return its loss. With
-    `max_grad_norm`, gradients are clipped by the norm over the whole model. Raises
-    PlanError or ModelError when plan, model and processes do not belong together.
+    `max_grad_norm`, gradients are clipped by the norm over the whole model. With
+    `deferred_batch_norm`, running statistics of BatchNorm are those of the whole batch, though
+    each microbatch is normalised by its own; a plan that cuts the batch of such a model warns
+    without it (BatchStatisticsWarning). Raises PlanError or ModelError when plan, model and
+    processes do not belong together.
     """
     from planner.runtime.engine import apply_plan
 
-    return apply_plan(plan, model, optimizer=optimizer, loss=loss, max_grad_norm=max_grad_norm)
+    return apply_plan(
+        plan,
+        model,
+        optimizer=optimizer,
+        loss=loss,
+        max_grad_norm=max_grad_norm,
+        deferred_batch_norm=deferred_batch_norm,
+    )

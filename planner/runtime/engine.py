@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.batch_statistics import BatchStatisticsWarning, cut_batch_message, deferred
 from planner.blocks import is_random
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
@@ -26,6 +29,7 @@ from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
 from planner.recompute_choice import ops_made_again
 from planner.runtime import zero
+from planner.runtime.batch_norm import DeferredStatistics
 from planner.runtime.clip import clip_gradients
 from planner.runtime.device import choose_device
 from planner.runtime.executor import Executor, Hooks
@@ -60,12 +64,24 @@ def apply_plan(
     optimizer: Any = None,
     loss: Callable[[Any, Any], Any] | None = None,
     max_grad_norm: float | None = None,
+    deferred_batch_norm: bool = False,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     graph = shared_capture(plan, model, loss, mesh)
-    engine = Engine(plan, graph, model, mesh, optimizer=optimizer, max_grad_norm=max_grad_norm)
+    message = None if deferred_batch_norm else cut_batch_message(graph, plan)
+    if message is not None and dist.get_rank() == 0:
+        warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
+    engine = Engine(
+        plan,
+        graph,
+        model,
+        mesh,
+        optimizer=optimizer,
+        max_grad_norm=max_grad_norm,
+        deferred_batch_norm=deferred_batch_norm,
+    )
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     return engine
@@ -113,6 +129,7 @@ class Engine:
         *,
         optimizer: Any = None,
         max_grad_norm: float | None = None,
+        deferred_batch_norm: bool = False,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -122,6 +139,9 @@ class Engine:
                 f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
                 f"{len(graph.blocks)}; search again"
             )
+        captured = graph
+        if deferred_batch_norm:
+            graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
         self.plan, self.graph, self.mesh = plan, graph, mesh
         self._state_names = tuple(model.state_dict())
         used = {name for names in stage_params(graph, plan) for name in names}
@@ -147,10 +167,13 @@ class Engine:
         self._unbucketed = [
             p for i, s in self.stages.items() if i not in self._buckets for p in s.parameters()
         ]
-        self._tied = tied_copies(graph, plan, mesh, self.stages, sharded=self._zero_stage > 0)
+        self._tied = tied_copies(graph, plan, mesh, self.stages)
         self.optimizer = build_optimizer(optimizer, model, self._held())
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self._statistics = (
+            DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
+        )
         self._recorder = start_recorder(mesh)
         self._executor = Executor(
             schedule=self.schedule,
@@ -160,7 +183,11 @@ class Engine:
             post=Post(mesh, self.schedule, edges, plan),
             weight_queue=self._weight_queue,
             recorder=self._recorder,
-            hooks=Hooks(before_backward=self._before_backward, after_gradients=self._reduce),
+            hooks=Hooks(
+                after_forward=self._after_forward,
+                before_backward=self._before_backward,
+                after_gradients=self._reduce,
+            ),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
@@ -258,9 +285,13 @@ class Engine:
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank."""
         self._zero_gradients()
-        with nullcontext() if self._random is None else self._random.drawn():
+        if self._statistics is not None:
+            self._statistics.begin()
+        with self._drawn():
             losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
         with self._recorded("REDUCE"):
+            if self._statistics is not None:
+                self._statistics.finish()
             for buckets in self._buckets.values():
                 buckets.finish()
             for tied in self._tied:
@@ -292,8 +323,15 @@ class Engine:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
     def evaluate(self, batch: Any) -> Tensor:
-        """Return the mean loss of one global batch without training on it."""
-        return self._mean_loss(self._executor.evaluate(self._side_inputs(batch)))
+        """Return the mean loss of one global batch without training on it.
+
+        The model is in the mode it was captured in, which is training; no buffer changes.
+        """
+        with self._drawn():
+            return self._mean_loss(self._executor.evaluate(self._side_inputs(batch)))
+
+    def _drawn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._random is None else self._random.drawn()
 
     def _side_inputs(self, batch: Any) -> Callable[[int, int], tuple[Tensor, ...]]:
         microbatches = split_batch(batch, self.graph, self.plan, self.mesh)
@@ -310,6 +348,10 @@ class Engine:
             buckets.zero()
         for param in self._unbucketed:
             param.grad = None
+
+    def _after_forward(self, stage_index: int) -> None:
+        if self._statistics is not None:
+            self._statistics.add(stage_index, self._microbatch_size)
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:

@@ -59,10 +59,12 @@ class Live:
 class Hooks:
     """What others want to know of a step: all are called on this rank, in job order.
 
-    `before_backward(stage, is_last)` comes before a job that makes weight gradients,
-    `after_gradients(stage)` once all of a stage's weight gradients are there.
+    `after_forward(stage)` comes after a forward in training, `before_backward(stage,
+    is_last)` before a job that makes weight gradients, `after_gradients(stage)` once all of
+    a stage's weight gradients are there.
     """
 
+    after_forward: Callable[[int], None]
     before_backward: Callable[[int, bool], None]
     after_gradients: Callable[[int], None]
 
@@ -181,6 +183,8 @@ class Executor:
                 is_last=job in self._last_forwards,
             )
         del arrived
+        if torch.is_grad_enabled():
+            self._hooks.after_forward(job.stage_index)
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             self._post.put(Message(edge.index, m, False), outputs[index].detach())
         if wiring.has_loss:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -65,8 +66,9 @@ class BlockModule(nn.Module):
     def _with_params(self, passed: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
         # Parameters are looked up here and not by the caller: when a block is recomputed
         # under FSDP2, the gathered parameter of that moment is the one to use.
-        if self._recomputed is not None and self._recomputed.again:
-            # A second run must not move running statistics a second time.
+        again = self._recomputed is not None and self._recomputed.again
+        if again or not torch.is_grad_enabled():
+            # Neither a second run nor an evaluation may move running statistics.
             passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in passed)
         # (The dict is what FSDP2 swaps them in; attribute access would cost more than an op.)
         own = self._parameters

@@ -1,0 +1,179 @@
+"""BatchNorm under a plan that cuts the batch: a warning by name, and deferred statistics."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from planner.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_message
+from planner.capture import capture_module
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from tests.spawn import run_ranks
+
+STEPS = 2
+
+
+class ConvNet(nn.Module):
+    """A BatchNorm that sees the batch as it is, and others that see normalised values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2, momentum=0.3)
+        self.stages = nn.Sequential(
+            nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6, affine=False), nn.ReLU()),
+        )
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        x = self.stages(self.norm(image))
+        return F.cross_entropy(self.head(x.mean((2, 3))), label)
+
+
+def batch(size: int, step: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + size)
+    image = torch.randn(size, 2, 8, 8, generator=generator) * 3 + 1
+    return {"image": image, "label": torch.randint(0, 3, (size,), generator=generator)}
+
+
+def captured() -> ModelGraph:
+    return capture_module(ConvNet(), batch(2), batch(3), name="convnet")
+
+
+def expected_statistics(module: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    """Each layer's statistics over all it is given in a step, microbatch by microbatch.
+
+    Computed by the definition, on one device: the layer's inputs are laid side by side.
+    """
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    norms = {n: m for n, m in module.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, norm in norms.items():
+        norm.register_forward_pre_hook(
+            lambda _, args, name=name: seen.setdefault(name, []).append(args[0].detach())
+        )
+    state = {f"{n}.{k}": v.clone() for n, m in norms.items() for k, v in m.named_buffers()}
+    for step in range(STEPS):
+        seen.clear()
+        optimizer.zero_grad()
+        whole = batch(plan.global_batch, step)
+        for start in range(0, plan.global_batch, plan.microbatch_size):
+            piece = {k: v[start : start + plan.microbatch_size] for k, v in whole.items()}
+            (module(**piece) / (plan.global_batch // plan.microbatch_size)).backward()
+        optimizer.step()
+        for name, norm in norms.items():
+            values = torch.cat(seen[name]).transpose(0, 1).flatten(1)
+            for key, now in (("mean", values.mean(1)), ("var", values.var(1))):
+                state[f"{name}.running_{key}"].lerp_(now, norm.momentum)
+            state[f"{name}.num_batches_tracked"] += 1
+    return state
+
+
+def one_device_statistics(plan: Plan) -> dict[str, torch.Tensor]:
+    """The first layer's buffers after steps on the whole batch; its input is the image."""
+    norm = ConvNet().norm
+    for step in range(STEPS):
+        norm(batch(plan.global_batch, step)["image"])
+    return dict(norm.named_buffers(prefix="norm"))
+
+
+def gaps_on_ranks(layouts: dict[str, dict]) -> dict[str, dict[str, float]]:
+    """By layout and buffer: how far deferred statistics are from those of the definition."""
+    torch.set_default_dtype(torch.float64)
+    graph = captured()
+    found = {}
+    for label, layout in layouts.items():
+        plan = default_plan(graph, **layout)
+        torch.manual_seed(0)
+        module = ConvNet()
+        alone = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = planner.apply(plan, module, optimizer=optimizer, deferred_batch_norm=True)
+        for step in range(STEPS):
+            engine.step(batch(plan.global_batch, step))
+            engine.evaluate(batch(plan.global_batch, step + 7))
+        state = engine.full_state_dict()
+        if state:
+            expected = expected_statistics(alone, plan) | one_device_statistics(plan)
+            found[label] = {n: (state[n] - t).abs().max().item() for n, t in expected.items()}
+    return found
+
+
+LAYOUTS = {
+    "two replicas": {"dp": 2, "microbatch_size": 2, "num_microbatches": 3},
+    "two stages": {"pp": 2, "microbatch_size": 3, "num_microbatches": 4},
+    "recomputed": {"dp": 2, "microbatch_size": 2, "num_microbatches": 2, "recompute": "full"},
+    "zero 3": {"dp": 2, "microbatch_size": 2, "num_microbatches": 2, "zero_stage": 3},
+    "one sample each": {"dp": 2, "microbatch_size": 1, "num_microbatches": 2},
+}
+
+
+def test_deferred_statistics_are_those_of_the_whole_batch():
+    """G7, P33: to rounding in fp64 over microbatches and dp; evaluation moves nothing.
+
+    The first layer's equal those of one device on the whole batch. A later layer's input was
+    normalised by microbatch: there they are those of all values that it was given.
+    """
+    gaps = run_ranks(gaps_on_ranks, 2, LAYOUTS)[0]
+    assert gaps.keys() == LAYOUTS.keys()
+    for label, by_buffer in gaps.items():
+        assert len(by_buffer) == 9, by_buffer
+        for name, gap in by_buffer.items():
+            assert gap < 1e-12, f"{label}: {name} is {gap} apart"
+
+
+class NormedTwice(ConvNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.num_batches_tracked = None
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(image), label)
+
+
+def apply_alone(model: nn.Module, **settings) -> None:
+    graph = capture_module(model, batch(2), batch(3), name="convnet")
+    plan = default_plan(graph, microbatch_size=2, num_microbatches=settings.pop("m"))
+    planner.apply(plan, model, **settings)
+
+
+def test_a_cut_batch_is_warned_of_once_and_by_name():
+    """P33: at apply; not when the batch stays whole, nor when statistics are deferred."""
+    with pytest.warns(BatchStatisticsWarning) as caught:
+        apply_alone(ConvNet(), m=3)
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith("BatchNorm norm, stages.0.1, stages.1.1: the plan cuts a batch of 6 ")
+    assert "3 parts (dp=1, num_microbatches=3)" in text
+    assert "deferred_batch_norm=True" in text
+    assert warning.filename == __file__
+    dist.destroy_process_group()
+    apply_alone(ConvNet(), m=1)
+    dist.destroy_process_group()
+    apply_alone(ConvNet(), m=3, deferred_batch_norm=True)
+
+
+def test_statistics_that_move_twice_are_not_deferred():
+    """G7: a layer that runs twice in a step would have to move in one device's order."""
+    with pytest.raises(PlanError, match="norm runs more than once in a step"):
+        apply_alone(NormedTwice(), m=2, deferred_batch_norm=True)
+
+
+def test_layers_in_evaluation_mode_are_no_matter():
+    """P33: frozen statistics do not depend on the batch."""
+    model = ConvNet()
+    model.norm.eval()
+    graph = capture_module(model, batch(2), batch(3), name="convnet")
+    assert [norm.module for norm in batch_norms(graph)] == ["stages.0.1", "stages.1.1"]
+    model.stages.eval()
+    graph = capture_module(model, batch(2), batch(3), name="convnet")
+    assert cut_batch_message(graph, default_plan(graph, num_microbatches=4)) is None
