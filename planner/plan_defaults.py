@@ -5,20 +5,33 @@ For trying one layout out, and for tests. `search` finds better plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph
-from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan, ZeroStage
+from planner.lowering import lower
+from planner.plan import (
+    ClassLayout,
+    ClusterRef,
+    ModelRef,
+    Plan,
+    Recompute,
+    StagePlan,
+    ZeroStage,
+)
 from planner.schedule import stage_to_pp_rank
-from planner.sharding import propagate_graph
+from planner.sharding import propagate_cp, propagate_graph
 
 
 def default_plan(
     graph: ModelGraph,
     *,
     dp: int = 1,
+    cp: int = 1,
     tp: int = 1,
     pp: int = 1,
     vpp: int = 1,
+    stage_tps: Sequence[int] = (),
     microbatch_size: int = 1,
     num_microbatches: int | None = None,
     schedule: str = "1f1b",
@@ -28,8 +41,10 @@ def default_plan(
 ) -> Plan:
     """Return a plan with these degrees; num_microbatches defaults to twice pp.
 
-    Raises LayoutError when there are fewer blocks than stages, ScheduleError for an unknown
-    schedule.
+    `stage_tps` gives each stage a tp degree of its own; its ranks, dp * tp of the plan's, are
+    then cut into that and dp. Raises LayoutError when there are fewer blocks than stages,
+    when the model's sequences can't be divided over cp, or when stages' degrees do not fit;
+    ScheduleError for an unknown schedule.
     """
     homes = stage_to_pp_rank(schedule, pp, vpp)
     num_stages, num_blocks = pp * vpp, len(graph.blocks)
@@ -38,6 +53,12 @@ def default_plan(
             f"pp={pp} times vpp={vpp} makes {num_stages} stages and the model has {num_blocks} "
             f"blocks; use at most {num_blocks} stages"
         )
+    tps = tuple(stage_tps) or (tp,) * num_stages
+    if len(tps) != num_stages or any(dp * tp % own for own in tps):
+        raise LayoutError(
+            f"stage_tps={tps}: give one tp for each of the {num_stages} stages, each a divisor of "
+            f"dp*tp={dp * tp}"
+        )
     bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
     stages = tuple(
         StagePlan(
@@ -45,13 +66,31 @@ def default_plan(
             first_block=bounds[s],
             last_block=bounds[s + 1] - 1,
             recompute=recompute,
+            tp=None if tps[s] == tp else tps[s],
         )
         for s in range(num_stages)
     )
+    layouts: list[ClassLayout] = []
+    for own in sorted(set(tps)):
+        used = {
+            graph.blocks[b].class_index
+            for stage, stage_tp in zip(stages, tps, strict=True)
+            for b in stage.blocks
+            if stage_tp == own
+        }
+        found = default_layouts(
+            graph, tp=own, cp=cp, microbatch_size=microbatch_size * own // tp
+        )
+        layouts += [
+            layout.model_copy(update={"tp": None if own == tp else own})
+            for layout in found
+            if layout.class_index in used
+        ]
     return Plan(
         model=model_ref(graph, file=file),
-        cluster=ClusterRef(name="none", device="cpu", devices_per_node=dp * tp * pp),
+        cluster=ClusterRef(name="none", device="cpu", devices_per_node=dp * cp * tp * pp),
         dp=dp,
+        cp=cp,
         tp=tp,
         pp=pp,
         vpp=vpp,
@@ -60,10 +99,26 @@ def default_plan(
         schedule=schedule,
         zero_stage=zero_stage,
         stages=stages,
-        layouts=propagate_graph(graph, microbatch_size=microbatch_size, axis_size=tp)
-        if tp > 1
-        else (),
+        layouts=tuple(layouts),
     )
+
+
+def default_layouts(
+    graph: ModelGraph, *, tp: int, cp: int, microbatch_size: int
+) -> tuple[ClassLayout, ...]:
+    """Return propagated layouts of every class on tp and, of what that makes, on cp."""
+    on_tp: tuple[ClassLayout, ...] = ()
+    if tp > 1:
+        on_tp = propagate_graph(graph, microbatch_size=microbatch_size, axis_size=tp)
+    if cp == 1:
+        return on_tp
+    by_class = {layout.class_index: layout for layout in on_tp}
+    programs = [
+        lower(program.bind(microbatch_size), by_class.get(index), axis_size=tp)
+        for index, program in enumerate(graph.classes)
+    ]
+    on_cp = propagate_cp(graph, programs, microbatch_size=microbatch_size, cp=cp)
+    return (*on_tp, *on_cp)
 
 
 def model_ref(graph: ModelGraph, *, file: str) -> ModelRef:

@@ -30,13 +30,12 @@ Exchange = Callable[[list[Tensor]], list[Tensor]]
 
 
 def tied_copies(
-    graph: ModelGraph, plan: Plan, mesh: Mesh, stages: Mapping[int, StageModule], *, sharded: bool
+    graph: ModelGraph, plan: Plan, mesh: Mesh, stages: Mapping[int, StageModule]
 ) -> list[TiedCopies]:
     """Return this rank's parameters with copies on several stages, by the pp ranks that hold them.
 
-    `sharded` says that gradients are cut over data as FSDP2 does. Every rank calls this and
-    goes through the groups in the same order. Raises LayoutError for a copy that can't be
-    matched with those on a mesh of another shape.
+    Every rank calls this and goes through the groups in the same order. Raises LayoutError
+    for a copy that can't be matched with those on a mesh of another shape.
     """
     by_holders: dict[tuple[int, ...], list[TensorMeta]] = {}
     for meta in graph.params:
@@ -46,7 +45,7 @@ def tied_copies(
             by_holders.setdefault(holders, []).append(meta)
     result = []
     for holders, metas in sorted(by_holders.items()):
-        exchange = _exchange(graph, plan, mesh, holders, metas, sharded=sharded)
+        exchange = _exchange(graph, plan, mesh, holders, metas)
         if mesh.rank("pp") in holders:
             named = [stage.named_params() for stage in stages.values()]
             copies = [[p[meta.fqn] for p in named if meta.fqn in p] for meta in metas]
@@ -60,8 +59,6 @@ def _exchange(
     mesh: Mesh,
     holders: tuple[int, ...],
     metas: Sequence[TensorMeta],
-    *,
-    sharded: bool,
 ) -> Exchange:
     meshes = [mesh.meshes[pp_rank] for pp_rank in holders]
     if len(holders) == 1:
@@ -73,7 +70,7 @@ def _exchange(
     ways = []
     for meta in metas:
         boxes = [
-            {rank: _box(graph, plan, meta, at[meta.name], m, rank, sharded) for rank in m.ranks}
+            {rank: _box(graph, plan, meta, at[meta.name], m, rank) for rank in m.ranks}
             for at, m in zip(placements, meshes, strict=True)
         ]
         ways.append(boxes)
@@ -94,7 +91,6 @@ def _box(
     placement: Placement,
     mesh: ProcessMesh,
     rank: int,
-    sharded: bool,
 ) -> Box:
     """Return the part of a parameter's gradient that a rank holds."""
     if isinstance(placement, Shard) and placement.segments > 1:
@@ -109,7 +105,7 @@ def _box(
     if isinstance(placement, Shard):
         length = box[placement.dim][1] // tp
         box[placement.dim] = (tp_rank * length, (tp_rank + 1) * length)
-    if sharded and dp * cp > 1:  # as torch.chunk cuts: the last pieces may be short or empty
+    if plan.zero_stage and dp * cp > 1:  # as torch.chunk cuts: the last may be short or empty
         start, stop = box[0]
         length = -(-(stop - start) // (dp * cp))
         first = min(stop, start + (dp_rank * cp + cp_rank) * length)

@@ -75,9 +75,9 @@ def block_placements(graph: ModelGraph, plan: Plan, block_index: int) -> BlockPl
     stage_tp = plan.stage_tp(stage_of(plan, block_index))
     tp, cp = (plan.layout(block.class_index, axis=axis, tp=stage_tp) for axis in ("tp", "cp"))
     return (
-        _pairs(block.inputs, tp and tp.inputs, cp and cp.inputs),
-        _pairs(block.params, tp and tp.params, cp and cp.params),
-        _pairs(block.outputs, tp and tp.outputs, cp and cp.outputs),
+        _pairs(block.inputs, tp.inputs if tp else None, cp.inputs if cp else None),
+        _pairs(block.params, tp.params if tp else None, cp.params if cp else None),
+        _pairs(block.outputs, tp.outputs if tp else None, cp.outputs if cp else None),
     )
 
 

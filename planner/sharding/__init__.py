@@ -22,6 +22,7 @@ from planner.sharding import (  # noqa: F401 - importing a family registers its 
     views,
 )
 from planner.sharding.call import divides, local_shape
+from planner.sharding.context import propagate_cp
 from planner.sharding.pins import Pin, parse_pin
 from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
@@ -45,6 +46,7 @@ __all__ = [
     "local_shape",
     "ops_without_rule",
     "parse_pin",
+    "propagate_cp",
     "propagate_graph",
     "propagate_layout",
     "rule",
