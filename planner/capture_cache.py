@@ -18,6 +18,7 @@ from typing import Any
 
 from planner.errors import ModelError
 from planner.graph import ModelGraph, from_json, to_json
+from planner.plan import Precision
 
 _FORMAT = 1
 _LIBRARIES = ("torch", "transformers", "numpy")
@@ -29,7 +30,9 @@ def cache_dir() -> Path:
     return Path(base) / "planner"
 
 
-def load_graph(path: str | os.PathLike[str], *, use_cache: bool = True) -> ModelGraph:
+def load_graph(
+    path: str | os.PathLike[str], *, precision: Precision = "model", use_cache: bool = True
+) -> ModelGraph:
     """Return the graph of a model file, captured now or kept from an equal earlier capture.
 
     Raises ModelError or CaptureError as `planner.capture` does. A cache that can't be read
@@ -39,13 +42,14 @@ def load_graph(path: str | os.PathLike[str], *, use_cache: bool = True) -> Model
     if not file.is_file():
         kind = "is a directory" if file.is_dir() else "does not exist"
         raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
-    entry = cache_dir() / "captures" / f"{_digest(str(file.resolve()).encode())[:32]}.json"
+    key = _digest(f"{file.resolve()} {precision}".encode())
+    entry = cache_dir() / "captures" / f"{key[:32]}.json"
     if use_cache and (graph := _read(entry)) is not None:
         return graph
     from planner.capture import capture_source, load_model_file  # imports torch
 
     source = load_model_file(path)
-    graph = capture_source(source)
+    graph = capture_source(source, precision=precision)
     if use_cache:
         _write(entry, graph, source.dependencies)
     return graph

@@ -16,9 +16,11 @@ import torch
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
 from planner.capture.diagnose import explain
+from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
 from planner.errors import CaptureError, ModelError
+from planner.plan import Precision
 
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -43,26 +45,45 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
 class _LossModule(torch.nn.Module):
     """The user's module with its loss: tensors in, scalar out."""
 
-    def __init__(self, user: torch.nn.Module, tree: Tree, paths: tuple[str, ...], loss: Any):
+    def __init__(
+        self,
+        user: torch.nn.Module,
+        tree: Tree,
+        paths: tuple[str, ...],
+        loss: Any,
+        precision: Precision,
+    ):
         super().__init__()
         self.user = user
         self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
+        self._planner_precision = precision
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         leaves = dict(zip(self._planner_paths, tensors, strict=True))
         batch = unflatten_batch(self._planner_tree, leaves)
+        if self._planner_precision == "model":
+            return self._loss(batch)
+        with MixedDtypes():
+            return self._loss(batch).float()
+
+    def _loss(self, batch: Any) -> torch.Tensor:
         return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
 
 
 def export_batch(
-    module: torch.nn.Module, tensors: Mapping[str, Any], tree: Tree, loss: Any
+    module: torch.nn.Module,
+    tensors: Mapping[str, Any],
+    tree: Tree,
+    loss: Any,
+    precision: Precision = "model",
 ) -> Exported:
     """Export a module on meta tensors shaped like `tensors` and read the result.
 
-    Raises CaptureError in one line, or ModelError when batch and forward do not fit.
+    For precision "bf16" the module's parameters are bfloat16 already. Raises CaptureError
+    in one line, or ModelError when batch and forward do not fit.
     """
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
-    wrapped = _LossModule(module, tree, tuple(tensors), loss)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
         with _quiet(), _no_gc():
             program = torch.export.export(wrapped, args, strict=False)

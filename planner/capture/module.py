@@ -12,13 +12,15 @@ from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy
+from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph
 from planner.model_file import ModelSource
+from planner.plan import Precision
 
 
-def capture_source(source: ModelSource) -> ModelGraph:
-    """Capture the model of a model file.
+def capture_source(source: ModelSource, *, precision: Precision = "model") -> ModelGraph:
+    """Capture the model of a model file, as it computes in a precision.
 
     Raises CaptureError naming the user's line, or ModelError when model() or batch()
     themselves fail or do not fit together.
@@ -47,7 +49,7 @@ def capture_source(source: ModelSource) -> ModelGraph:
             raise ModelError(
                 f"{source.path.name}: batch({size}) failed{where}: {first_line(error)}"
             ) from error
-    return capture_module(module, *batches, loss=source.loss, name=source.name)
+    return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
 
 
 def capture_module(
@@ -57,12 +59,14 @@ def capture_module(
     *,
     loss: Callable[[Any, Any], Any] | None = None,
     name: str = "model",
+    precision: Precision = "model",
 ) -> ModelGraph:
     """Capture a module on example batches of two and of three samples.
 
     The module may hold real or meta tensors; it is not changed, and its weights are not
-    copied. Raises CaptureError when it can't be captured at all, or not as a function of
-    the batch size; ModelError when the batches do not fit.
+    copied. Precision "bf16" captures it cast (see `planner.capture.precision`), which is
+    another graph with another fingerprint. Raises CaptureError when it can't be captured at
+    all, or not as a function of the batch size; ModelError when the batches do not fit.
     """
     meta = meta_copy(module)
     leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
@@ -79,7 +83,9 @@ def capture_module(
             f"batch(2) and batch(3) of {name} have the same shapes; "
             "batch(size) must return `size` samples, usually as the first dim of each tensor"
         )
-    raws = [export_batch(meta, tensors, tree, loss) for tensors, tree in leaves]
+    if precision == "bf16":
+        cast_parameters(meta)
+    raws = [export_batch(meta, tensors, tree, loss, precision) for tensors, tree in leaves]
     merged = align(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 

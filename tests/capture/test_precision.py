@@ -1,0 +1,93 @@
+"""V14: precision "bf16" captures the cast model, with dtypes brought together as autocast does."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner.capture import capture_module, input_spec
+from planner.capture_cache import load_graph
+from tests.builders import tiny_models
+from tests.capture.test_capture import interpret
+
+
+def capture_cast(module, batch, loss=None):
+    return capture_module(module, batch(2), batch(3), loss=loss, precision="bf16")
+
+
+@pytest.mark.parametrize("name", ["gpt", "batchnorm-mlp", "vit"])
+def test_parameters_become_bf16_and_the_loss_stays_fp32(name):
+    tiny = tiny_models()[name]
+    module = tiny.build()
+    graph = capture_cast(module, tiny.batch)
+    plain = capture_module(module, tiny.batch(2), tiny.batch(3))
+    assert {t.dtype for t in graph.params} == {"bfloat16"}
+    assert {t.dtype for t in plain.params} == {"float32"}
+    assert graph.tensor[graph.loss].dtype == "float32"
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    assert [t.dtype for t in graph.tensors if t.kind == "buffer"] == [
+        t.dtype for t in plain.tensors if t.kind == "buffer"
+    ]
+    assert input_spec(graph) == input_spec(plain)
+    assert graph.fingerprint != plain.fingerprint
+    # The cut is that of the model, so a layout for one is a layout for the other.
+    assert [b.class_index for b in graph.blocks] == [b.class_index for b in plain.blocks]
+    # Values agree with the model in fp32 to bf16's eight bits.
+    batch = tiny.batch(4)
+    expected = module(**batch) if isinstance(batch, dict) else module(*batch)
+    cast = tiny.build()
+    cast.load_state_dict(module.state_dict())
+    for param in cast.parameters():
+        param.data = param.data.bfloat16()
+    found = interpret(graph, cast, batch)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=0)
+
+
+class Positions(nn.Module):
+    """A fp32 buffer joins the stream, which then meets a bf16 norm and a bf16 product."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.second = nn.Linear(4, 1, bias=False)
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+
+    def forward(self, x, target):
+        x = self.first(x) + self.table
+        return F.mse_loss(self.norm(x) @ self.second.weight.t(), target)
+
+
+def test_mixed_dtypes_meet_in_bf16_but_targets_are_never_rounded():
+    def batch(size):
+        return {"x": torch.linspace(-1, 1, size * 4).view(size, 4), "target": torch.ones(size, 1)}
+
+    module = Positions()
+    graph = capture_cast(module, batch)
+    for param in module.parameters():
+        param.data = param.data.bfloat16()
+    odd = batch(2) | {"target": torch.full((2, 1), 1000.5)}  # bf16 has 1000 and 1004
+    x, weight = odd["x"].bfloat16(), module.second.weight
+    x = module.norm((module.first(x) + module.table).bfloat16()) @ weight.t()
+    torch.testing.assert_close(
+        interpret(graph, module, odd), F.mse_loss(x.float(), odd["target"]), rtol=0, atol=0
+    )
+
+
+def test_the_cache_keeps_a_capture_for_each_precision(tmp_path, monkeypatch):
+    """P27."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class M(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.fc = nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n        return self.fc(x).square().mean()\n"
+        "def model():\n    return M()\n"
+        "def batch(size):\n    return (torch.ones(size, 4),)\n"
+    )
+    first = {p: load_graph(file, precision=p).fingerprint for p in ("model", "bf16")}
+    assert first["model"] != first["bf16"]
+    assert len(list((tmp_path / "cache" / "planner" / "captures").iterdir())) == 2
+    monkeypatch.setattr("planner.capture.capture_source", None)  # nothing is captured again
+    assert {p: load_graph(file, precision=p).fingerprint for p in first} == first
