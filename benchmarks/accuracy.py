@@ -45,6 +45,8 @@ BOUNDS = {
     "link_efficiency": (0.3, 1.2),
     "network_efficiency": (0.3, 1.2),
     "low_precision_efficiency": (0.4, 1.0),
+    "misaligned_efficiency": (0.1, 1.0),
+    "launch_wait_s": (5e-6, 3e-4),
 }
 """Physically sensible ranges of the fitted rates."""
 

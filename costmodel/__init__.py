@@ -8,8 +8,9 @@ thousands of times a second; `CostCache` asks each expensive question once.
 
 from costmodel.cache import CostCache
 from costmodel.compute import op_seconds, redistribute_seconds
-from costmodel.estimate import Estimate, TimeParts, estimate, stage_load
+from costmodel.estimate import Estimate, TimeParts, estimate
 from costmodel.memory import MemoryParts, rank_memory, stage_memory
+from costmodel.plan_price import PlanPrice, StageLayouts, price_plan, stage_load
 from costmodel.program import ProgramCost, price_program
 from costmodel.simulate import JobSeconds, Timeline, build_job_table, simulate
 from costmodel.stage import StageLoad, block_load, join
@@ -19,7 +20,9 @@ __all__ = [
     "Estimate",
     "JobSeconds",
     "MemoryParts",
+    "PlanPrice",
     "ProgramCost",
+    "StageLayouts",
     "StageLoad",
     "TimeParts",
     "Timeline",
@@ -28,6 +31,7 @@ __all__ = [
     "estimate",
     "join",
     "op_seconds",
+    "price_plan",
     "price_program",
     "rank_memory",
     "redistribute_seconds",

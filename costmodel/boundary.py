@@ -47,9 +47,20 @@ def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placemen
 
 
 def stage_arrivals(
-    graph: ModelGraph, blocks: Sequence[int], layouts: Layouts, *, tp: int, microbatch_size: int
+    graph: ModelGraph,
+    blocks: Sequence[int],
+    layouts: Layouts,
+    *,
+    tp: int,
+    microbatch_size: int,
+    cp: int = 1,
+    cp_layouts: Layouts | None = None,
 ) -> Arrivals:
-    """Return what a stage of these blocks receives: each tensor once, straight from its maker."""
+    """Return what a stage of these blocks receives: each tensor once, straight from its maker.
+
+    Sizes are of one rank of a mesh shaped like the receiver's; between meshes of different
+    shapes a rank receives as much, though from several.
+    """
     names = dict.fromkeys(
         name
         for index in blocks
@@ -61,6 +72,7 @@ def stage_arrivals(
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
         num_bytes //= tp if isinstance(placement_of(graph, name, layouts), Shard) else 1
+        num_bytes //= cp if isinstance(placement_of(graph, name, cp_layouts or {}), Shard) else 1
         forward += num_bytes
         backward += num_bytes if meta.requires_grad else 0
     return Arrivals(forward_bytes=forward, backward_bytes=backward)
@@ -74,8 +86,12 @@ def block_entry_seconds(
     *,
     group: Group,
     microbatch_size: int,
+    other_layouts: Layouts | None = None,
+    other_size: int = 1,
 ) -> tuple[float, float]:
-    """Return seconds (forward, backward) of bringing a block's inputs to where it takes them."""
+    """Return seconds (forward, backward) of bringing a block's inputs to where it takes them
+    on one axis; `other_layouts` tell how they lie on the other, of `other_size` ranks.
+    """
     if group.size == 1:
         return 0.0, 0.0
     block = graph.blocks[block_index]
@@ -88,6 +104,8 @@ def block_entry_seconds(
             continue
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
+        if isinstance(placement_of(graph, name, other_layouts or {}), Shard):
+            num_bytes //= other_size
         there, back = collectives(source, taken, False)
         if there:
             forward_s += profile.collective_seconds(there, num_bytes, group).seconds

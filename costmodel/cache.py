@@ -1,7 +1,7 @@
 """CostCache: every expensive question about a graph on a machine, asked once.
 
-A block's price depends on its class, the microbatch size, tp and the class's layout, never
-on where in the model it stands.
+A block's price depends on its class, the microbatch size, tp, cp and the class's layouts,
+never on where in the model it stands.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
 from planner.lowering import lower
 from planner.plan import ClassLayout
+from planner.recompute_choice import ops_made_again
 from profiles import Profile
 
 
@@ -20,7 +21,7 @@ class CostCache:
     def __init__(self, graph: ModelGraph, profile: Profile) -> None:
         self.graph, self.profile = graph, profile
         self._bound: dict[tuple[int, int], Program] = {}
-        self._blocks: dict[tuple[int, int, int, ClassLayout | None], ProgramCost] = {}
+        self._blocks: dict[tuple, ProgramCost] = {}
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
@@ -30,21 +31,45 @@ class CostCache:
         return self._bound[key]
 
     def local(
-        self, class_index: int, tp: int, microbatch_size: int, layout: ClassLayout | None
+        self,
+        class_index: int,
+        tp: int,
+        microbatch_size: int,
+        layout: ClassLayout | None,
+        *,
+        cp: int = 1,
+        cp_layout: ClassLayout | None = None,
     ) -> Program:
-        """Return a class's program as one tp rank runs it."""
-        return lower(self.bound(class_index, microbatch_size), layout, axis="tp", axis_size=tp)
+        """Return a class's program as one rank runs it, lowered as `local_program` does."""
+        program = lower(self.bound(class_index, microbatch_size), layout, axis="tp", axis_size=tp)
+        return lower(program, cp_layout, axis="cp", axis_size=cp, sum_later=True)
 
     def block(
-        self, class_index: int, tp: int, microbatch_size: int, layout: ClassLayout | None = None
+        self,
+        class_index: int,
+        tp: int,
+        microbatch_size: int,
+        layout: ClassLayout | None = None,
+        *,
+        cp: int = 1,
+        cp_layout: ClassLayout | None = None,
+        recomputed: tuple[str, ...] | None = None,
     ) -> ProgramCost:
-        """Return the price of one block of a class."""
-        key = class_index, tp, microbatch_size, None if tp == 1 else layout
+        """Return the price of one block of a class.
+
+        `recomputed` names the ops that selective recomputation runs again (None: the
+        default choice).
+        """
+        layout, cp_layout = None if tp == 1 else layout, None if cp == 1 else cp_layout
+        key = class_index, tp, microbatch_size, layout, cp, cp_layout, recomputed
         if key not in self._blocks:
+            local = self.local(class_index, tp, microbatch_size, layout, cp=cp, cp_layout=cp_layout)
+            whole = self.bound(class_index, microbatch_size)
             self._blocks[key] = price_program(
-                self.local(class_index, tp, microbatch_size, layout),
+                local,
                 self.profile,
-                axes=split_axes(self.profile.cluster, tp=tp),
+                axes=split_axes(self.profile.cluster, tp=tp, cp=cp),
+                remade=ops_made_again(whole, local, recomputed),
             )
         return self._blocks[key]
 

@@ -1,15 +1,25 @@
 """Seconds of what ranks exchange outside blocks: gradients, gathered weights, activations.
 
-All grow with bytes and are plain arithmetic, so `num_bytes` may be a numpy array where a
-profile's collectives are asked one size at a time (`np.vectorize`d by the caller).
+Collectives are asked one size at a time; what is hidden behind compute is arithmetic that
+takes arrays as well as numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
+import numpy as np
+
+from planner.plan import Precision
 from profiles import Group, Profile
+
+Amount = Any
+"""A float or an array of floats."""
+
+MASTER_FACTOR = 2
+"""Bytes of an fp32 master weight, or gradient, over those of its bf16 weight."""
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients go out in flat messages of about this size (`planner.runtime.reduce`)."""
@@ -17,44 +27,102 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelSeconds:
-    """What data parallelism adds to one rank's step.
+    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not.
 
-    `per_forward_s` and `per_backward_s` come with every microbatch's jobs, `first_forward_s`
-    with the first, `after_s` follows the last job.
+    `forward_s` and `backward_s` come with every microbatch's jobs, `first_forward_s` with the
+    first, `last_backward_s` with the last, `after_s` follows the last job.
     """
 
-    per_forward_s: float = 0.0
-    per_backward_s: float = 0.0
-    first_forward_s: float = 0.0
-    after_s: float = 0.0
+    forward_s: Amount = 0.0
+    backward_s: Amount = 0.0
+    first_forward_s: Amount = 0.0
+    last_backward_s: Amount = 0.0
+    after_s: Amount = 0.0
+
+    @property
+    def once_s(self) -> Amount:
+        """Seconds that come once a step, whatever the number of microbatches."""
+        return self.first_forward_s + self.last_backward_s + self.after_s
+
+    def hidden_behind(
+        self, profile: Profile, *, forward_s: Amount, backward_s: Amount, num_blocks: Amount
+    ) -> DataParallelSeconds:
+        """Return what stays exposed beside one microbatch's compute of the stage.
+
+        On a GPU weights are gathered one block ahead and gradients scattered one block
+        behind, on streams of their own; on a CPU the runtime waits for each.
+        """
+        if profile.cluster.device_type == "cpu":
+            return self
+
+        def exposed(seconds: Amount, compute_s: Amount) -> Amount:
+            return exposed_seconds(profile, seconds, compute_s, num_pieces=num_blocks)
+
+        return DataParallelSeconds(
+            forward_s=exposed(self.forward_s, forward_s),
+            backward_s=exposed(self.backward_s, backward_s),
+            first_forward_s=exposed(self.first_forward_s, forward_s),
+            last_backward_s=exposed(self.last_backward_s, backward_s),
+            after_s=self.after_s,
+        )
+
+
+def exposed_seconds(
+    profile: Profile, seconds: Amount, compute_s: Amount, *, num_pieces: Amount
+) -> Amount:
+    """Return by how much messages lengthen the compute they run beside.
+
+    The first of `num_pieces` has nothing to hide behind. While both run, each is slower by
+    the profile's measured factor: messages that end first slow the compute meanwhile,
+    compute that ends first leaves the rest of the messages bare. Never worse than in turn.
+    """
+    slow_compute = profile.overlap_slowdown("compute")
+    slow_messages = profile.overlap_slowdown("communication")
+    alone = seconds / np.maximum(num_pieces, 1)
+    messages = seconds - alone
+    compute = compute_s * (1 - 1 / np.maximum(num_pieces, 1))
+    within = messages * slow_messages * (1 - 1 / slow_compute)
+    beyond = compute * (slow_compute - 1) + messages - compute * slow_compute / slow_messages
+    ends_first = messages * slow_messages <= compute * slow_compute
+    return alone + np.minimum(np.where(ends_first, within, beyond), messages)
 
 
 def data_parallel_seconds(
-    profile: Profile, group: Group, *, zero_stage: int, param_bytes: float, num_blocks: int
+    profile: Profile,
+    group: Group,
+    *,
+    zero_stage: int,
+    param_bytes: float,
+    num_blocks: int,
+    gradient_bytes: float | None = None,
 ) -> DataParallelSeconds:
-    """Return the cost of keeping replicas equal, for one rank's parameters in one dtype.
+    """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
 
     As the runtime does it: ZeRO 0 sums gradients in buckets after the last backward; ZeRO 1
     gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
-    is one block's weights.
+    is one block's weights. `gradient_bytes` differ from `param_bytes` where gradients are
+    summed in another dtype.
     """
     if group.size == 1 or param_bytes == 0:
         return DataParallelSeconds()
+    reduced = param_bytes if gradient_bytes is None else gradient_bytes
 
-    def message(kind: str, count: int) -> float:
+    def message(kind: str, num_bytes: float, count: int) -> float:
         count = max(1, count)
-        return count * profile.collective_seconds(kind, param_bytes / count, group).seconds
+        return count * profile.collective_seconds(kind, num_bytes / count, group).seconds
 
     if zero_stage == 0:
-        return DataParallelSeconds(after_s=message("all_reduce", ceil(param_bytes / BUCKET_BYTES)))
-    gather = message("all_gather", num_blocks)
-    scatter = message("reduce_scatter", num_blocks)
+        return DataParallelSeconds(
+            after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
+        )
+    gather = message("all_gather", param_bytes, num_blocks)
+    scatter = message("reduce_scatter", reduced, num_blocks)
     if zero_stage == 1:
-        return DataParallelSeconds(first_forward_s=gather, after_s=scatter)
+        return DataParallelSeconds(first_forward_s=gather, last_backward_s=scatter)
     if zero_stage == 2:
-        return DataParallelSeconds(first_forward_s=gather, per_backward_s=scatter)
-    return DataParallelSeconds(per_forward_s=gather, per_backward_s=gather + scatter)
+        return DataParallelSeconds(first_forward_s=gather, backward_s=scatter)
+    return DataParallelSeconds(forward_s=gather, backward_s=gather + scatter)
 
 
 def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
@@ -63,9 +131,25 @@ def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
 
 
 def adamw_seconds(
-    profile: Profile, *, param_bytes: float, num_tensors: int, sharded: bool = False
+    profile: Profile,
+    *,
+    param_bytes: float,
+    num_tensors: int,
+    sharded: bool = False,
+    precision: Precision = "model",
 ) -> float:
-    """Return one AdamW step over local parameters; `sharded` ones are DTensors (ZeRO)."""
-    return profile.optimizer_seconds(
-        param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
+    """Return one AdamW step over local parameters; `sharded` ones are DTensors (ZeRO).
+
+    In bf16 the step is over fp32 masters, read again to write the weights.
+    """
+    if precision == "model":
+        return profile.optimizer_seconds(
+            param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
+        ).seconds
+    masters = MASTER_FACTOR * param_bytes
+    cast = (masters + param_bytes) / profile.cluster.memory_bytes_per_s
+    launches = num_tensors * profile.launch_overhead_s
+    update = profile.optimizer_seconds(
+        param_bytes=masters, num_tensors=num_tensors, sharded=sharded
     ).seconds
+    return update + max(cast, launches)

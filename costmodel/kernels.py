@@ -32,9 +32,12 @@ class DeviceRates:
     - `attention_efficiency`: part of the products' rate that the vendor's fused attention
       reaches, and `portable_attention_efficiency` that made for any device;
     - `low_precision_efficiency`: part of the products' efficiency left in eight bits;
+    - `misaligned_efficiency`: part left where rows do not start on 16-byte boundaries, which
+      the kernels with vector loads need;
     - `kernel_s`: least time of a kernel;
     - `host_op_s`: time an eager Python framework needs to issue an op, and
       `host_backward_op_s` its autograd engine;
+    - `launch_wait_s`: until a host that waits for the end of each kernel goes on;
     - `skew_s`: what ranks wait for each other at a collective that nothing overlaps;
     - `link_efficiency`, `network_efficiency`: parts of the measured collective rates, inside
       and between nodes, that are reached while the device computes.
@@ -51,18 +54,24 @@ class DeviceRates:
     kernel_s: float
     host_op_s: float
     host_backward_op_s: float
+    launch_wait_s: float
     skew_s: float
     link_efficiency: float
     network_efficiency: float
     low_precision_efficiency: float
+    misaligned_efficiency: float
 
-    def matmul_seconds(self, m: int, n: int, k: int, *, dtype: str, batch: int = 1) -> float:
+    def matmul_seconds(
+        self, m: int, n: int, k: int, *, dtype: str, batch: int = 1, aligned: bool = True
+    ) -> float:
         """Return seconds of `batch` products of (m, k) and (k, n) in one kernel.
 
         Whole tiles are computed by whole waves of multiprocessors; the kernel with the
         least waste is taken.
         """
         rate = self.peak_flop_per_s[dtype] * self.matmul_efficiency
+        if not aligned:
+            rate *= self.misaligned_efficiency
         if dtype.startswith("float8"):
             rate *= self.low_precision_efficiency
         waves_s = min(

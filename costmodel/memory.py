@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from costmodel.communication import MASTER_FACTOR
 from costmodel.stage import StageLoad
+from planner.plan import Precision, Recompute
 from planner.schedule.jobs import JobKind, Schedule
 from profiles import Profile
 
 Amount = Any
 ADAMW_STATES = 2
-"""AdamW keeps two moments in the parameter's dtype (its step counters are scalars)."""
+"""AdamW keeps two moments in the dtype of what it steps (its step counters are scalars)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +55,31 @@ class MemoryParts:
         return {**parts, "total_bytes": int(self.total)}
 
 
-def kept_bytes(load: StageLoad, *, recompute: bool) -> Amount:
+def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
     """Bytes a stage keeps for each microbatch in flight."""
-    return (load.input_bytes if recompute else load.saved_bytes) + load.side_bytes
+    kept = {
+        "none": load.saved_bytes,
+        "selective": load.selective_bytes,
+        "full": load.input_bytes,
+    }
+    return kept[recompute] + load.side_bytes
 
 
-def job_peak_bytes(load: StageLoad, *, recompute: bool) -> Amount:
+def job_peak_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
     """Highest bytes inside one microbatch's forward or backward, what it keeps included."""
-    return (load.recompute_peak_bytes if recompute else load.saved_peak_bytes) + load.side_bytes
+    peak = {
+        "none": load.saved_peak_bytes,
+        "selective": load.selective_peak_bytes,
+        "full": load.recompute_peak_bytes,
+    }
+    return peak[recompute] + load.side_bytes
 
 
 def stage_memory(
     load: StageLoad,
     *,
     in_flight: Amount,
-    recompute: bool,
+    recompute: Recompute,
     dp: int,
     zero_stage: int,
     profile: Profile,
@@ -103,13 +115,16 @@ def rank_memory(
     zero_stage: int,
     profile: Profile,
     receive_bytes: Amount = 0,
-    recompute: bool = False,
+    recompute: Recompute = "none",
     batch_bytes: int = 0,
     gradients_then: Amount | None = None,
+    precision: Precision = "model",
 ) -> MemoryParts:
     """Return the memory of a rank whose stages together hold `weights`' parameters.
 
-    `gradients_then` are the gradients that exist at the worst moment (all, when None).
+    `gradients_then` are the gradients that exist at the worst moment (all, when None), in
+    bytes of the parameters. In bf16 gradients are summed in fp32, and the optimizer has fp32
+    masters beside its state.
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
     within one; ZeRO 3 gathers a block at a time, with the next one on its way.
     """
@@ -122,16 +137,20 @@ def rank_memory(
         parameters, gathered = shard + frozen, trained
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
-    every_gradient = shard if zero_stage >= 2 and dp > 1 else trained
+    wide = MASTER_FACTOR if precision == "bf16" else 1
+    every_gradient = wide * (shard if zero_stage >= 2 and dp > 1 else trained)
     gradients = every_gradient
     if gradients_then is not None:
-        gradients = np.minimum(gradients_then, every_gradient)
+        gradients = np.minimum(wide * gradients_then, every_gradient)
     # Gradients of a block, whole until they are reduced at the end of its backward. Without
     # recompute the worst moment is before that: all activations are still there.
-    buckets = weights.largest_param_bytes if sharded and zero_stage >= 2 and recompute else 0
-    states = ADAMW_STATES * shard
+    buckets = (
+        weights.largest_param_bytes if sharded and zero_stage >= 2 and recompute != "none" else 0
+    )
+    masters = wide * shard if precision == "bf16" else 0
+    states = ADAMW_STATES * wide * shard + masters
     # Fused or foreach steps hold one more copy of what they update.
-    optimizer_scratch = shard if profile.cluster.device_type != "cpu" else 0
+    optimizer_scratch = wide * shard if profile.cluster.device_type != "cpu" else 0
     at_update = optimizer_scratch + every_gradient - gradients - kept
     transient = np.maximum(transient + buckets, at_update)
     parts = MemoryParts(
@@ -161,36 +180,42 @@ class Worst(NamedTuple):
     gradient_bytes: float
 
 
-def activation_peak(
-    schedule: Schedule,
-    pp_rank: int,
-    *,
-    kept: Sequence[float],
-    peak: Sequence[float],
-    gradients: Sequence[float] | None = None,
-) -> Worst:
-    """Play one rank's row and return its worst moment.
-
-    `kept[stage]` is what one microbatch keeps, `peak[stage]` the highest point within one
-    of its jobs, kept bytes included, `gradients[stage]` what its first backward leaves
-    (nothing when gradients have their place from the start). Holding until W errs on the
-    safe side.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Bytes of one stage's jobs: what one microbatch keeps, the highest point within one of
+    its jobs, kept bytes included, and both for the step's last microbatch, which may not be
+    recomputed; `gradient` is what the first backward leaves (nothing when gradients have
+    their place from the start).
     """
+
+    kept: float
+    peak: float
+    last_kept: float
+    last_peak: float
+    gradient: float = 0.0
+
+
+def activation_peak(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageBytes]) -> Worst:
+    """Play one rank's row and return its worst moment. Holding until W errs on the safe side."""
+    row = schedule.jobs[pp_rank]
+    last = {j.stage_index: j.microbatch_index for j in row if j.kind is JobKind.FORWARD}
     live = there = 0.0
     worst = Worst(0.0, 0.0, 0.0)
     begun: set[int] = set()
-    for job in schedule.jobs[pp_rank]:
-        stage = job.stage_index
+    for job in row:
+        stage = stages[job.stage_index]
+        is_last = last[job.stage_index] == job.microbatch_index
+        kept, peak = (stage.last_kept, stage.last_peak) if is_last else (stage.kept, stage.peak)
         if job.kind is JobKind.FORWARD:
-            live += kept[stage]
-        on_top = max(0.0, peak[stage] - kept[stage])
+            live += kept
+        on_top = max(0.0, peak - kept)
         if live + on_top + there > sum(worst):
             worst = Worst(live, on_top, there)
         if job.kind is JobKind.FORWARD:
             continue
-        if gradients is not None and stage not in begun:
-            begun.add(stage)
-            there += gradients[stage]
+        if job.stage_index not in begun:
+            begun.add(job.stage_index)
+            there += stage.gradient
         if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
-            live -= kept[stage]
+            live -= kept
     return worst

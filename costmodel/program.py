@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from costmodel.compute import inner_seconds, op_seconds, redistribute_seconds
 from costmodel.liveness import find_peaks
+from costmodel.remade import selective_bytes
 from costmodel.saved import saved_tensors
 from costmodel.topology import Axis
 from planner.flops import backward_work, op_work
@@ -25,19 +26,22 @@ class ProgramCost:
 
     Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
     device waits for the host; `weight_s` is the part of the backward that makes weight
-    gradients, where a job table has them made later; `*_comm_s` are collectives, which run
+    gradients, where a job table has them made later; `remade_s` what selective recomputation
+    adds to the backward; `*_comm_s` are collectives, which run
     exposed.
     Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
     `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
-    all that full recompute keeps; peaks as in `liveness.Peaks`.
+    all that full recompute keeps, and `selective_bytes` what selective recompute keeps
+    besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
     forward_s: float
     backward_s: float
     weight_s: float
+    remade_s: float
     forward_comm_s: float
     backward_comm_s: float
     host_forward_s: float
@@ -51,6 +55,8 @@ class ProgramCost:
     side_bytes: int
     side_positions: tuple[int, ...]
     input_bytes: int
+    selective_bytes: int
+    selective_unsaved_bytes: int
     output_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
@@ -59,15 +65,22 @@ class ProgramCost:
     num_params: int
 
 
-def price_program(local: Program, profile: Profile, *, axes: Mapping[str, Axis]) -> ProgramCost:
+def price_program(
+    local: Program,
+    profile: Profile,
+    *,
+    axes: Mapping[str, Axis],
+    remade: frozenset[str] = frozenset(),
+) -> ProgramCost:
     """Price a bound program that `planner.lowering.lower` made local.
 
-    `axes` are those it was lowered on. Collectives run on the compute stream's time, as the
+    `axes` are those it was lowered on; `remade` names the ops that run again under selective
+    recomputation. Collectives run on the compute stream's time, as the
     runtime waits for each.
     """
     tensor = local.tensor
     products = deferrable_products(local)
-    forward_s = backward_s = weight_s = forward_comm_s = backward_comm_s = 0.0
+    forward_s = backward_s = weight_s = remade_s = forward_comm_s = backward_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_ops = 0
     for op in local.ops:
@@ -81,6 +94,7 @@ def price_program(local: Program, profile: Profile, *, axes: Mapping[str, Axis])
         there, back = op_seconds(op, tensor, profile)
         forward_s += there
         backward_s += back
+        remade_s += there if op.name in remade else 0.0
         if op.name in products:
             # One product for the weight, and one as large for the input if it needs one.
             weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
@@ -90,17 +104,22 @@ def price_program(local: Program, profile: Profile, *, axes: Mapping[str, Axis])
         backward_ops += tensor[op.outputs[0]].requires_grad
     forward = _with_host(profile, "forward", forward_s, ops=len(local.ops), views=views)
     backward = _with_host(profile, "backward", backward_s, ops=backward_ops, views=views)
+    again = [op for op in local.ops if op.name in remade]
+    again_views = sum(op_work(op, tensor).num_bytes == 0 for op in again)
+    second = _with_host(profile, "forward", remade_s, ops=len(again), views=again_views)
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     peaks = find_peaks(local, saved)
+    selective = selective_bytes(local, saved, remade)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return ProgramCost(
         forward_s=forward.device_s + forward.host_s,
         backward_s=backward.device_s + backward.host_s,
         weight_s=weight_s,
+        remade_s=second.device_s + second.host_s,
         forward_comm_s=forward_comm_s,
         backward_comm_s=backward_comm_s,
         host_forward_s=forward.host_s,
@@ -118,6 +137,8 @@ def price_program(local: Program, profile: Profile, *, axes: Mapping[str, Axis])
             if name in saved.inputs and name not in activations
         ),
         input_bytes=_bytes(local, activations),
+        selective_bytes=selective.kept_bytes,
+        selective_unsaved_bytes=selective.unsaved_bytes,
         output_bytes=_bytes(local, local.outputs),
         forward_peak_bytes=peaks.forward_bytes,
         backward_peak_bytes=peaks.backward_bytes - side_bytes,

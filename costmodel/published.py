@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from costmodel.kernels import DeviceRates
 from costmodel.run_memory import RunMemory, run_memory
 from costmodel.run_row import RowError, RunRow, parse_row
+from costmodel.stacks import Stack
 from costmodel.topology import axis_group, dp_group, hop_group, tp_group
 from costmodel.transformer import (
     Seconds,
@@ -27,8 +28,8 @@ from profiles import Group, Profile
 
 __all__ = ["RowError", "RunEstimate", "RunRow", "estimate_run", "estimate_run_memory", "parse_row"]
 
-EMBEDDING_KERNELS, HEAD_KERNELS = 3, 10
-"""Launches of the lookup, and of the output matrix and the loss, in a forward."""
+EMBEDDING_KERNELS = 3
+"""Launches of the lookup in a forward."""
 
 LEAST_EXPOSED = 0.05
 """Part of the gathers of ZeRO 3 that nothing can hide: the first layer's, and launches."""
@@ -117,28 +118,48 @@ def _microbatch(
     again = layers * _recomputed_seconds(run, layer)
     is_full = run.recompute == "full"
     kernels = layers * forward_kernels(run.shape, run.split, run.stack)
-    kernels += HEAD_KERNELS * last + EMBEDDING_KERNELS * first
+    kernels += run.stack.head_kernels * last + EMBEDDING_KERNELS * first
     tp_once = layers * layer_tp
     # The lookup sums its rows over tp ranks, and the head does so in backward.
     tp_ends = layer_tp / 2 * (first + last)
+    wait = rates.launch_wait_s if run.stack.launches_block else 0.0
     phases = (
-        (forward + tp_once + tp_ends, kernels * rates.host_op_s),
-        (again + tp_once * is_full, is_full * kernels * rates.host_op_s),
-        (backward + tp_once + tp_ends, 2 * kernels * rates.host_backward_op_s),
+        (forward + tp_once + tp_ends, kernels * (rates.host_op_s + wait)),
+        (again + tp_once * is_full, is_full * kernels * (rates.host_op_s + wait)),
+        (backward + tp_once + tp_ends, 2 * kernels * (rates.host_backward_op_s + wait)),
     )
-    device = sum(busy for busy, _ in phases)
-    gathered = 3 * layers * gather  # forward, backward, and the gradients' reduce-scatter
-    if run.stack.overlaps_dp:
-        gathered = max(gathered - device, LEAST_EXPOSED * gathered)
+    hidden = 0.0 if run.stack.launches_block else 1.0
     hides_hops = run.stack.overlaps_pp and run.vpp > 1
     return _Microbatch(
         compute_s=forward + backward,
         recompute_s=again,
         tp_s=tp_once * (2 + is_full) + 2 * tp_ends,
-        gather_s=gathered,
-        host_s=sum(max(0.0, needed - busy) for busy, needed in phases),
+        gather_s=_sharded_seconds(
+            run.stack,
+            layers * gather,
+            forward_s=phases[0][0],
+            backward_s=phases[1][0] + phases[2][0],
+        ),
+        host_s=sum(max(0.0, needed - hidden * busy) for busy, needed in phases),
         hop_s=0.0 if hides_hops else 2 * hop,
     )
+
+
+def _sharded_seconds(
+    stack: Stack, gather_s: float, *, forward_s: float, backward_s: float
+) -> float:
+    """Exposed exchange of ZeRO 3 for one microbatch: weights gathered for the forward and
+    for the backward, and the gradients' scatter, which takes as long.
+    """
+
+    def exposed(seconds: float, behind_s: float) -> float:
+        return max(seconds - behind_s, LEAST_EXPOSED * seconds)
+
+    if not stack.overlaps_gathers:
+        return 3 * gather_s
+    if not stack.overlaps_dp:
+        return exposed(gather_s, forward_s) + exposed(gather_s, backward_s) + gather_s
+    return exposed(gather_s, forward_s) + exposed(2 * gather_s, backward_s)
 
 
 def _bubble_seconds(run: RunRow, middle: _Microbatch, hop: float) -> float:
@@ -213,6 +234,8 @@ def _hop_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
 def _gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     """One all-gather of a layer's 16-bit weights over the dp ranks."""
     group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
+    if group.num_nodes > 1 and not run.stack.uses_all_links:
+        group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
     num_bytes = 2 * run.shape.layer_params / run.tp
     return _collective(profile, rates, "all_gather", num_bytes, group)
 

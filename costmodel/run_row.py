@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from costmodel.stacks import STACKS, Stack
+from costmodel.stacks import (
+    DEEPSPEED_ZERO3,
+    MEGATRON_CLASSIC,
+    MEGATRON_DEEPSPEED,
+    STACKS,
+    Stack,
+)
 from costmodel.transformer import Split, TransformerShape
 from planner.errors import PlannerError
 
@@ -89,6 +95,10 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     stack = STACKS.get(str(row.get("stack") or ""))
     if stack is None:
         stack = _usual_stack(str(row.get("gpu") or ""))
+        assumed.append(f"stack={stack.name}")
+    if stack is MEGATRON_CLASSIC and number("zero_stage", 0):
+        # Megatron's own distributed optimizer came later; ZeRO then was DeepSpeed's.
+        stack = DEEPSPEED_ZERO3 if number("zero_stage", 0) == 3 else MEGATRON_DEEPSPEED
         assumed.append(f"stack={stack.name}")
     hidden, heads = number("hidden"), number("heads")
     gated = bool(number("gated_ffn", 0))

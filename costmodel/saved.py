@@ -41,11 +41,13 @@ class Kept:
 class SavedTensors:
     """What a program keeps for its backward, deduplicated by storage.
 
-    `by_op[op.name]` lists the storages that op is the first to keep and its extra bytes.
+    `kept[op.name]` is what each op keeps; `by_op[op.name]` lists the storages that op is the
+    first to keep and its extra bytes.
     `inputs` and `outputs` name the program's own activation inputs and outputs that are
     kept: their storage may also be kept by the neighbouring program.
     """
 
+    kept: dict[str, Kept]
     by_op: dict[str, tuple[tuple[Storage, ...], int]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -67,8 +69,9 @@ def saved_tensors(program: Program, *, device_type: str = "cuda") -> SavedTensor
     context = _Context(program=program, storages=storages, device_type=device_type)
     seen: set[str] = set()
     by_op = {}
+    kept_by = {op.name: _kept(op, context) for op in program.ops}
     for op in program.ops:
-        kept = _kept(op, context)
+        kept = kept_by[op.name]
         first = []
         for name in kept.tensors:
             storage = storages.storage[name]
@@ -78,6 +81,7 @@ def saved_tensors(program: Program, *, device_type: str = "cuda") -> SavedTensor
         if first or kept.extra_bytes:
             by_op[op.name] = (tuple(first), kept.extra_bytes)
     return SavedTensors(
+        kept=kept_by,
         by_op=by_op,
         inputs=tuple(n for n in program.inputs if n in seen),
         outputs=tuple(

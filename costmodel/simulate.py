@@ -36,6 +36,8 @@ class JobSeconds:
     A full backward takes `backward_input_s + backward_weight_s`. `receive_forward_s[stage]`
     is the transfer of a stage's input from the stage before, `receive_backward_s[stage]` of
     its gradient from the stage after; both are ignored between stages of one rank.
+    `last_backward_input_s`, if given, takes the place of `backward_input_s` for the
+    microbatch whose forward on the stage is the step's last: it may not be recomputed.
     """
 
     forward_s: tuple[float, ...]
@@ -43,6 +45,7 @@ class JobSeconds:
     backward_weight_s: tuple[float, ...]
     receive_forward_s: tuple[float, ...]
     receive_backward_s: tuple[float, ...]
+    last_backward_input_s: tuple[float, ...] | None = None
 
     @classmethod
     def equal(
@@ -100,7 +103,8 @@ class Timeline:
 class JobTable:
     """A schedule as flat lists, one entry per job and rank.
 
-    `duration[r]` indexes a table of seconds (kind * num_stages + stage); `needs[r]` and
+    `duration[r]` indexes a table of seconds (kind * num_stages + stage, where the full and
+    input backwards of a stage's last forward are kinds of their own); `needs[r]` and
     `makes[r]` are numbers of results (forward output of stage s, microbatch m: s*M+m;
     gradient of its input: S*M + s*M+m) or NONE when no other job may have to wait;
     `link[r]` numbers the directed pair of ranks a result travels over, and `hop[r]` indexes
@@ -130,6 +134,9 @@ def build_job_table(schedule: Schedule) -> JobTable:
             (job.microbatch_index for job in row), dtype=np.int64, count=len(row)
         )
         own = stage * num_microbatches + microbatch
+        last = np.full(num_stages, NONE)
+        last[stage[kind == 0]] = microbatch[kind == 0]
+        is_last = ((kind == 1) | (kind == 2)) & (microbatch == last[stage])
         is_forward, is_gradient = kind == 0, (kind == 1) | (kind == 2)
         needs = np.where(is_forward & (stage > 0), own - num_microbatches, NONE)
         needs = np.where(
@@ -143,7 +150,7 @@ def build_job_table(schedule: Schedule) -> JobTable:
         travels = (makes != NONE) & (placed[receiver] != rank)
         link = np.where(travels, rank * pp + placed[receiver], NONE)
         hop = np.where(is_forward, receiver, num_stages + receiver)
-        columns[0].append(kind * num_stages + stage)
+        columns[0].append((kind + 3 * is_last) * num_stages + stage)
         for column, values in zip(columns[1:], (needs, makes, link, hop), strict=True):
             column.append(values.tolist())
     duration, needs_, makes_, link_, hop_ = map(tuple, columns)
@@ -172,10 +179,12 @@ def simulate(schedule: Schedule | JobTable, seconds: JobSeconds) -> Timeline:
             f"times of {len(seconds.forward_s)} stages given for schedule {schedule.name!r} of "
             f"{schedule.num_stages} stages; give one time for each stage"
         )
-    full = [i + w for i, w in zip(seconds.backward_input_s, seconds.backward_weight_s, strict=True)]
-    by_kind = np.asarray(
-        [*seconds.forward_s, *full, *seconds.backward_input_s, *seconds.backward_weight_s]
+    weight, last = seconds.backward_weight_s, seconds.last_backward_input_s
+    inputs, last_inputs = seconds.backward_input_s, last or seconds.backward_input_s
+    full, last_full = (
+        [i + w for i, w in zip(one, weight, strict=True)] for one in (inputs, last_inputs)
     )
+    by_kind = np.asarray([*seconds.forward_s, *full, *inputs, *weight, *last_full, *last_inputs])
     hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
     durations = [by_kind[index].tolist() for index in table.duration]
 

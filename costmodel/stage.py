@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.program import ProgramCost
+from planner.plan import Recompute
 
 Amount = Any
 """A float or an array of floats."""
@@ -27,7 +28,8 @@ class StageLoad:
     `weight_s` is the part of `backward_s` that makes weight gradients; `comm_*_s` are exposed
     tensor-parallel collectives. `saved_bytes` and `saved_peak_bytes`
     hold without recompute, `input_bytes` and `recompute_peak_bytes` with full recompute (one
-    checkpoint a block). `side_bytes` are kept once however many blocks use them.
+    checkpoint a block), `selective_*` with selective recompute, which adds `remade_s` to the
+    backward. `side_bytes` are kept once however many blocks use them.
     `tail_bytes` are what the last block keeps of its outputs, not to be counted again as the
     next block's input. `largest_param_bytes` is the most any one block holds.
     """
@@ -35,6 +37,7 @@ class StageLoad:
     forward_s: Amount = 0.0
     backward_s: Amount = 0.0
     weight_s: Amount = 0.0
+    remade_s: Amount = 0.0
     comm_forward_s: Amount = 0.0
     comm_backward_s: Amount = 0.0
     host_forward_s: Amount = 0.0
@@ -45,6 +48,8 @@ class StageLoad:
     saved_peak_bytes: Amount = 0
     input_bytes: Amount = 0
     recompute_peak_bytes: Amount = 0
+    selective_bytes: Amount = 0
+    selective_peak_bytes: Amount = 0
     side_bytes: Amount = 0
     tail_bytes: Amount = 0
     param_bytes: Amount = 0
@@ -61,6 +66,7 @@ class StageLoad:
             forward_s=self.forward_s + other.forward_s,
             backward_s=self.backward_s + other.backward_s,
             weight_s=self.weight_s + other.weight_s,
+            remade_s=self.remade_s + other.remade_s,
             comm_forward_s=self.comm_forward_s + other.comm_forward_s,
             comm_backward_s=self.comm_backward_s + other.comm_backward_s,
             host_forward_s=self.host_forward_s + other.host_forward_s,
@@ -72,6 +78,10 @@ class StageLoad:
             input_bytes=self.input_bytes + other.input_bytes,
             recompute_peak_bytes=np.maximum(
                 self.recompute_peak_bytes, self.input_bytes + other.recompute_peak_bytes
+            ),
+            selective_bytes=self.selective_bytes + other.selective_bytes,
+            selective_peak_bytes=np.maximum(
+                self.selective_peak_bytes, self.selective_bytes + other.selective_peak_bytes
             ),
             side_bytes=np.maximum(self.side_bytes, other.side_bytes),
             tail_bytes=other.tail_bytes,
@@ -90,10 +100,14 @@ def block_load(cost: ProgramCost) -> StageLoad:
     where their own gradient is left.
     """
     unsaved_input = cost.input_bytes - cost.saved_input_bytes
+    recompute_peak = max(
+        cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes + unsaved_input
+    )
     return StageLoad(
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         weight_s=cost.weight_s,
+        remade_s=cost.remade_s,
         comm_forward_s=cost.forward_comm_s,
         comm_backward_s=cost.backward_comm_s,
         host_forward_s=cost.host_forward_s,
@@ -103,9 +117,9 @@ def block_load(cost: ProgramCost) -> StageLoad:
         saved_bytes=cost.saved_bytes,
         saved_peak_bytes=max(cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes),
         input_bytes=cost.input_bytes,
-        recompute_peak_bytes=max(
-            cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes + unsaved_input
-        ),
+        recompute_peak_bytes=recompute_peak,
+        selective_bytes=cost.input_bytes + cost.selective_bytes,
+        selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
         side_bytes=cost.side_bytes,
         tail_bytes=cost.saved_output_bytes,
         param_bytes=cost.param_bytes,
@@ -114,6 +128,15 @@ def block_load(cost: ProgramCost) -> StageLoad:
         num_blocks=1,
         num_params=cost.num_params,
     )
+
+
+def again_seconds(load: StageLoad, recompute: Recompute) -> Amount:
+    """Return what recomputation adds to a backward: results of collectives are kept when it
+    is selective, and made again when it is full.
+    """
+    if recompute == "full":
+        return load.forward_s + load.comm_forward_s
+    return load.remade_s if recompute == "selective" else 0.0 * load.remade_s
 
 
 def join(loads: Iterable[StageLoad]) -> StageLoad:

@@ -8,6 +8,7 @@ parallelism splits what lies between; context parallelism splits the tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from costmodel.kernels import DeviceRates
 from costmodel.stacks import Stack
@@ -110,8 +111,10 @@ def _attention_seconds(
             rates.attention_seconds(flop, vendor=vendor),
             rates.attention_seconds(2.5 * flop, vendor=vendor),
         )
-    one = rates.matmul_seconds(s, s, head_dim, dtype="float16", batch=batch * heads)
-    two = rates.matmul_seconds(s, head_dim, s, dtype="float16", batch=batch * heads)
+    product = partial(
+        rates.matmul_seconds, dtype="float16", batch=batch * heads, aligned=head_dim % 8 == 0
+    )
+    one, two = product(s, s, head_dim), product(s, head_dim, s)
     scores = batch * heads * s * s
     dropout = 5 if stack.dropout else 0
     # Without the fused kernel: scale, fill the mask, softmax in fp32 and cast back.
@@ -164,13 +167,16 @@ def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[fl
 def head_seconds(
     shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
 ) -> Seconds:
-    """Return device seconds of the output matrix and the loss."""
+    """Return device seconds of the output matrix and the loss.
+
+    An odd vocabulary is taken to be used as it is, so its logits' rows start anywhere; an
+    even one to be padded (or printed rounded).
+    """
     tokens = split.micro_batch * shape.seq_len // split.cp
     vocab = -(-shape.vocab // split.tp)
-    dtype = "bfloat16"
-    forward = rates.matmul_seconds(tokens, vocab, shape.hidden, dtype=dtype)
-    backward = rates.matmul_seconds(tokens, shape.hidden, vocab, dtype=dtype)
-    backward += rates.matmul_seconds(vocab, shape.hidden, tokens, dtype=dtype)
+    product = partial(rates.matmul_seconds, dtype="bfloat16", aligned=shape.vocab % 2 == 0)
+    forward = product(tokens, vocab, shape.hidden)
+    backward = product(tokens, shape.hidden, vocab) + product(vocab, shape.hidden, tokens)
     loss = rates.pass_seconds(stack.loss_pass_bytes * tokens * vocab / 2, 5)
     return Seconds(forward_s=forward + loss, backward_s=backward + loss)
 

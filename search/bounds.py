@@ -30,6 +30,7 @@ import numpy as np
 
 from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad
+from planner.plan import Recompute
 from planner.schedule import find_schedule, stage_to_pp_rank
 from search.chain_dp import Floats
 from search.rank_bytes import peak_bytes
@@ -85,17 +86,16 @@ class TableBounds:
         load = self.table.blocks
         shared = sum(size for _, _, size in self.table.ties)
         part = StageLoad(param_bytes=float(load.param_bytes.sum() - shared) / configuration.pp)
-        return float(self._peak(part, configuration, recompute=False))
+        return float(self._peak(part, configuration, recompute="none"))
 
     def _blocks(self, configuration: Configuration) -> float:
-        choices = {"none": (False,), "full": (True,), "mixed": (False, True)}
         peaks = [
             self._peak(self.table.blocks, configuration, recompute=recompute)
-            for recompute in choices[configuration.recompute]
+            for recompute in _choices(configuration)
         ]
         return float(np.min(peaks, axis=0).max())
 
-    def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: bool) -> Any:
+    def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: Recompute) -> Any:
         return peak_bytes(
             load,
             in_flight=1,
@@ -111,11 +111,20 @@ class TableBounds:
         key = ("kept", configuration.recompute)
         if key not in self._memory:
             load = self.table.blocks
-            kept = kept_bytes(load, recompute=configuration.recompute != "none")
+            kept = np.min(
+                [kept_bytes(load, recompute=choice) for choice in _choices(configuration)], axis=0
+            )
             # Neighbours in one stage share what one keeps of its outputs.
             self._memory[key] = float(np.sum(np.maximum(0.0, kept - load.tail_bytes)))
         context = float(self.table.profile.context_bytes)
         return context + self._memory[key] / sum(1.0 / k for k in in_flight)
+
+
+def _choices(configuration: Configuration) -> tuple[Recompute, ...]:
+    """What each stage may choose between."""
+    if configuration.recompute == "mixed":
+        return ("none", "full")
+    return (configuration.recompute,)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)

@@ -11,7 +11,7 @@ import numpy as np
 from costmodel import CostCache, Estimate, StageLoad, estimate, stage_memory
 from costmodel.memory import kept_bytes
 from planner.graph import ModelGraph
-from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
+from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
     find_schedule,
@@ -46,7 +46,7 @@ class Candidates:
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
-    _replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
+    _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
 
     def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at this degree and microbatch size."""
@@ -118,7 +118,7 @@ class Candidates:
             def peak(param_bytes: float) -> float:
                 return float(
                     stage_memory(
-                        StageLoad(param_bytes=param_bytes), in_flight=1, recompute=False,
+                        StageLoad(param_bytes=param_bytes), in_flight=1, recompute="none",
                         dp=one.dp * one.cp, zero_stage=one.zero, profile=self.profile,
                     ).total
                 )  # fmt: skip
@@ -139,7 +139,7 @@ class Candidates:
                 table.whole,
                 in_flight=1,
                 num_microbatches=configuration.num_microbatches,
-                recompute=choice == "full",
+                recompute=choice,
                 replicas=configuration.dp * configuration.cp,
                 zero=configuration.zero,
                 profile=self.profile,
@@ -171,12 +171,12 @@ class Candidates:
         choices = recompute_choices(one)
         fits = []
         for choice in choices:
-            kept = np.maximum(0.0, kept_bytes(load, recompute=choice == "full") - load.tail_bytes)
+            kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
             held = np.bincount(homes, weights=np.add.reduceat(kept, first)) / one.vpp
             peak = stage_memory(
                 StageLoad(param_bytes=params, saved_bytes=held),
                 in_flight=live,
-                recompute=False,
+                recompute="none",
                 dp=one.dp * one.cp,
                 zero_stage=one.zero,
                 profile=self.profile,
@@ -242,7 +242,7 @@ class Candidates:
                     pp_rank=homes[stage],
                     first_block=cut.cuts[stage],
                     last_block=cut.cuts[stage + 1] - 1,
-                    recompute=choices[choice],  # type: ignore[arg-type]
+                    recompute=choices[choice],
                 )
                 for stage, choice in enumerate(cut.choices)
             ),
@@ -274,8 +274,8 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
         load = table.blocks
         mine = (
             float(load.param_bytes.sum()),
-            float(kept_bytes(load, recompute=False).sum()),
-            float(kept_bytes(load, recompute=True).sum()),
+            float(kept_bytes(load, recompute="none").sum()),
+            float(kept_bytes(load, recompute="full").sum()),
         )
         if not kept or any(
             all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
@@ -285,11 +285,11 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
     return tuple(result)
 
 
-def recompute_choices(configuration: Configuration) -> tuple[str, ...]:
+def recompute_choices(configuration: Configuration) -> tuple[Recompute, ...]:
     """Return what each stage may choose between."""
     if configuration.recompute == "mixed":
         return ("none", "full")
-    return (configuration.recompute,)
+    return (configuration.recompute,)  # type: ignore[return-value]
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from costmodel import JobSeconds, build_job_table, simulate
 from costmodel.simulate import JobTable
+from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from search.chain_dp import Cut
 from search.space import Configuration
@@ -22,7 +23,7 @@ from search.stage_table import Run, StageTable
 
 
 def quick_step_s(
-    configuration: Configuration, table: StageTable, cut: Cut, choices: tuple[str, ...]
+    configuration: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
     one = configuration

@@ -14,6 +14,7 @@ import numpy as np
 
 from costmodel import StageLoad, rank_memory
 from costmodel.memory import job_peak_bytes, kept_bytes
+from planner.plan import Recompute
 from profiles import Profile
 
 
@@ -22,7 +23,7 @@ def peak_bytes(
     *,
     in_flight: int,
     num_microbatches: int,
-    recompute: bool,
+    recompute: Recompute,
     replicas: int,
     zero: int,
     profile: Profile,

@@ -7,7 +7,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -17,12 +17,17 @@ from numpy.typing import NDArray
 
 from costmodel.boundary import block_entry_seconds, output_placements
 from costmodel.cache import CostCache
-from costmodel.communication import adamw_seconds, data_parallel_seconds, hop_seconds
-from costmodel.stage import StageLoad, block_load, join
+from costmodel.communication import (
+    DataParallelSeconds,
+    adamw_seconds,
+    data_parallel_seconds,
+    hop_seconds,
+)
+from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.placement import Shard
-from planner.plan import ClassLayout
+from planner.plan import ClassLayout, Recompute
 from profiles import Group, Profile
 from search.rank_bytes import peak_bytes
 
@@ -51,8 +56,8 @@ class StageTable:
     tp: int
     microbatch_size: int
     once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
-    replica_memo: dict[tuple, tuple[float, float, float, float]] = field(default_factory=dict)
-    replica_seconds: dict[tuple, tuple[Floats, Floats, Floats]] = field(default_factory=dict)
+    replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+    replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _kinds: tuple[Floats, NDArray[np.int32]] | None = None
     _bands: dict[int, StageLoad] = field(default_factory=dict)
@@ -273,7 +278,13 @@ class StageTable:
         return there[start] + back[end]
 
     def with_replicas(
-        self, *, dp: int, cp: int, zero: int, choices: tuple[str, ...], num_microbatches: int = 1
+        self,
+        *,
+        dp: int,
+        cp: int,
+        zero: int,
+        choices: tuple[Recompute, ...],
+        num_microbatches: int = 1,
     ) -> RankStages:
         """Return the stages as ranks hold them under these degrees."""
         return RankStages(
@@ -314,7 +325,7 @@ class RankBand:
             replace(self.load, frozen_bytes=self.load.frozen_bytes + once),
             in_flight=in_flight,
             num_microbatches=stages.num_microbatches,
-            recompute=stages.choices[choice] == "full",
+            recompute=stages.choices[choice],
             replicas=stages.dp * stages.cp,
             zero=stages.zero,
             profile=stages.table.profile,
@@ -331,7 +342,7 @@ class RankStages:
     dp: int
     cp: int
     zero: int
-    choices: tuple[str, ...]
+    choices: tuple[Recompute, ...]
     num_microbatches: int
 
     @property
@@ -349,15 +360,22 @@ class RankStages:
     def band(self, width: int) -> RankBand:
         """Return the costs of every run of at most `width` blocks."""
         load = self.table.band(width)
-        per_forward, per_backward, tail = self._replica_seconds(load)
+        exchange, update = self._replica_seconds(load)
         forward = load.forward_s + load.comm_forward_s
-        backward = load.backward_s + load.comm_backward_s + per_backward
-        again = {"none": 0.0, "full": forward}
+        backward = load.backward_s + load.comm_backward_s
+        bare = exchange.hidden_behind(
+            self.table.profile, forward_s=forward, backward_s=backward, num_blocks=load.num_blocks
+        )
         return RankBand(
             load=load,
-            forward_s=np.stack([forward + per_forward] * len(self.choices)),
-            backward_s=np.stack([backward + again[choice] for choice in self.choices]),
-            tail_s=tail,
+            forward_s=np.stack([forward + bare.forward_s] * len(self.choices)),
+            backward_s=np.stack(
+                [
+                    backward + bare.backward_s + again_seconds(load, choice)
+                    for choice in self.choices
+                ]
+            ),
+            tail_s=bare.once_s + update,
             receive_bytes=self.table.receive_bytes(width),
             stages=self,
         )
@@ -367,10 +385,22 @@ class RankStages:
         sums = {name: float(one[end] - one[first]) for name, one in self.table.sums.items()}
         for i, j, size in self.table.ties:
             sums["param_bytes"] -= size if first <= i and j < end else 0.0
-        per_forward, per_backward, after, _ = self._replica_seconds_of(
-            sums["param_bytes"], float(end - first), sums["num_params"]
+        num_blocks = end - first
+        *exchange, _ = self._replica_seconds_of(
+            sums["param_bytes"], float(num_blocks), sums["num_params"]
         )
-        return Run(**sums, per_forward_s=per_forward, per_backward_s=per_backward, after_s=after)
+        bare = _exchange(exchange).hidden_behind(
+            self.table.profile,
+            forward_s=sums["forward_s"],
+            backward_s=sums["backward_s"],
+            num_blocks=num_blocks,
+        )
+        return Run(
+            **sums,
+            per_forward_s=float(bare.forward_s),
+            per_backward_s=float(bare.backward_s),
+            after_s=float(bare.once_s),
+        )
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
         """Return the update of a rank that holds so many bytes in so many tensors."""
@@ -381,8 +411,8 @@ class RankStages:
             sharded=bool(self.zero) and self.dp > 1,
         )
 
-    def _replica_seconds(self, load: StageLoad) -> tuple[Floats, Floats, Floats]:
-        """Return per-forward, per-backward and after-the-last-job seconds of each run.
+    def _replica_seconds(self, load: StageLoad) -> tuple[DataParallelSeconds, Floats]:
+        """Return what each run exchanges with its replicas, nothing hidden, and its update.
 
         Runs of equal bytes, blocks and tensors cost the same, so each kind is asked once.
         """
@@ -391,21 +421,16 @@ class RankStages:
         if key not in table.replica_seconds:
             unique, inverse = table.kinds(load)
             answers = np.array(
-                [
-                    (forward, backward, after + update)
-                    for forward, backward, after, update in (
-                        self._replica_seconds_of(*map(float, column)) for column in unique.T
-                    )
-                ]
+                [self._replica_seconds_of(*map(float, column)) for column in unique.T]
             )
-            shaped = answers.T[:, inverse]
-            table.replica_seconds[key] = (shaped[0], shaped[1], shaped[2])
+            *exchange, update = answers.T[:, inverse]
+            table.replica_seconds[key] = _exchange(exchange), update
         return table.replica_seconds[key]
 
     def _replica_seconds_of(
         self, param_bytes: float, num_blocks: float, num_params: float
-    ) -> tuple[float, float, float, float]:
-        """Return per-forward, per-backward, after-the-last-job and optimizer seconds."""
+    ) -> tuple[float, ...]:
+        """Return the seconds of `DataParallelSeconds`, in its order, and the optimizer's."""
         key = (self.dp, self.cp, self.zero, self.table.tp, param_bytes, num_blocks, num_params)
         memo = self.table.replica_memo
         if key not in memo:
@@ -418,9 +443,14 @@ class RankStages:
                 num_blocks=int(num_blocks),
             )
             memo[key] = (
-                seconds.per_forward_s,
-                seconds.per_backward_s,
-                seconds.after_s + seconds.first_forward_s,
+                *(float(getattr(seconds, name)) for name in _EXCHANGE),
                 self.optimizer_s(param_bytes, num_params),
             )
         return memo[key]
+
+
+_EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
+
+
+def _exchange(values: Sequence[Any]) -> DataParallelSeconds:
+    return DataParallelSeconds(**dict(zip(_EXCHANGE, values, strict=True)))

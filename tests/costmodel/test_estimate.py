@@ -6,7 +6,7 @@ import pytest
 
 from costmodel import CostCache, StageLoad, block_load, estimate, join
 from costmodel.estimate import plan_job_seconds
-from costmodel.memory import activation_peak, job_peak_bytes, kept_bytes
+from costmodel.memory import StageBytes, activation_peak, job_peak_bytes, kept_bytes
 from planner.capture import capture_module
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
@@ -137,12 +137,13 @@ def test_zero_shards_what_it_says(graph, profile):
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
-    kept = peak = [1.0] * pp
+    one = StageBytes(kept=1.0, peak=1.0, last_kept=1.0, last_peak=1.0)
+    stages = dict.fromkeys(range(pp), one)
     plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
     all_first = build_schedule("fthenb", pp=pp, vpp=1, num_microbatches=m)
     for rank in range(pp):
-        assert activation_peak(plain, rank, kept=kept, peak=peak)[0] == min(m, pp - rank)
-        assert activation_peak(all_first, rank, kept=kept, peak=peak)[0] == m
+        assert activation_peak(plain, rank, stages)[0] == min(m, pp - rank)
+        assert activation_peak(all_first, rank, stages)[0] == m
 
 
 def test_loads_add_up_in_any_grouping(graph, profile):
@@ -177,8 +178,8 @@ def test_recompute_keeps_block_inputs_only(graph, profile):
     layer = max(graph.blocks, key=lambda b: len(graph.classes[b.class_index].ops))
     load = block_load(costs.block(layer.class_index, 1, 2))
     activation = graph.tensor[layer.inputs[0]].bytes_at(2)
-    assert kept_bytes(load, recompute=True) == activation
-    assert job_peak_bytes(load, recompute=True) >= kept_bytes(load, recompute=False)
+    assert kept_bytes(load, recompute="full") == activation
+    assert job_peak_bytes(load, recompute="full") >= kept_bytes(load, recompute="none")
 
 
 def test_tied_parameters_of_a_stage_count_once(profile):

@@ -1,0 +1,199 @@
+"""What each stage of a plan takes: loads, what reaches it, what it exchanges with replicas.
+
+Stages may have meshes of their own (tp), so all is asked stage by stage: with the stage's
+tp and dp, its share of a microbatch, and the layouts made for that tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from costmodel.boundary import Arrivals, Layouts, block_entry_seconds, stage_arrivals
+from costmodel.cache import CostCache
+from costmodel.communication import (
+    MASTER_FACTOR,
+    DataParallelSeconds,
+    data_parallel_seconds,
+    hop_seconds,
+)
+from costmodel.simulate import JobSeconds
+from costmodel.stage import StageLoad, again_seconds, block_load, join
+from costmodel.topology import axis_group, hop_group, split_axes
+from planner.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPrice:
+    """Prices of a plan's stages, in stage order."""
+
+    plan: Plan
+    loads: tuple[StageLoad, ...]
+    arrivals: tuple[Arrivals, ...]
+    syncs: tuple[DataParallelSeconds, ...]
+    job_seconds: JobSeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayouts:
+    """How the blocks of one stage are split: layouts by class on tp and cp, and what of each
+    class runs again under selective recomputation (no entry: the default choice).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    on_tp: Layouts = field(default_factory=dict)
+    on_cp: Layouts = field(default_factory=dict)
+    recomputed: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
+    """Return the prices of a plan's stages."""
+    layouts = _layouts_by_tp(plan)
+    loads, arrivals, syncs = [], [], []
+    for s, stage in enumerate(plan.stages):
+        split, size = layouts[plan.stage_tp(s)], plan.stage_microbatch_size(s)
+        load = stage_load(costs, stage.blocks, split, microbatch_size=size)
+        loads.append(load)
+        syncs.append(_sync(plan, costs, s, load))
+        arrivals.append(
+            stage_arrivals(
+                costs.graph, stage.blocks, split.on_tp, tp=split.tp, microbatch_size=size,
+                cp=split.cp, cp_layouts=split.on_cp,
+            )
+        )  # fmt: skip
+    return PlanPrice(
+        plan=plan,
+        loads=tuple(loads),
+        arrivals=tuple(arrivals),
+        syncs=tuple(syncs),
+        job_seconds=_job_seconds(plan, costs, loads, arrivals, syncs),
+    )
+
+
+def _layouts_by_tp(plan: Plan) -> dict[int, StageLayouts]:
+    recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
+    return {
+        tp: StageLayouts(
+            tp=tp,
+            cp=plan.cp,
+            on_tp=_layouts_on(plan, "tp", tp) if tp > 1 else {},
+            on_cp=_layouts_on(plan, "cp", tp) if plan.cp > 1 else {},
+            recomputed=recomputed,
+        )
+        for tp in {plan.stage_tp(s) for s in range(len(plan.stages))}
+    }
+
+
+def _layouts_on(plan: Plan, axis: str, tp: int) -> Layouts:
+    return {
+        layout.class_index: layout
+        for layout in plan.layouts
+        if layout.axis == axis and (layout.tp or plan.tp) == tp
+    }
+
+
+def stage_load(
+    costs: CostCache, blocks: Sequence[int], split: StageLayouts, *, microbatch_size: int
+) -> StageLoad:
+    """Return the load of a stage of these blocks: tied parameters once, entries included."""
+    graph = costs.graph
+    axes = split_axes(costs.profile.cluster, tp=split.tp, cp=split.cp)
+    loads = []
+    held: set[str] = set()
+    side: set[str] = set()
+    for index in blocks:
+        block = graph.blocks[index]
+        layout = split.on_tp.get(block.class_index)
+        cost = costs.block(
+            block.class_index, split.tp, microbatch_size, layout,
+            cp=split.cp, cp_layout=split.on_cp.get(block.class_index),
+            recomputed=split.recomputed.get(block.class_index),
+        )  # fmt: skip
+        side.update(block.inputs[position] for position in cost.side_positions)
+        load = block_load(cost)
+        there, back = block_entry_seconds(
+            graph, index, split.on_tp, costs.profile, group=axes["tp"].group,
+            microbatch_size=microbatch_size, other_layouts=split.on_cp, other_size=split.cp,
+        )  # fmt: skip
+        cp_there, cp_back = block_entry_seconds(
+            graph, index, split.on_cp, costs.profile, group=axes["cp"].group,
+            microbatch_size=microbatch_size, other_layouts=split.on_tp, other_size=split.tp,
+        )  # fmt: skip
+        again = [name for name in block.params if name in held]
+        load = replace(
+            load,
+            comm_forward_s=load.comm_forward_s + there + cp_there,
+            comm_backward_s=load.comm_backward_s + back + cp_back,
+            param_bytes=load.param_bytes - _trained_bytes(costs, index, layout, split.tp, again),
+        )
+        held.update(block.params)
+        loads.append(load)
+    total = join(loads)
+    each, once = costs.side_bytes(frozenset(side), microbatch_size)
+    return replace(total, side_bytes=each, frozen_bytes=total.frozen_bytes + once)
+
+
+def _trained_bytes(
+    costs: CostCache, block_index: int, layout: Any, tp: int, names: Sequence[str]
+) -> int:
+    """Local bytes of those of a block's trainable parameters that are named."""
+    block = costs.graph.blocks[block_index]
+    total = 0
+    for position, name in enumerate(block.params):
+        meta = costs.graph.tensor[name]
+        if name in names and meta.kind == "param" and meta.requires_grad:
+            sharded = layout is not None and layout.params[position].startswith("S")
+            total += meta.bytes_at(1) // (tp if sharded else 1)
+    return total
+
+
+def _sync(plan: Plan, costs: CostCache, stage: int, load: StageLoad) -> DataParallelSeconds:
+    tp = plan.stage_tp(stage)
+    replicas = plan.stage_dp(stage) * plan.cp
+    param_bytes = float(load.param_bytes)
+    raw = data_parallel_seconds(
+        costs.profile,
+        axis_group(costs.profile.cluster, size=replicas, stride=tp),
+        zero_stage=plan.zero_stage,
+        param_bytes=param_bytes,
+        num_blocks=int(load.num_blocks),
+        gradient_bytes=param_bytes * (MASTER_FACTOR if plan.precision == "bf16" else 1),
+    )
+    return raw.hidden_behind(
+        costs.profile,
+        forward_s=float(load.forward_s + load.comm_forward_s),
+        backward_s=float(load.backward_s + load.comm_backward_s),
+        num_blocks=int(load.num_blocks),
+    )
+
+
+def _job_seconds(
+    plan: Plan,
+    costs: CostCache,
+    loads: Sequence[StageLoad],
+    arrivals: Sequence[Arrivals],
+    syncs: Sequence[DataParallelSeconds],
+) -> JobSeconds:
+    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward."""
+    profile = costs.profile
+    forward, inputs, last_inputs, weights = [], [], [], []
+    for stage, load, sync in zip(plan.stages, loads, syncs, strict=True):
+        again = float(again_seconds(load, stage.recompute))
+        alone = load.backward_s - load.weight_s + load.comm_backward_s + sync.backward_s
+        forward.append(float(load.forward_s + load.comm_forward_s + sync.forward_s))
+        inputs.append(float(alone) + again)
+        last_inputs.append(float(alone) + again * stage.recompute_last)
+        weights.append(float(load.weight_s))
+    group = hop_group(profile.cluster, dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp)
+    # The gradient of what a stage received goes back to the stage before it.
+    returned = [*(a.backward_bytes for a in arrivals[1:]), 0]
+    return JobSeconds(
+        forward_s=tuple(forward),
+        backward_input_s=tuple(inputs),
+        backward_weight_s=tuple(weights),
+        receive_forward_s=tuple(hop_seconds(profile, group, a.forward_bytes) for a in arrivals),
+        receive_backward_s=tuple(hop_seconds(profile, group, b) for b in returned),
+        last_backward_input_s=None if last_inputs == inputs else tuple(last_inputs),
+    )
