@@ -121,21 +121,27 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def _real_meshes() -> Iterator[None]:
-    """Let FSDP2 join the dp and tp meshes for real: without values ranks can't be looked up."""
+    """Let the runtime make meshes and FSDP2 join them for real: without values ranks can't be
+    looked up.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils._python_dispatch import _disable_current_modes
 
-    join = DeviceMesh._concatenate
+    def real(function: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
 
-    def joined(meshes: list[DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():
-            return join(meshes)
+        return made
 
-    DeviceMesh._concatenate = staticmethod(joined)  # type: ignore[method-assign,assignment]
+    kept = {name: getattr(DeviceMesh, name) for name in ("_concatenate", "from_group")}
+    for name, function in kept.items():
+        setattr(DeviceMesh, name, staticmethod(real(function)))
     try:
         yield
     finally:
-        DeviceMesh._concatenate = staticmethod(join)  # type: ignore[method-assign]
+        for name, function in kept.items():
+            setattr(DeviceMesh, name, staticmethod(function))
 
 
 def _fake_batch(plan: Plan) -> Any:

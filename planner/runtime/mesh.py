@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -84,12 +85,13 @@ class Mesh:
 
     def device_mesh(self) -> DeviceMesh:
         """Return the axes data and, if there is one, tp as PyTorch has them, for FSDP2."""
-        ranks = torch.tensor(self.meshes[self.rank("pp")].ranks, dtype=torch.int)
+        # Not a tensor: on fake tensors (`dryrun`) ranks could not be looked up in it.
+        ranks = np.array(self.meshes[self.rank("pp")].ranks)
         axes = [axis for axis in ("data", "tp") if self.group(axis) is not None]
         return DeviceMesh.from_group(
             [self._lines[axis] for axis in axes],
             self.device.type,
-            mesh=ranks.view([self.size(axis) for axis in axes]),
+            mesh=ranks.reshape([self.size(axis) for axis in axes]).tolist(),
             mesh_dim_names=tuple(axes),
         )
 
