@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from planner.runtime.p2p import Message, Post, taken_by
+from planner.runtime.p2p import Message, Post, messages
 from planner.runtime.recorder import Recorder, job_name
 from planner.runtime.stage import StageModule
 from planner.runtime.watchdog import Status
@@ -26,6 +28,8 @@ from planner.schedule.jobs import Job, JobKind, Schedule
 SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 """From (stage, microbatch) to the stage's side inputs."""
 
+
+_NOTHING = nullcontext()
 
 _SPELLED = {
     JobKind.FORWARD: "forward",
@@ -103,7 +107,7 @@ class Executor:
             for job in self.jobs
             if job.kind is JobKind.BACKWARD_INPUT and weight_queue is not None
         )
-        self._taken = tuple(taken_by(job, edges) for job in self.jobs)
+        self._taken = tuple(messages(job, edges, incoming=True) for job in self.jobs)
         last: dict[int, int] = {}
         for position, job in enumerate(self.jobs):
             if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
@@ -130,11 +134,14 @@ class Executor:
         self, positions: Iterable[int], side_inputs: SideInputs, loss_scale: Tensor | None
     ) -> list[Tensor]:
         order = list(positions)
+        ahead = iter(order)
         losses: dict[int, Tensor] = {}
         self._post.open(with_grads=loss_scale is not None)
-        for turn, position in enumerate(order):
-            for ahead in order[turn : turn + 1 + self._lookahead]:
-                self._post.expect(self._taken[ahead])
+        for position in islice(ahead, self._lookahead):
+            self._post.expect(self._taken[position])
+        for position in order:
+            for coming in islice(ahead, 1):
+                self._post.expect(self._taken[coming])
             job = self._current = self.jobs[position]
             self._progress += 1
             try:
@@ -211,7 +218,7 @@ class Executor:
         if pairs:
             self._hooks.before_backward(job.stage_index, is_last)
             with self._computing(job), self._collecting(job):
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+                _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs))
         for edge, leaf in live.leaves:
             grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
             self._post.put(Message(edge.index, m, True), grad)
@@ -236,9 +243,14 @@ class Executor:
         with self._recorder.span("WAIT", name, stage, message.microbatch):
             return self._post.get(message)
 
+    def _computing(self, job: Job) -> AbstractContextManager[None]:
+        """Name a job's computation for profilers, and record when it ran, if anyone looks."""
+        if self._recorder is None and not torch.autograd._profiler_enabled():
+            return _NOTHING
+        return self._watched(job)
+
     @contextmanager
-    def _computing(self, job: Job) -> Iterator[None]:
-        """Name a job's computation for profilers, and record when it ran."""
+    def _watched(self, job: Job) -> Iterator[None]:
         name = job_name(job)
         with ExitStack() as around:
             if torch.autograd._profiler_enabled():
@@ -254,4 +266,15 @@ class Executor:
         place = job.stage_index, job.microbatch_index
         if place in self._split and self._queue is not None and torch.is_grad_enabled():
             return self._queue.collecting(place)
-        return nullcontext()
+        return _NOTHING
+
+
+def _run_backward(roots: tuple[GradientEdge, ...], grads: tuple[Tensor, ...]) -> None:
+    """Run autograd's engine as `torch.autograd.backward` does, without its checks.
+
+    They take longer than all else an executor does for a job, and what they check is known:
+    `Post` gives each gradient the shape and dtype of its tensor.
+    """
+    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+        roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.batch_split import BatchSplit
-from planner.layout import Box, sizes, slices
+from planner.layout import sizes, slices
 from planner.plan import Plan
 from planner.runtime import device as devices
 from planner.runtime.mesh import Mesh, default_group
-from planner.runtime.routes import Part, Routes
+from planner.runtime.routes import Routes
 from planner.runtime.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
 
@@ -40,52 +40,69 @@ class Message(NamedTuple):
     is_grad: bool
 
 
-def taken_by(job: Job, edges: Iterable[Edge]) -> list[Message]:
-    """Return the messages a job needs from other stages."""
-    m = job.microbatch_index
-    if job.kind is JobKind.FORWARD:
-        return [Message(e.index, m, False) for e in edges if e.consumer == job.stage_index]
+def messages(job: Job, edges: Iterable[Edge], *, incoming: bool) -> list[Message]:
+    """Return what a job needs from other stages, or what it makes for them, in sending order.
+
+    Values arrive at a consumer's forward, gradients at a producer's backward.
+    """
     if job.kind is JobKind.BACKWARD_WEIGHT:
         return []
+    is_grad = job.kind is not JobKind.FORWARD
+    at_consumer = incoming is not is_grad
     return [
-        Message(e.index, m, True)
-        for e in edges
-        if e.producer == job.stage_index and e.requires_grad
-    ]
-
-
-def given_by(job: Job, edges: Iterable[Edge]) -> list[Message]:
-    """Return the messages a job makes for other stages, in the order it sends them."""
-    m = job.microbatch_index
-    if job.kind is JobKind.FORWARD:
-        return [Message(e.index, m, False) for e in edges if e.producer == job.stage_index]
-    if job.kind is JobKind.BACKWARD_WEIGHT:
-        return []
-    return [
-        Message(e.index, m, True)
-        for e in edges
-        if e.consumer == job.stage_index and e.requires_grad
+        Message(edge.index, job.microbatch_index, is_grad)
+        for edge in edges
+        if (edge.consumer if at_consumer else edge.producer) == job.stage_index
+        and (edge.requires_grad or not is_grad)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
-    """A message on its way here: the box it fills, and the parts of it being received."""
+class Leg:
+    """What this rank sends to one other rank for a message, or gets from it.
 
-    box: Box
-    parts: tuple[tuple[dist.Work, Tensor, Box], ...]
+    `peer` is the other's number in `group`; `where` lies the part in the tensor this rank
+    has or needs, None if it is all of that.
+    """
+
+    rank: int
+    peer: int
+    group: dist.ProcessGroup
+    shape: tuple[int, ...]
+    where: tuple[slice, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How messages of one edge, direction and size go from pp rank `source` to `target`.
+
+    `shape` is what this rank has or needs of the tensor.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    legs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A message on its way here: its shape, and the parts of it being received."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[dist.Work, Tensor, Leg], ...]
 
     def wait(self) -> Tensor:
         """Return the message's tensor when all of it is here."""
         for work, part, _ in self.parts:
             work.wait()
             devices.keep_for_stream(part)
-        _, first, first_box = self.parts[0]
-        if first_box == self.box:
+        _, first, leg = self.parts[0]
+        if leg.where is None:
             return first
-        whole = first.new_empty(sizes(self.box))
-        for _, part, box in self.parts:
-            whole[slices(box, self.box)] = part
+        whole = first.new_empty(self.shape)
+        for _, part, leg in self.parts:
+            whole[leg.where] = part
         return whole
 
 
@@ -104,13 +121,15 @@ class Post:
         self._full = BatchSplit(
             num_samples=plan.global_batch, num_microbatches=plan.num_microbatches
         )
-        self._split = self._full
+        self._sizes: tuple[int, ...] = ()
         self._groups = _p2p_groups(mesh, edges, self._home, self._routes)
         self._orders = {source: self._order(schedule, source) for source in range(schedule.pp)}
         self._waiting: dict[int, deque[Message]] = {}
         self._posted: dict[Message, Arriving] = {}
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._local: dict[Message, Tensor] = {}
+        self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
+        self._crossings: dict[tuple[int, bool, int], Crossing] = {}
         self.waiting_for: Message | None = None
         self.bytes_sent = 0
         self._sent: Counter[int] = Counter()
@@ -121,7 +140,7 @@ class Post:
         return tuple(
             message
             for job in schedule.jobs[source]
-            for message in given_by(job, self._edges)
+            for message in messages(job, self._edges, incoming=False)
             if source != self._here and self._ends(message)[1] == self._here
         )
 
@@ -131,50 +150,59 @@ class Post:
         ends = self._home[edge.producer], self._home[edge.consumer]
         return ends[::-1] if message.is_grad else ends
 
-    def _parts(self, message: Message) -> tuple[Part, ...]:
-        return self._routes.parts(
-            self._edges[message.edge], self._num_samples(message), is_grad=message.is_grad
-        )
+    def _crossing(self, message: Message) -> Crossing:
+        """Return how a message of this step goes, worked out once for each size."""
+        edge, microbatch, is_grad = message
+        key = (edge, is_grad, self._sizes[microbatch])
+        if key not in self._crossings:
+            self._crossings[key] = self._find_crossing(*key)
+        return self._crossings[key]
 
-    def _box(self, message: Message) -> Box:
-        return self._routes.box(self._edges[message.edge], self._num_samples(message), self._rank)
-
-    def _num_samples(self, message: Message) -> int:
-        return len(self._split.microbatch(message.microbatch))
+    def _find_crossing(self, edge_index: int, is_grad: bool, num_samples: int) -> Crossing:
+        edge = self._edges[edge_index]
+        source, target = self._ends(Message(edge_index, 0, is_grad))
+        held = self._routes.box(edge, num_samples, self._rank)
+        legs = []
+        for a, b, box in self._routes.parts(edge, num_samples, is_grad=is_grad):
+            if source == target or self._rank not in (a, b):
+                continue
+            other, group = (b if a == self._rank else a), self._groups[source, target]
+            where = None if box == held else slices(box, held)
+            peer = dist.get_group_rank(group, other)
+            legs.append(Leg(rank=other, peer=peer, group=group, shape=sizes(box), where=where))
+        return Crossing(source=source, target=target, shape=sizes(held), legs=tuple(legs))
 
     def open(self, *, with_grads: bool, split: BatchSplit | None = None) -> None:
         """Begin a step; without gradients when it is forward only.
 
         `split` is how the step's batch is cut; None for the plan's full batch.
         """
-        self._split = split or self._full
+        split = split or self._full
+        self._sizes = tuple(len(split.microbatch(m)) for m in range(split.num_microbatches))
         self._waiting = {
             source: deque(m for m in order if with_grads or not m.is_grad)
             for source, order in self._orders.items()
         }
 
-    def expect(self, messages: Iterable[Message]) -> None:
-        """Post the receives of `messages` (and of those due before them) unless posted."""
-        for message in messages:
+    def expect(self, wanted: Iterable[Message]) -> None:
+        """Post the receives of what is wanted (and of what is due before it) unless posted."""
+        for message in wanted:
             source, _ = self._ends(message)
             if source == self._here:
                 continue
             queue = self._waiting[source]
             while message not in self._posted and queue:
-                self._receive(queue.popleft(), source)
+                self._receive(queue.popleft())
 
-    def _receive(self, message: Message, source: int) -> None:
-        dtype = getattr(torch, self._edges[message.edge].dtype)
-        group = self._groups[source, self._here]
-        parts = []
-        for sender, target, box in self._parts(message):
-            if target != self._rank:
-                continue
-            buffer = torch.empty(sizes(box), dtype=dtype, device=self._mesh.device)
-            tag = self._received[sender] = (self._received[sender] + 1) % _TAG_RANGE
-            work = group.recv([buffer], dist.get_group_rank(group, sender), tag)
-            parts.append((work, buffer, box))
-        self._posted[message] = Arriving(self._box(message), tuple(parts))
+    def _receive(self, message: Message) -> None:
+        crossing, parts = self._crossing(message), []
+        for leg in crossing.legs:
+            buffer = torch.empty(
+                leg.shape, dtype=self._dtypes[message.edge], device=self._mesh.device
+            )
+            tag = self._received[leg.rank] = (self._received[leg.rank] + 1) % _TAG_RANGE
+            parts.append((leg.group.recv([buffer], leg.peer, tag), buffer, leg))
+        self._posted[message] = Arriving(crossing.shape, tuple(parts))
 
     def get(self, message: Message) -> Tensor:
         """Return a message's tensor, waiting for it if it is not here yet."""
@@ -194,31 +222,26 @@ class Post:
 
     def describe(self, message: Message) -> str:
         """Return what a message carries and who sends it, in words."""
-        edge, (source, _) = self._edges[message.edge], self._ends(message)
-        shape = sizes(self._box(message))
-        what = f"{'the gradient of ' if message.is_grad else ''}{edge.tensor} {list(shape)}"
-        senders = sorted(part.source for part in self._parts(message) if part.target == self._rank)
+        edge, crossing = self._edges[message.edge], self._crossing(message)
+        what = f"{'the gradient of ' if message.is_grad else ''}{edge.tensor}"
+        what += f" {list(crossing.shape)} of microbatch {message.microbatch}"
+        senders = sorted(leg.rank for leg in crossing.legs)
         ranks = f"rank{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}"
-        return f"{what} of microbatch {message.microbatch} from {ranks} (pp rank {source})"
+        return f"{what} from {ranks} (pp rank {crossing.source})"
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Hand a tensor on; it is kept alive until it has left."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        _, target = self._ends(message)
-        if target == self._here:
+        crossing = self._crossing(message)
+        if crossing.target == self._here:
             self._local[message] = tensor
             return
-        held = self._box(message)
-        group = self._groups[self._here, target]
-        for sender, receiver, box in self._parts(message):
-            if sender != self._rank:
-                continue
-            part = tensor.detach() if box == held else tensor.detach()[slices(box, held)]
-            part = part.contiguous()
-            tag = self._sent[receiver] = (self._sent[receiver] + 1) % _TAG_RANGE
-            work = group.send([part], dist.get_group_rank(group, receiver), tag)
-            self._sending.append((work, part))
+        tensor = tensor.detach()
+        for leg in crossing.legs:
+            part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
+            tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
+            self._sending.append((leg.group.send([part], leg.peer, tag), part))
             self.bytes_sent += part.nbytes
 
     def close(self) -> None:
