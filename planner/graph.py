@@ -97,7 +97,7 @@ class TensorMeta:
         return self.numel_at(microbatch_size) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Op:
     """One operator: `target` is an overload such as ``aten.linear.default`` (any library's, by
     its namespace) or, in a lowered graph, one of our own (``planner.redistribute`` …).
@@ -113,7 +113,7 @@ class Op:
     outputs: tuple[str, ...]
     module: str = ""
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the tensors in the arguments, in order of appearance, repeats kept."""
         names: list[str] = []

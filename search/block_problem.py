@@ -35,8 +35,22 @@ OpSeconds = Callable[[Op, Mapping[str, TensorMeta]], float]
 RedistributeSeconds = Callable[[Placement, Placement, bool, int, bool], float]
 """(source, target, gradient partial, full tensor bytes, has a gradient) -> seconds or inf."""
 
-Priced = tuple[tuple[OpSharding, ...], NDArray[np.float64], NDArray[np.float64]]
-"""An op's shardings with the seconds and bytes of each."""
+Boundary = Mapping[tuple[int, str], Placement]
+"""Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What problems of one axis size on one machine have in common; grows as they are built.
+
+    `ops` holds the shardings of an op with the seconds and bytes of each, by signature;
+    `links` the seconds of a link by (sources, asks, bytes, has a gradient).
+    """
+
+    ops: dict[tuple, tuple[tuple[OpSharding, ...], NDArray[np.float64], NDArray[np.float64]]] = (
+        field(default_factory=dict)
+    )
+    links: dict[tuple, NDArray[np.float64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +90,7 @@ class BlockProblem:
     links: tuple[Link, ...]
     programs: tuple[tuple[int, Program], ...]
     shared: tuple[tuple[tuple[tuple[int, str], ...], int], ...] = ()
-    boundary: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
+    boundary: Boundary = field(default_factory=dict)
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
         """Return the objective of one full choice: seconds + bytes_price * bytes."""
@@ -116,29 +130,51 @@ def build_block_problem(
     strategies: Strategies,
     op_seconds: OpSeconds,
     redistribute_seconds: RedistributeSeconds,
-    boundary: Mapping[tuple[int, str], Placement] | None = None,
+    boundary: Boundary | None = None,
+    **options: Any,
+) -> BlockProblem:
+    """Return the choice problem between given boundaries; see `build_block_problems`."""
+    (problem,) = build_block_problems(
+        programs,
+        boundaries=(boundary or {},),
+        axis_size=axis_size,
+        strategies=strategies,
+        op_seconds=op_seconds,
+        redistribute_seconds=redistribute_seconds,
+        **options,
+    )
+    return problem
+
+
+def build_block_problems(
+    programs: Sequence[tuple[int, Program]],
+    *,
+    boundaries: Sequence[Boundary],
+    axis_size: int,
+    strategies: Strategies,
+    op_seconds: OpSeconds,
+    redistribute_seconds: RedistributeSeconds,
     pins: Mapping[tuple[int, str], Placement] | None = None,
     shared: Sequence[Sequence[tuple[int, str]]] = (),
     state_factor: float = 4.0,
-    priced: dict[tuple, Priced] | None = None,
-) -> BlockProblem:
+    memory: Memory | None = None,
+) -> tuple[BlockProblem, ...]:
     """Return the choice problem of bound programs, given as (class index, program).
 
-    `boundary` gives placements of inputs and outputs by (class, tensor), Replicate unless
-    named; `pins` fixes tensors inside; `shared` lists groups of (class, param) that are one
+    There is one for each of `boundaries`; they differ in the links at the blocks' ends alone.
+    `pins` fixes tensors inside; `shared` lists groups of (class, param) that are one
     tied parameter. `state_factor` is how many bytes a parameter byte costs with its gradient
-    and optimizer state. `priced` keeps what equal ops cost, for calls of one axis size on one
-    machine. Raises LayoutError when a pin leaves an op no strategy.
+    and optimizer state. `memory` keeps what equal ops and links cost, for calls of one axis
+    size on one machine. Raises LayoutError when a pin leaves an op no strategy.
     """
     builder = _Builder(
         axis_size=axis_size,
         strategies=strategies,
         op_seconds=op_seconds,
         redistribute_seconds=redistribute_seconds,
-        boundary=dict(boundary or {}),
         pins=dict(pins or {}),
         state_factor=state_factor,
-        priced={} if priced is None else priced,
+        memory=memory or Memory(),
     )
     for class_index, program in programs:
         builder.add_ops(class_index, program)
@@ -146,14 +182,40 @@ def build_block_problem(
     for class_index, program in programs:
         builder.add_links(class_index, program, group_of)
     builder.add_shared_params([tuple(group) for group in shared], dict(programs))
-    return BlockProblem(
-        axis_size=axis_size,
-        variables=tuple(builder.variables),
-        links=tuple(builder.links),
-        programs=tuple(programs),
-        shared=tuple(builder.shared_variables),
-        boundary=builder.boundary,
+    return tuple(
+        BlockProblem(
+            axis_size=axis_size,
+            variables=tuple(builder.variables),
+            links=(*builder.links, *builder.links_at_ends(boundary)),
+            programs=tuple(programs),
+            shared=tuple(builder.shared_variables),
+            boundary=boundary,
+        )
+        for boundary in boundaries
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """A tensor that a block takes or hands on: its maker (None: another block) and uses."""
+
+    class_index: int
+    meta: TensorMeta
+    producer: int | None
+    source: tuple[Placement, ...]
+    uses: tuple[tuple[int | None, list[Ask]], ...]
+    is_output: bool
+
+    def link_ends(
+        self, boundary: Boundary
+    ) -> tuple[tuple[Placement, ...], list[tuple[int | None, list[Ask]]]]:
+        """Return the placements its maker yields, and all its uses."""
+        place = boundary.get((self.class_index, self.meta.name), Replicate())
+        outside: list[tuple[int | None, list[Ask]]] = [(None, [(place, False)])]
+        return (
+            self.source if self.producer is not None else (place,),
+            [*self.uses, *(outside if self.is_output else [])],
+        )
 
 
 def _signature(op: Op, program: Program, owned: set[str]) -> tuple:
@@ -180,23 +242,22 @@ class _Builder:
         strategies: Strategies,
         op_seconds: OpSeconds,
         redistribute_seconds: RedistributeSeconds,
-        boundary: dict[tuple[int, str], Placement],
         pins: dict[tuple[int, str], Placement],
         state_factor: float,
-        priced: dict[tuple, Priced],
+        memory: Memory,
     ) -> None:
         self.axis_size = axis_size
         self.strategies = strategies
         self.op_seconds = op_seconds
         self.redistribute_seconds = redistribute_seconds
-        self.boundary = boundary
         self.pins = pins
         self.state_factor = state_factor
         self.variables: list[Variable] = []
         self.links: list[Link] = []
         self.op_variable: dict[tuple[int, str], int] = {}
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
-        self.priced = priced
+        self.ends: list[_End] = []
+        self.memory = memory
 
     def add_ops(self, class_index: int, program: Program) -> None:
         owned = _single_use_params(program)
@@ -229,28 +290,33 @@ class _Builder:
                 )
             )
 
-    def _priced(self, op: Op, program: Program, owned: set[str]) -> Priced:
+    def _priced(
+        self, op: Op, program: Program, owned: set[str]
+    ) -> tuple[tuple[OpSharding, ...], NDArray[np.float64], NDArray[np.float64]]:
         """Return the op's shardings with seconds and bytes; equal ops are priced once."""
         key = _signature(op, program, owned)
-        if key not in self.priced:
+        if key not in self.memory.ops:
             offered = tuple(dict.fromkeys(self.strategies(op, program.tensor, self.axis_size)))
-            self.priced[key] = (
+            self.memory.ops[key] = (
                 offered,
                 np.array([self._op_seconds(op, program, s) for s in offered]),
                 np.array([self._op_bytes(op, program, s, owned) for s in offered]),
             )
-        return self.priced[key]
+        return self.memory.ops[key]
 
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
+        if not self.pins:
+            return True
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),
                  *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
         return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
 
     def _op_seconds(self, op: Op, program: Program, sharding: OpSharding) -> float:
-        local = dict(program.tensor)
-        for name, place in (*zip(op.inputs, sharding.inputs, strict=True),
-                            *zip(op.outputs, sharding.outputs, strict=True)):  # fmt: skip
-            local[name] = local_tensor(program.tensor[name], place, self.axis_size)
+        local = {
+            name: local_tensor(program.tensor[name], place, self.axis_size)
+            for name, place in (*zip(op.inputs, sharding.inputs, strict=True),
+                                *zip(op.outputs, sharding.outputs, strict=True))
+        }  # fmt: skip
         return self.op_seconds(op, local)
 
     def _op_bytes(self, op: Op, program: Program, sharding: OpSharding, owned: set[str]) -> float:
@@ -271,14 +337,28 @@ class _Builder:
     ) -> None:
         uses = self._uses(class_index, program)
         owned = _single_use_params(program)
+        at_end = {*program.inputs, *program.outputs}
+        made: dict[str, tuple[int, tuple[Placement, ...]]] = {}
         for op in program.ops:
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.outputs):
-                source = [s.outputs[position] for s in self.variables[variable].values]
-                self._add_link(program.tensor[name], variable, source, uses[name])
-        for name in program.inputs:
-            place = self.boundary.get((class_index, name), Replicate())
-            self._add_link(program.tensor[name], None, [place], uses[name])
+                source = tuple(s.outputs[position] for s in self.variables[variable].values)
+                if name in at_end:
+                    made[name] = variable, source
+                else:
+                    self._add_link(program.tensor[name], variable, source, uses[name])
+        for name in dict.fromkeys((*program.inputs, *program.outputs)):
+            producer, source = made.get(name, (None, ()))
+            self.ends.append(
+                _End(
+                    class_index=class_index,
+                    meta=program.tensor[name],
+                    producer=producer,
+                    source=source,
+                    uses=tuple(uses[name]),
+                    is_output=name in program.outputs,
+                )
+            )
         for name in program.params:
             if (class_index, name) in group_of:
                 continue
@@ -301,10 +381,17 @@ class _Builder:
             for position, name in enumerate(op.inputs):
                 asks = [(s.inputs[position], gradient_partial(s, position)) for s in shardings]
                 uses[name].append((variable, asks))
-        for name in program.outputs:
-            place = self.boundary.get((class_index, name), Replicate())
-            uses[name].append((None, [(place, False)]))
         return uses
+
+    def links_at_ends(self, boundary: Boundary) -> list[Link]:
+        """Return the links of what blocks hand to each other, placed so."""
+        before = len(self.links)
+        for end in self.ends:
+            source, uses = end.link_ends(boundary)
+            self._add_link(end.meta, end.producer, source, uses)
+        made = self.links[before:]
+        del self.links[before:]
+        return made
 
     def add_shared_params(
         self, groups: Sequence[tuple[tuple[int, str], ...]], programs: Mapping[int, Program]
@@ -374,30 +461,39 @@ class _Builder:
             return
         sources = tuple(dict.fromkeys(source))
         asks = tuple(dict.fromkeys(ask for _, asked in uses for ask in asked))
-        seconds = np.array(
-            [
-                [
-                    self.redistribute_seconds(
-                        p, place, partial, meta.bytes_at(1), meta.requires_grad
-                    )
-                    for place, partial in asks
-                ]
-                for p in sources
-            ]
-        )
+        seconds = self._link_seconds(meta, sources, asks)
         if not seconds.any():
             return
+        row = {place: index for index, place in enumerate(sources)}
+        column = {ask: index for index, ask in enumerate(asks)}
         self.links.append(
             Link(
                 tensor=meta.name,
                 producer=producer,
-                source=tuple(sources.index(p) for p in source),
-                uses=tuple((u, tuple(asks.index(a) for a in asked)) for u, asked in uses),
+                source=tuple(row[p] for p in source),
+                uses=tuple((u, tuple(column[a] for a in asked)) for u, asked in uses),
                 seconds=seconds,
                 sources=sources,
                 asks=asks,
             )
         )
+
+    def _link_seconds(
+        self, meta: TensorMeta, sources: tuple[Placement, ...], asks: tuple[Ask, ...]
+    ) -> NDArray[np.float64]:
+        """Return the seconds from each source to each ask; equal links are asked once."""
+        key = sources, asks, meta.bytes_at(1), meta.requires_grad
+        if key not in self.memory.links:
+            self.memory.links[key] = np.array(
+                [
+                    [
+                        self.redistribute_seconds(source, place, partial, *key[2:])
+                        for place, partial in asks
+                    ]
+                    for source in sources
+                ]
+            )
+        return self.memory.links[key]
 
 
 def gradient_partial(sharding: OpSharding, position: int) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -50,8 +51,15 @@ def solve_by_elimination(
         ((index,), v.seconds + bytes_price * v.num_bytes)
         for index, v in enumerate(problem.variables)
     ]
-    tables += [link_table(link, sizes, max_cells) for link in problem.links]
+    tables += link_tables(problem, max_cells)
     return minimise_tables(tables, sizes, max_cells)
+
+
+@lru_cache(maxsize=2)
+def link_tables(problem: BlockProblem, max_cells: int) -> list[Table]:
+    """Return every link's table; kept for the same problem at another price of bytes."""
+    sizes = [len(v.values) for v in problem.variables]
+    return [link_table(link, sizes, max_cells) for link in problem.links]
 
 
 def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
@@ -72,8 +80,12 @@ def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
         dims[variables.index(variable)] = len(values)
         return values.reshape(dims)
 
-    total = np.zeros(shape)
     source = np.array(link.source)
+    if len(link.uses) == 1 and None not in (link.producer, link.uses[0][0]):
+        user, asks = link.uses[0]
+        total = link.seconds[np.ix_(source, asks)]
+        return variables, total if variables == (link.producer, user) else total.T
+    total = np.zeros(shape)
     for column in range(link.seconds.shape[1]):
         asked = np.zeros(shape, dtype=bool)
         for variable, asks in link.uses:
@@ -87,43 +99,87 @@ def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
 
 def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: int) -> Choice:
     """Return the choice of all variables that minimises the sum of the tables."""
-    remaining = set(range(len(sizes)))
-    of_variable: dict[int, list[Table]] = {v: [] for v in remaining}
-    constant = 0.0
-    for table in tables:
-        if not table[0]:
-            constant += float(table[1])
-        for variable in table[0]:
-            of_variable[variable].append(table)
-    neighbours = {
-        v: {u for variables, _ in of_variable[v] for u in variables} - {v} for v in remaining
-    }
-    steps: list[tuple[int, tuple[int, ...], NDArray[np.intp]]] = []
-    while remaining:
-        variable = min(
-            remaining, key=lambda v: (prod(sizes[u] for u in neighbours[v]) * sizes[v], v)
-        )
-        scope = tuple(sorted(neighbours[variable] | {variable}))
-        shape = tuple(sizes[u] for u in scope)
-        if prod(shape) > max_cells:
-            raise TooWide(f"a table of {prod(shape)} cells is needed")
-        total = np.zeros(shape)
-        for variables, values in of_variable[variable]:
-            dims = [sizes[u] if u in variables else 1 for u in scope]
-            total = total + values.reshape(dims)
-        axis = scope.index(variable)
-        reduced: Table = (scope[:axis] + scope[axis + 1 :], total.min(axis=axis))
-        steps.append((variable, reduced[0], total.argmin(axis=axis)))
-        gone = {id(table) for table in of_variable[variable]}
-        for other in reduced[0]:
-            of_variable[other] = [t for t in of_variable[other] if id(t) not in gone]
-            of_variable[other].append(reduced)
-            neighbours[other] |= set(reduced[0]) - {other}
-            neighbours[other].discard(variable)
-        if not reduced[0]:
-            constant += float(reduced[1])
-        remaining.remove(variable)
+    values = [table for _, table in tables]
+    constant = sum(float(table) for scope, table in tables if not scope)
+    steps: list[tuple[Elimination, NDArray[np.intp]]] = []
+    for step in elimination_order(tuple(scope for scope, _ in tables), tuple(sizes)):
+        if step.num_cells > max_cells:
+            raise TooWide(f"a table of {step.num_cells} cells is needed")
+        first, *others = step.tables
+        total = values[first[0]].reshape(first[1])
+        for index, dims in others:
+            total = total + values[index].reshape(dims)
+        total = np.broadcast_to(total, step.shape)
+        best = total.argmin(axis=step.axis)
+        least = np.take_along_axis(total, np.expand_dims(best, step.axis), step.axis)
+        values.append(least.squeeze(step.axis))
+        steps.append((step, best))
+        if not step.scope:
+            constant += float(values[-1])
     chosen = [0] * len(sizes)
-    for variable, scope, best in reversed(steps):
-        chosen[variable] = int(best[tuple(chosen[u] for u in scope)])
+    for step, best in reversed(steps):
+        chosen[step.variable] = int(best[tuple(chosen[u] for u in step.scope)])
     return Choice(values=tuple(chosen), cost=constant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elimination:
+    """One step: `variable` leaves, and a table over `scope` takes the place of `tables`.
+
+    `tables` are (index, shape that lines it up with the others); `shape` is that of their sum
+    and `axis` the variable's place in it. New tables are numbered on from the given ones.
+    """
+
+    variable: int
+    scope: tuple[int, ...]
+    tables: tuple[tuple[int, tuple[int, ...]], ...]
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the sum before the variable leaves."""
+        return prod(self.shape)
+
+
+@lru_cache(maxsize=256)
+def elimination_order(
+    scopes: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]
+) -> tuple[Elimination, ...]:
+    """Return the steps, smallest new table first; the same for equal structures."""
+    remaining = set(range(len(sizes)))
+    all_scopes = list(scopes)
+    of_variable: dict[int, list[int]] = {v: [] for v in remaining}
+    for index, scope in enumerate(scopes):
+        for variable in scope:
+            of_variable[variable].append(index)
+    neighbours = {v: {u for t in of_variable[v] for u in scopes[t]} - {v} for v in remaining}
+    cells = {v: prod(sizes[u] for u in neighbours[v]) * sizes[v] for v in remaining}
+    steps = []
+    while remaining:
+        variable = min(remaining, key=lambda v: (cells[v], v))
+        wide = tuple(sorted(neighbours[variable] | {variable}))
+        axis = wide.index(variable)
+        scope = wide[:axis] + wide[axis + 1 :]
+        tables = tuple(
+            (index, tuple(sizes[u] if u in all_scopes[index] else 1 for u in wide))
+            for index in of_variable[variable]
+        )
+        steps.append(
+            Elimination(
+                variable=variable,
+                scope=scope,
+                tables=tables,
+                shape=tuple(sizes[u] for u in wide),
+                axis=axis,
+            )
+        )
+        made, gone = len(all_scopes), set(of_variable[variable])
+        all_scopes.append(scope)
+        for other in scope:
+            of_variable[other] = [t for t in of_variable[other] if t not in gone] + [made]
+            neighbours[other] |= set(scope) - {other}
+            neighbours[other].discard(variable)
+            cells[other] = prod(sizes[u] for u in neighbours[other]) * sizes[other]
+        remaining.remove(variable)
+    return tuple(steps)

@@ -29,7 +29,13 @@ from planner.plan import ClassLayout
 from planner.redistribute import collectives
 from planner.sharding import segment_counts, strategies
 from profiles import Profile
-from search.block_problem import BlockProblem, Priced, build_block_problem, read_layouts
+from search.block_problem import (
+    BlockProblem,
+    Boundary,
+    Memory,
+    build_block_problems,
+    read_layouts,
+)
 from search.eliminate import Choice, TooWide, solve_by_elimination
 from search.request import SearchRequest
 
@@ -66,7 +72,7 @@ class LayoutSolver:
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    _priced: dict[int, dict[tuple, Priced]] = field(default_factory=dict)
+    _memory: dict[int, Memory] = field(default_factory=dict)
     _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
 
     @cached_property
@@ -103,9 +109,18 @@ class LayoutSolver:
         tp: int,
         microbatch_size: int,
         classes: tuple[int, ...],
-        boundary: Mapping[tuple[int, str], Placement] | None = None,
+        boundary: Boundary | None = None,
     ) -> BlockProblem:
         """Return the choice problem of some classes between given block boundaries."""
+        return self._problems(tp, microbatch_size, classes, (boundary or {},))[0]
+
+    def _problems(
+        self,
+        tp: int,
+        microbatch_size: int,
+        classes: tuple[int, ...],
+        boundaries: Sequence[Boundary],
+    ) -> tuple[BlockProblem, ...]:
         group = tp_group(self.profile.cluster, tp=tp)
 
         @cache
@@ -123,15 +138,15 @@ class LayoutSolver:
         def seconds(op: Op, tensor: Mapping[str, TensorMeta]) -> float:
             return sum(op_seconds(op, tensor, self.profile))
 
-        return build_block_problem(
+        return build_block_problems(
             [(index, self.program(index, microbatch_size)) for index in classes],
             axis_size=tp,
             strategies=partial(strategies, segments=self._segments(microbatch_size)),
             op_seconds=seconds,
             redistribute_seconds=redistribute,
-            boundary=boundary,
+            boundaries=boundaries,
             pins=self.pins,
-            priced=self._priced.setdefault(tp, {}),
+            memory=self._memory.setdefault(tp, Memory()),
             shared=[members for members in self.shared if members[0][0] in classes],
         )
 
@@ -141,10 +156,15 @@ class LayoutSolver:
         return tuple(sorted({count for p in programs for count in segment_counts(p)}))
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        boundaries = boundary_options(self.graph, tp, microbatch_size)
+        groups = [
+            self._problems(tp, microbatch_size, classes, boundaries)
+            for classes in class_groups(self.graph, self.shared)
+        ]
         found = [
             layouts
-            for boundary in boundary_options(self.graph, tp, microbatch_size)
-            for layouts in self._solve_between(tp, microbatch_size, boundary)
+            for problems in zip(*groups, strict=True)
+            for layouts in self._solve_between(problems)
         ]
         kept: list[Layouts] = []
         for one in sorted(found, key=lambda layouts: layouts.seconds):
@@ -152,17 +172,14 @@ class LayoutSolver:
                 kept.append(one)
         return tuple(kept)
 
-    def _solve_between(
-        self, tp: int, microbatch_size: int, boundary: Mapping[tuple[int, str], Placement]
-    ) -> list[Layouts]:
-        """Return the fast and the lean layouts for given block boundaries."""
+    def _solve_between(self, problems: Sequence[BlockProblem]) -> list[Layouts]:
+        """Return the fast and the lean layouts of all classes for the same block boundaries."""
         ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
         seconds, sizes = dict.fromkeys(ends, 0.0), dict.fromkeys(ends, 0.0)
         solvers = set()
         uses = Counter(block.class_index for block in self.graph.blocks)
-        for classes in class_groups(self.graph, self.shared):
-            problem = self.problem(tp, microbatch_size, classes, boundary)
-            count = max(uses[index] for index in classes)
+        for problem in problems:
+            count = max(uses[index] for index, _ in problem.programs)
             price = _FAST_PRICE
             for name in ends:
                 choice, solver = solve_block(problem, price)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from planner.errors import LayoutError
-from planner.graph import Arg, Op, Program, TensorMeta
+from planner.graph import Arg, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.sharding.call import Call, local_shape
+from planner.sharding.call import Call, divides, local_shape
 
 _T = TypeVar("_T")
 Rule = Callable[[Call], Iterable[OpSharding]]
@@ -83,6 +84,7 @@ def rule(*names: str, contiguous: bool = False) -> Callable[[Rule], Rule]:
             if any(kind == contiguous for _, kind in known):
                 raise ValueError(f"two sharding rules for {name}")
             known.append((function, contiguous))
+        _strategies.cache_clear()
         return function
 
     return register
@@ -120,7 +122,39 @@ def strategies(
     `segments` are the counts of segments to offer beside plain shards, for example those of
     `segment_counts(program)`.
     """
-    call = Call(op, tensor, axis_size, tuple(segments))
+    nameless, metas = _without_names(op, tensor)
+    return _strategies(nameless, metas, axis_size, tuple(segments))
+
+
+def _without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
+    """Return the op with its tensors numbered, and their metas: equal for ops that are alike."""
+    number = {name: str(n) for n, name in enumerate(dict.fromkeys((*op.inputs, *op.outputs)))}
+    metas = tuple(
+        TensorMeta(
+            name=number[name],
+            shape=meta.shape,
+            dtype=meta.dtype,
+            kind=meta.kind,
+            requires_grad=meta.requires_grad,
+        )
+        for name, meta in ((name, tensor[name]) for name in number)
+    )
+    plain = Op(
+        name="",
+        target=op.target,
+        args=map_refs(op.args, lambda ref: Ref(number[ref.name])),
+        kwargs=map_refs(op.kwargs, lambda ref: Ref(number[ref.name])),
+        outputs=tuple(number[name] for name in op.outputs),
+    )
+    return plain, metas
+
+
+@lru_cache(maxsize=65536)
+def _strategies(
+    op: Op, metas: tuple[TensorMeta, ...], axis_size: int, segments: tuple[int, ...]
+) -> tuple[OpSharding, ...]:
+    """`strategies` of ops that are alike; a model repeats its ops, and a search asks often."""
+    call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     found = {call.replicated(): None}
     for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
         for sharding in function(call):
@@ -159,12 +193,43 @@ def local_ops(
             shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
             raise LayoutError(
                 f"op {op.name} ({op.target} of {shapes}) can't run as {sharding} on "
-                f"{axis}={axis_size}; use one of {'; '.join(map(str, offered))}"
+                f"{axis}={axis_size}: {_why_not(Call(op, tensor, axis_size), sharding, axis)}; "
+                f"use one of {'; '.join(map(str, offered))}"
             )
         form = _find(_LOCAL, op.target)
         if form is not None:
             return form(Placed(Call(op, tensor, axis_size), sharding, axis))
     return LocalForm((op,))
+
+
+def _why_not(call: Call, sharding: OpSharding, axis: str) -> str:
+    """Say why a sharding is not offered: the size that does not divide, or that none would do."""
+    names = (*call.op.inputs, *call.op.outputs)
+    placements = (*sharding.inputs, *sharding.outputs)
+    if len(names) != len(placements):
+        return f"it has {len(call.op.inputs)} inputs and {len(call.op.outputs)} outputs"
+    for name, placement in zip(names, placements, strict=True):
+        reason = why_not_divided(name, call.shape(name), placement, axis, call.axis_size)
+        if reason:
+            return reason
+    return "on such pieces it would compute something else"
+
+
+def why_not_divided(
+    name: str, shape: tuple[int, ...], placement: Placement, axis: str, axis_size: int
+) -> str:
+    """Return why a tensor does not split evenly under a placement; empty if it does."""
+    if not isinstance(placement, Shard) or divides(placement, shape, axis_size):
+        return ""
+    if placement.dim >= len(shape):
+        return f"{name} of shape {list(shape)} has no dim {placement.dim}"
+    size, segments = shape[placement.dim], placement.segments
+    fitting = [n for n in range(1, size // segments + 1) if size % (n * segments) == 0]
+    cut = f" in {segments} segments" if segments > 1 else ""
+    return (
+        f"dim {placement.dim} of {name} has size {size}, which {axis}={axis_size} does not "
+        f"divide{cut} ({axis} may be {', '.join(map(str, fitting)) or 'nothing'})"
+    )
 
 
 def grad_is_partial(outputs: Iterable[Placement]) -> bool:
@@ -201,6 +266,8 @@ def ops_without_rule(program: Program) -> dict[str, int]:
     """Count the ops of a program that always run replicated, by target."""
     counts: dict[str, int] = {}
     for op in program.ops:
-        if op.inputs and not has_rule(op.target):  # making a tensor needs no rule
+        sizes = [program.tensor[name].shape for name in (*op.inputs, *op.outputs)]
+        # Making a tensor needs no rule, and there is nothing to divide in numbers.
+        if op.inputs and any(sizes) and not has_rule(op.target):
             counts[op.target] = counts.get(op.target, 0) + 1
     return counts
