@@ -59,6 +59,11 @@ def default_plan(
             f"stage_tps={tps}: give one tp for each of the {num_stages} stages, each a divisor of "
             f"dp*tp={dp * tp}"
         )
+    if any(microbatch_size * own % tp for own in tps):
+        raise LayoutError(
+            f"stage_tps={tps}: microbatches of {microbatch_size} on dp={dp} can't be divided over "
+            f"dp={dp * tp // min(tps)}; use a microbatch_size that {tp // min(tps)} divides"
+        )
     bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
     stages = tuple(
         StagePlan(

@@ -97,6 +97,8 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy every group made here (but for the default one); all ranks call it."""
+        # A rank that leaves a group another is still joining would break it.
+        dist.barrier(group=self.control)
         for group in self._opened:
             dist.destroy_process_group(group)
         self._opened.clear()

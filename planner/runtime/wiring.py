@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import LayoutError
-from planner.graph import Affine, ModelGraph, Size
+from planner.graph import Affine, ModelGraph, Size, TensorMeta
 from planner.placement import Partial, Placement, Replicate, Shard, parse_placement
 from planner.plan import Plan
 
@@ -147,6 +147,8 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
         else:
             _check_samples(graph, plan, name, block)
             sent, taken = _between_meshes(made), _between_meshes(wanted)
+        if sent.tp == taken.tp == Replicate() and sends_pieces(plan, producer, consumer):
+            sent, taken = _in_pieces(plan, meta, sent, taken, producer, consumer)
         edges[name, consumer] = Edge(
             index=len(edges),
             tensor=name,
@@ -160,6 +162,24 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
             requires_grad=meta.requires_grad,
         )
     return tuple(edges.values())
+
+
+def sends_pieces(plan: Plan, producer: int, consumer: int) -> bool:
+    """Whether what all tp ranks of both stages hold goes in tp pieces, gathered on arrival.
+
+    Each rank then sends 1/tp of it instead of all. That pays where the way between the
+    stages is slower than the one inside a tp group: when it leaves the node and the
+    groups do not. On one node the gather costs as much as is saved.
+    """
+    per_node = plan.cluster.devices_per_node
+    ends = [plan.mesh(plan.stages[s].pp_rank) for s in (producer, consumer)]
+    stays = all(
+        len({rank // per_node for rank in group}) == 1 for m in ends for group in m.groups("tp")
+    )
+    leaves = any(
+        a // per_node != b // per_node for a, b in zip(ends[0].ranks, ends[1].ranks, strict=True)
+    )
+    return stays and leaves
 
 
 def wire_stage(
@@ -217,6 +237,20 @@ def _between_meshes(placed: Placements) -> Placements:
     return Placements(
         *(p if isinstance(p, Shard) and p.segments == 1 else Replicate() for p in placed)
     )
+
+
+def _in_pieces(
+    plan: Plan, meta: TensorMeta, sent: Placements, taken: Placements, producer: int, consumer: int
+) -> tuple[Placements, Placements]:
+    """Cut both ends along the first dim that divides and that nothing else cuts."""
+    tps = plan.stage_tp(producer), plan.stage_tp(consumer)
+    for dim, size in enumerate(meta.shape):
+        if isinstance(size, Affine) or Shard(dim) in (sent.cp, taken.cp):
+            continue
+        if all(size % tp == 0 for tp in tps):
+            pieces = [Shard(dim) if tp > 1 else Replicate() for tp in tps]
+            return sent._replace(tp=pieces[0]), taken._replace(tp=pieces[1])
+    return sent, taken
 
 
 def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None:

@@ -13,7 +13,7 @@ The weights below only say how these compare; the search prices layouts properly
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
@@ -86,13 +86,14 @@ class BeamSearch:
     """The sweep over one bound program. `pins` must hold at every op they touch.
 
     With `sum_later` gradients of whole parameters are summed outside (`lowering.lower`), so
-    their uses cost nothing here.
+    their uses cost nothing here. `may_lie` says which placements of a tensor to consider.
     """
 
     program: Program
     axis_size: int
     pins: Mapping[str, Placement] = field(default_factory=dict)
     sum_later: bool = False
+    may_lie: Callable[[str, Placement], bool] = lambda name, placement: True
 
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep asks for them at every state."""
@@ -152,9 +153,12 @@ class BeamSearch:
     def _allowed(self, op: Op) -> list[OpSharding]:
         """Return the shardings of an op that honour every pin on its tensors."""
         offered = strategies(op, self.program.tensor, self.axis_size, segments=self._segments)
+        names = (*op.inputs, *op.outputs)
+        offered = tuple(
+            s for s in offered if all(map(self.may_lie, names, (*s.inputs, *s.outputs)))
+        )
         if not self.pins:
             return list(offered)
-        names = (*op.inputs, *op.outputs)
         allowed = [
             s
             for s in offered

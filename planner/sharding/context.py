@@ -35,7 +35,7 @@ def propagate_cp(
         axis_size=cp,
         boundary=Shard(SEQUENCE_DIM),
         programs=programs,
-        whole_params=True,
+        sequences_only=True,
     )
     return tuple(layout.model_copy(update={"axis": "cp"}) for layout in layouts)
 

@@ -6,11 +6,11 @@ rest follows with the least redistribution and the least replicated work (`beam`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph, Program
-from planner.placement import Placement, Replicate
+from planner.graph import Affine, ModelGraph, Program
+from planner.placement import Placement, Replicate, Shard
 from planner.plan import ClassLayout
 from planner.sharding.beam import BeamSearch
 from planner.sharding.call import divides
@@ -27,6 +27,7 @@ def propagate_layout(
     inputs: Sequence[Placement] | None = None,
     outputs: Sequence[Placement] | None = None,
     whole_params: bool = False,
+    may_lie: Callable[[str, Placement], bool] = lambda name, placement: True,
 ) -> ClassLayout:
     """Choose the layout of a bound block program on an axis of `axis_size` ranks.
 
@@ -34,7 +35,8 @@ def propagate_layout(
     so. `at_rest` only fixes where params lie, from where they may be redistributed. `inputs`
     and `outputs` are the placements at the block's boundary, Replicate by default.
     `whole_params` pins every param Replicate: the axis divides the data only, and gradients
-    are summed over it once a step (`lower` with `sum_later`). Raises
+    are summed over it once a step (`lower` with `sum_later`). `may_lie` says of tensors of
+    the program which placements to consider. Raises
     LayoutError when a pin names nothing, does not divide, or no op can honour it.
     """
     replicated = Replicate()
@@ -51,7 +53,13 @@ def propagate_layout(
     for name in program.params:
         if name in fixed or program.tensor[name].kind != "param":
             placement[name] = fixed.get(name, replicated)
-    search = BeamSearch(program=program, axis_size=axis_size, pins=pins, sum_later=whole_params)
+    search = BeamSearch(
+        program=program,
+        axis_size=axis_size,
+        pins=pins,
+        sum_later=whole_params,
+        may_lie=may_lie,
+    )
     best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
     placement |= dict(best.params)
     return ClassLayout(
@@ -75,7 +83,7 @@ def propagate_graph(
     pins: Sequence[Pin] = (),
     boundary: Placement | None = None,
     programs: Sequence[Program] | None = None,
-    whole_params: bool = False,
+    sequences_only: bool = False,
 ) -> tuple[ClassLayout, ...]:
     """Choose a layout for every block class.
 
@@ -85,8 +93,8 @@ def propagate_graph(
     class nearest the loss, which multiplies by it, decides.
 
     `programs` are the classes' programs where they are not the graph's own, for example
-    already lowered on another axis. With `whole_params` and a Shard(1) boundary the axis is
-    one of context parallelism: every rank has all weights and a part of each sequence.
+    already lowered on another axis. With `sequences_only` and a Shard(1) boundary the axis is
+    one of context parallelism: every rank has all weights and a part of every sample.
     """
     used_by: dict[str, set[int]] = {}
     for block in graph.blocks:
@@ -105,7 +113,12 @@ def propagate_graph(
             index,
             program,
             axis_size,
-            whole_params=whole_params,
+            whole_params=sequences_only,
+            may_lie=(
+                _keeps_samples(graph.classes[index], microbatch_size)
+                if sequences_only
+                else lambda name, placement: True
+            ),
             pins=pinned.get(index),
             at_rest={local: decided[name] for name, local in names.items() if name in decided},
             inputs=_at_boundary(graph, program, block.inputs, program.inputs, boundary, axis_size),
@@ -117,6 +130,23 @@ def propagate_graph(
             if len(used_by[name]) > 1:
                 decided[name] = placement
     return tuple(layouts[index] for index in sorted(layouts))
+
+
+def _keeps_samples(program: Program, microbatch_size: int) -> Callable[[str, Placement], bool]:
+    """Tell placements that give every rank a part of every sample from those that don't.
+
+    `program` still has sizes that depend on the microbatch size: a cut of such a dim must
+    fall inside the samples, so each of its segments is (a part of) one.
+    """
+
+    def keeps(name: str, placement: Placement) -> bool:
+        meta = program.tensor.get(name)
+        if meta is None or not isinstance(placement, Shard) or placement.dim >= len(meta.shape):
+            return True
+        counts_samples = isinstance(meta.shape[placement.dim], Affine)
+        return not counts_samples or placement.segments % microbatch_size == 0
+
+    return keeps
 
 
 def _at_boundary(

@@ -135,7 +135,7 @@ def test_context_parallelism_equals_dense(name):
     """D19: each rank has a part of every sequence; keys and values are gathered."""
     graph = captured(name)
     layouts = propagate_graph(
-        graph, microbatch_size=2, axis_size=2, boundary=Shard(1), whole_params=True
+        graph, microbatch_size=2, axis_size=2, boundary=Shard(1), sequences_only=True
     )
     assert any("S(1)" in layout.outputs for layout in layouts)
     for layout in layouts:
@@ -178,7 +178,7 @@ def test_context_and_tensor_parallelism_together(name):
         axis_size=2,
         boundary=Shard(1),
         programs=programs,
-        whole_params=True,
+        sequences_only=True,
     )
     for tp_layout, cp_layout in zip(tp, cp, strict=True):
         check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)

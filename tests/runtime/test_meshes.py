@@ -1,0 +1,398 @@
+"""Meshes: ranks and groups of a plan, stages with meshes of their own, context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from planner.capture import capture_module
+from planner.errors import LayoutError
+from planner.graph import ModelGraph, from_json, to_json
+from planner.placement import Replicate, Shard
+from planner.plan import ClassLayout, Plan
+from planner.plan_defaults import default_plan
+from planner.runtime.engine import Engine
+from planner.runtime.mesh import build_mesh, coordinate_of
+from planner.runtime.routes import Routes
+from planner.runtime.wiring import build_edges, sends_pieces
+from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+
+
+def plan_for(name: str, **choices: Any) -> Plan:
+    return default_plan(capture(name, torch.float64), microbatch_size=2, **choices)
+
+
+def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    """Train each on that many ranks and compare with one process."""
+    plans = [(name, plan_for(name, **choices)) for name, choices in cases]
+    by_rank: list[list[Outcome]] = run_ranks(train_many, world_size, plans)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert outcomes[0].loss_gap < RTOL, case
+        assert outcomes[0].gradient_gap < RTOL, case
+        assert outcomes[0].param_gap < RTOL, case
+        assert {o.losses for o in outcomes} == {outcomes[0].losses}, f"ranks differ: {case}"
+
+
+# -- ranks and groups -----------------------------------------------------------------------
+
+
+def test_coordinates_match_ranks():
+    """M3, D1: eight ranks as pp 2 x dp 2 x tp 2, and with a pp rank cut its own way."""
+    plan = plan_for("gpt", dp=2, tp=2, pp=2)
+    expected = [(p, d, 0, t) for p in range(2) for d in range(2) for t in range(2)]
+    assert [coordinate_of(plan, rank) for rank in range(8)] == expected
+    plan = plan_for("gpt", dp=2, tp=2, pp=2, stage_tps=(4, 1))
+    found = [coordinate_of(plan, rank) for rank in range(8)]
+    assert found == [(0, 0, 0, t) for t in range(4)] + [(1, d, 0, 0) for d in range(4)]
+    plan = plan_for("gpt", dp=2, cp=2, tp=2)
+    expected = [(0, d, c, t) for d in range(2) for c in range(2) for t in range(2)]
+    assert [coordinate_of(plan, rank) for rank in range(8)] == expected
+
+
+def count_groups(plans: list[Plan]) -> list[int]:
+    """Groups this rank is in while each plan's mesh is up, and after the last is closed."""
+    known = dist.distributed_c10d._world.pg_map
+    counts = []
+    for plan in plans:
+        mesh = build_mesh(plan, torch.device("cpu"))
+        counts.append(len(known) - 1)
+        mesh.close()
+    return [*counts, len(known) - 1]
+
+
+def test_groups_are_counted_and_given_back():
+    """M21: one group for each axis of two or more ranks; none left after ten plans."""
+    choices: list[dict[str, Any]] = [
+        {"dp": 4},  # data
+        {"tp": 4},  # tp
+        {"dp": 2, "tp": 2},  # both
+        {"dp": 2, "cp": 2},  # data over all four, cp
+        {"cp": 2, "tp": 2},  # data, cp, tp
+        {"pp": 4},  # none
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "pp": 2, "stage_tps": (2, 1)},  # tp on one pp rank, data on the other
+        {"cp": 2, "pp": 2},
+        {"dp": 2, "tp": 2, "zero_stage": 3},
+    ]
+    by_rank = run_ranks(count_groups, 4, [plan_for("gpt", **c) for c in choices])
+    assert all(counts == [1, 1, 2, 2, 3, 0, 1, 1, 2, 2, 0] for counts in by_rank), by_rank
+
+
+def train_and_close(plans: list[tuple[str, Plan]]) -> list[int]:
+    """Groups left after each of these was trained a step and closed."""
+    left = []
+    for name, plan in plans:
+        tiny, module = build(name)
+        engine = planner.apply(plan, module)
+        engine.step(tiny.batch(plan.global_batch))
+        engine.close()
+        left.append(len(dist.distributed_c10d._world.pg_map) - 1)
+    return left
+
+
+def test_an_engine_gives_its_groups_back():
+    """M21: those of tied copies and of FSDP2 too."""
+    tied = default_plan(capture("tied-gpt"), pp=2)
+    sharded = default_plan(capture("gpt"), dp=2, zero_stage=3)
+    assert run_ranks(train_and_close, 2, [("tied-gpt", tied), ("gpt", sharded)]) == [[0, 0]] * 2
+
+
+# -- stages with meshes of their own ------------------------------------------------------------
+
+
+def test_stages_with_different_dp_and_tp():
+    """D12, G8: tp 2 beside dp 2, both ways; skips, side inputs, tied weights, ZeRO, virtual
+    stages and split backwards.
+    """
+    two = {"pp": 2, "tp": 2}
+    vpp = {"vpp": 2, "schedule": "interleaved_1f1b", "stage_tps": (2, 1, 2, 1)}
+    check(
+        4,
+        [
+            ("gpt", {**two, "stage_tps": (2, 1)}),
+            ("gpt", {**two, "stage_tps": (1, 2), "zero_stage": 3, "recompute": "full"}),
+            ("unet", {**two, "stage_tps": (2, 1)}),
+            ("encoder-decoder", {**two, "stage_tps": (1, 2)}),
+            ("tied-gpt", {**two, "stage_tps": (2, 1), "zero_stage": 1}),
+            ("tied-gpt", {"pp": 2, "dp": 2, "stage_tps": (1, 2), "schedule": "zb_h1"}),
+            ("deep-gpt", {**two, **vpp, "num_microbatches": 4}),
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_four_ways_to_cut_on_eight_ranks():
+    """D12: dp 1 x tp 4 to dp 4 x tp 1, and to dp 2 x tp 2."""
+    base = {"pp": 2, "dp": 2, "tp": 2}
+    cases = [("gpt", {**base, "stage_tps": tps}) for tps in [(4, 1), (1, 4), (2, 4)]]
+    check(8, [*cases, ("tied-gpt", {**base, "stage_tps": (4, 1), "zero_stage": 2})])
+
+
+def test_gradients_are_clipped_over_different_meshes():
+    """D12: every element of the model counts once in the norm."""
+    two = {"pp": 2, "tp": 2, "stage_tps": (2, 1)}
+    cases = [("gpt", two), ("tied-gpt", {**two, "zero_stage": 1})]
+    plans = [(name, plan_for(name, **choices)) for name, choices in cases]
+    for by_rank in zip(*run_ranks(clip_many, 4, plans, 0.1), strict=True):
+        assert len({rank[0] for rank in by_rank}) == 1
+        assert by_rank[0][0] == pytest.approx(by_rank[0][1], rel=1e-10)
+        assert by_rank[0][2] < RTOL
+
+
+def test_each_rank_is_sent_exactly_what_it_needs():
+    """D4, D12: from tp 2 pieces to dp 2 halves and back, every element once."""
+    plan = plan_for("gpt", tp=2, pp=2, stage_tps=(2, 1))
+    (edge,) = build_edges(capture("gpt", torch.float64), plan)
+    sharded = replace(edge, sent=edge.sent._replace(tp=Shard(2)))
+    routes = Routes(plan=plan)
+    samples, (_, sequence, hidden) = 2 * plan.microbatch_size, edge.shape
+    boxes = {
+        (p.source, p.target): p.box for p in routes.parts(sharded, samples // 2, is_grad=False)
+    }
+    half = (0, sequence), (0, hidden // 2)
+    other = (0, sequence), (hidden // 2, hidden)
+    assert boxes == {
+        (0, 2): ((0, 1), *half),
+        (1, 2): ((0, 1), *other),
+        (0, 3): ((1, 2), *half),
+        (1, 3): ((1, 2), *other),
+    }
+    back = {(p.source, p.target) for p in Routes(plan=plan).parts(sharded, 2, is_grad=True)}
+    assert back == {(2, 0), (3, 0), (2, 1), (3, 1)}
+
+
+def test_an_uneven_microbatch_is_cut_alike_on_both_meshes():
+    """D12: three samples are one and two on the dp 2 side; boxes still tile the tensor."""
+    plan = plan_for("gpt", tp=2, pp=2, stage_tps=(2, 1))
+    (edge,) = build_edges(capture("gpt", torch.float64), plan)
+    parts = Routes(plan=plan).parts(edge, 3, is_grad=False)
+    assert [(p.target, p.box[0]) for p in parts] == [(2, (0, 1)), (3, (1, 3))]
+
+
+class PoolsFirst(nn.Module):
+    """The first block hands on a value without samples, the second uses it for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        mean = self.first(x).mean(0)
+        return F.mse_loss(self.second(mean) + y, y)
+
+
+def test_values_that_samples_can_not_be_told_apart_in_are_refused():
+    """D12, G9: both blocks and the tensor are named."""
+    batches = [(torch.randn(n, 8), torch.randn(n, 8)) for n in (2, 3)]
+    graph = capture_module(PoolsFirst(), *batches, name="pools")
+    plan = default_plan(graph, pp=2, tp=2, stage_tps=(1, 2), microbatch_size=2)
+    with pytest.raises(LayoutError, match=r"block \S+ hands \S+ to block .*no dim counts samples"):
+        build_edges(graph, plan)
+
+
+def test_degrees_of_a_stage_must_fit():
+    """D12, V11: refused, with what would fit."""
+    with pytest.raises(LayoutError, match=r"stage_tps=\(3, 1\): give one tp for each of the 2"):
+        plan_for("gpt", tp=2, pp=2, stage_tps=(3, 1))
+    with pytest.raises(ValueError, match="stages of one pp rank share its mesh"):
+        plan_for("gpt", tp=2, pp=2, vpp=2, schedule="interleaved_1f1b", stage_tps=(2, 1, 1, 2))
+
+
+# -- whole tensors sent in pieces -----------------------------------------------------------------
+
+
+def bytes_between(plans: list[Plan]) -> list[tuple[int, float]]:
+    """Bytes this rank sent in one step of each plan, and the step's loss."""
+    found = []
+    for plan in plans:
+        tiny, module = build("gpt")
+        engine = planner.apply(plan, module)
+        loss = engine.step(tiny.batch(plan.global_batch)).item()
+        found.append((engine._executor._post.bytes_sent, loss))
+    return found
+
+
+def with_nodes_of(plan: Plan, devices: int) -> Plan:
+    return plan.model_copy(
+        update={"cluster": plan.cluster.model_copy(update={"devices_per_node": devices})}
+    )
+
+
+def test_between_nodes_a_whole_tensor_goes_in_pieces():
+    """D4, P5: each rank of a tp group sends its half, and the receivers gather."""
+    graph = capture("gpt")
+    plan = default_plan(graph, tp=2, pp=2)
+    on_one, on_two = with_nodes_of(plan, 4), with_nodes_of(plan, 2)
+    assert not sends_pieces(on_one, 0, 1)
+    assert sends_pieces(on_two, 0, 1)
+    # A tp group over nodes gathers there too: nothing is saved.
+    assert not sends_pieces(with_nodes_of(plan, 1), 0, 1)
+    (whole,), (cut,) = build_edges(graph, on_one), build_edges(graph, on_two)
+    assert (whole.sent.tp, cut.sent.tp) == (Replicate(), Shard(1))
+    by_rank = run_ranks(bytes_between, 4, [on_one, on_two])
+    tensor = graph.tensor[whole.tensor].bytes_at(1) * plan.num_microbatches
+    assert [sent for (sent, _), _ in by_rank] == [tensor] * 4
+    assert [sent for _, (sent, _) in by_rank] == [tensor // 2] * 4
+    for (_, loss), (_, in_pieces) in by_rank:
+        assert in_pieces == pytest.approx(loss, rel=1e-6)
+
+
+def train_in_pieces(cases: list[tuple[str, Plan]]) -> list[Outcome]:
+    return train_many([(name, with_nodes_of(plan, 2)) for name, plan in cases])
+
+
+def test_pieces_are_exact():
+    """D4, D12, P5: gradients too, also with a mesh of another shape on the other node."""
+    two = {"pp": 2, "tp": 2}
+    plans = [("gpt", plan_for("gpt", **two)), ("unet", plan_for("unet", **two))]
+    plans.append(("gpt", plan_for("gpt", **two, stage_tps=(1, 2))))
+    for outcome in run_ranks(train_in_pieces, 4, plans)[0]:
+        assert max(outcome.loss_gap, outcome.gradient_gap, outcome.param_gap) < RTOL
+
+
+# -- two meshes of 2 x 2 --------------------------------------------------------------------------
+
+
+class TwoMatmuls(nn.Module):
+    """The example of two products, each on its own mesh."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.second(torch.relu(self.first(x))), y)
+
+
+def two_matmuls(captured: Any, plan: Plan) -> tuple[float, float, list[tuple[int, ...]]]:
+    """Train one step on this rank; return the gaps to one process and local weight shapes."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = TwoMatmuls()
+    alone = TwoMatmuls()
+    alone.load_state_dict(module.state_dict())
+    graph: ModelGraph = from_json(captured)
+    engine = Engine(plan, graph, module, build_mesh(plan, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(1)
+    batch = [torch.randn(plan.global_batch, 16, generator=generator) for _ in range(2)]
+    loss = engine.step(tuple(batch)).item()
+    expected = alone(*batch)
+    expected.backward()
+    grads = engine.full_gradients()
+    gap = (
+        max(
+            ((grads[n] - p.grad).abs().max() / p.grad.abs().max()).item()
+            for n, p in alone.named_parameters()
+        )
+        if grads
+        else 0.0
+    )
+    shapes = [tuple(p.shape) for stage in engine.stages.values() for p in stage.parameters()]
+    return abs(loss - expected.item()), gap, shapes
+
+
+def test_two_matmuls_on_two_meshes():
+    """D11: dp 2 x tp 2 x pp 2 on eight ranks; the first weight is cut by columns of the
+    product, the second by rows, and their hand-off goes from mesh [[0,1],[2,3]] to
+    [[4,5],[6,7]] in the pieces it is made in.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        batches = [tuple(torch.randn(n, 16) for _ in range(2)) for n in (2, 3)]
+        graph = capture_module(TwoMatmuls(), *batches, name="two-matmuls")
+    finally:
+        torch.set_default_dtype(before)
+    assert len(graph.blocks) == 2
+    plan = default_plan(graph, dp=2, tp=2, pp=2, microbatch_size=2)
+    assert [plan.mesh(p).ranks for p in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    first, second = graph.classes
+    layouts = (
+        _column_parallel(0, first),
+        _row_parallel(1, second),
+    )
+    plan = plan.model_copy(update={"layouts": layouts})
+    (edge,) = build_edges(graph, plan)
+    assert edge.sent.tp == Shard(1)
+    found = run_ranks(two_matmuls, 8, to_json(graph), plan)
+    assert max(loss_gap for loss_gap, _, _ in found) < RTOL
+    assert found[0][1] < RTOL
+    assert [shapes for _, _, shapes in found] == [[(16, 16)]] * 8
+
+
+def _column_parallel(index: int, program: Any) -> ClassLayout:
+    linear, relu = program.ops
+    return ClassLayout(
+        class_index=index,
+        inputs=("R",),
+        params=("S(0)",),
+        outputs=("S(1)",),
+        ops=((linear.name, "R,S(0)->S(1)"), (relu.name, "S(1)->S(1)")),
+    )
+
+
+def _row_parallel(index: int, program: Any) -> ClassLayout:
+    linear = program.ops[0]
+    return ClassLayout(
+        class_index=index,
+        inputs=tuple("S(1)" if name == linear.inputs[0] else "R" for name in program.inputs),
+        params=("S(1)",),
+        outputs=("R",),
+        ops=((linear.name, "S(1),S(1)->P"),),
+    )
+
+
+# -- context parallelism --------------------------------------------------------------------
+
+
+def test_context_parallelism():
+    """D19: each rank has a part of every sequence; beside dp, tp, pp and ZeRO."""
+    check(2, [("gpt", {"cp": 2}), ("encoder-decoder", {"cp": 2, "recompute": "full"})])
+    four = [{"tp": 2}, {"dp": 2, "zero_stage": 2}, {"pp": 2, "schedule": "zb_h1"}]
+    cases = [("gpt", {"cp": 2, **choices}) for choices in four]
+    check(4, [*cases, ("tied-gpt", {"cp": 2, "pp": 2}), ("gpt", {"cp": 4})])
+
+
+@pytest.mark.slow
+def test_context_parallelism_beside_different_meshes():
+    """D12, D19: a sequence in two on both sides, dp and tp changing places between them."""
+    check(8, [("gpt", {"cp": 2, "tp": 2, "pp": 2, "stage_tps": tps}) for tps in [(2, 1), (1, 2)]])
+
+
+def test_every_layer_works_on_its_part_of_the_sequence():
+    """D19: projections run on half of the positions, weights move nowhere inside a step."""
+    from planner.lowering import local_program
+
+    graph = capture("gpt", torch.float64)
+    plan = plan_for("gpt", cp=2)
+    layer = next(b for b in graph.blocks if "layers" in b.name)
+    local = local_program(graph, plan, layer.class_index, tp=1, microbatch_size=2)
+    products = [op for op in local.ops if op.target == "aten.linear.default"]
+    assert {local.tensor[op.outputs[0]].shape[1] for op in products} == {8}
+    moved = [op.inputs[0] for op in local.ops if op.target == "planner.redistribute"]
+    assert not set(moved) & set(local.params)
+    assert moved, "attention meets all keys somehow"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlp", r"block fc1 hands on relu of shape \[1, 32\].*not \[batch, sequence, hidden\]"),
+        ("resnet", r"block stem hands on .* \[1, 4, 4, 4\].*use cp=1"),
+        ("vit", r"block patch hands on .* \[1, 17, 32\].*sequence of 17 does not divide by 2"),
+    ],
+)
+def test_models_without_sequences_are_refused(name, message):
+    """D19, V11: the block and the tensor are named."""
+    with pytest.raises(LayoutError, match=message):
+        plan_for(name, cp=2)
