@@ -323,6 +323,18 @@ def _vocab_embedding(op: Op, context: _Context) -> Kept:
     return Kept(extra_bytes=9 * prod(context.shape(op.inputs[1])))
 
 
+def _vocab_nll_loss(op: Op, context: _Context) -> Kept:
+    """Indices counted from this rank's first class (int64), and which lie elsewhere; a count."""
+    return Kept(extra_bytes=9 * prod(context.shape(op.inputs[1])) + 8)
+
+
+def _vocab_log_softmax(op: Op, context: _Context) -> Kept:
+    """The exponentials, and their sum for each row."""
+    rows = prod(context.shape(op.outputs[0])) // context.shape(op.outputs[0])[int(op.args[1])]  # type: ignore[arg-type]
+    dtype_bytes = DTYPE_BYTES[context.program.tensor[op.outputs[0]].dtype]
+    return Kept(extra_bytes=context.num_bytes(op.outputs[0]) + rows * dtype_bytes)
+
+
 def _vocab_cross_entropy(op: Op, context: _Context) -> Kept:
     """Probabilities of the local classes in fp32 or wider; per sample an int64 and two flags."""
     logits, labels = op.inputs[:2]
@@ -370,7 +382,7 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     **dict.fromkeys(("max_pool1d", "max_pool2d"), _max_pool),
     "adaptive_avg_pool2d": _adaptive_pool,
     "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
+    **dict.fromkeys(("batch_norm", "batch_norm_by_channel"), _batch_norm),
     "linear": _linear,
     "mm": _linear,
     "bmm": _linear,
@@ -385,6 +397,8 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     **dict.fromkeys(("topk", "sort", "kthvalue", "cummax"), _top_values),
     "vocab_embedding": _vocab_embedding,
     "vocab_cross_entropy": _vocab_cross_entropy,
+    "vocab_nll_loss": _vocab_nll_loss,
+    "vocab_log_softmax": _vocab_log_softmax,
     "divide_by_count": _divide_by_count,
     "causal_attention": _causal_attention,
     "with_own_random_stream": _own_random_stream,

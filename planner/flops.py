@@ -54,6 +54,8 @@ _POINTWISE_FLOP = {
     "rms_norm": 5,
     "group_norm": 8,
     "batch_norm": 8,
+    "batch_norm_by_channel": 8,
+    "vocab_log_softmax": 5,
     "dropout": 2,
     "cross_entropy_loss": 6,
 }

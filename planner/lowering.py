@@ -15,7 +15,8 @@ from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Placement, Replicate, parse_placement
 from planner.plan import ClassLayout, Plan
 from planner.redistribute import redistribute_op
-from planner.sharding import divides, grad_is_partial, is_linear, local_ops, local_shape
+from planner.sharding import grad_is_partial, is_linear, local_ops, local_shape
+from planner.sharding.registry import why_not_divided
 
 ONCE = "planner.count_gradient_once"
 """Target of an op that leaves a whole gradient on the first rank only; args (Ref, axis)."""
@@ -196,10 +197,11 @@ class _Lowering:
 
     def _add(self, name: str, meta: TensorMeta, placement: Placement) -> None:
         shape = meta.shape_at(1)
-        if not divides(placement, shape, self.axis_size):
+        called = meta.fqn or meta.name
+        reason = why_not_divided(called, shape, placement, self.axis, self.axis_size)
+        if reason:
             raise LayoutError(
-                f"{meta.fqn or meta.name} of shape {list(shape)} can't be placed {placement} on "
-                f"{self.axis}={self.axis_size}; the dim's size must be a multiple of it"
+                f"{called} of shape {list(shape)} can't be placed {placement}: {reason}"
             )
         kind = "activation" if name != meta.name else meta.kind
         local = local_shape(shape, placement, self.axis_size)

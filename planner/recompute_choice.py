@@ -19,7 +19,15 @@ _PRODUCTS = frozenset(
 _SEARCHES = frozenset(
     ("topk", "sort", "argsort", "kthvalue", "median", "unique_dim", "searchsorted")
 )
-_WITH_COLLECTIVES = frozenset(("redistribute", "vocab_cross_entropy", "divide_by_count"))
+_WITH_COLLECTIVES = frozenset(
+    (
+        "redistribute",
+        "vocab_cross_entropy",
+        "vocab_log_softmax",
+        "divide_by_count",
+        "batch_norm_by_channel",
+    )
+)
 _KEPT = MATMULS | ATTENTION | CONVOLUTIONS | _PRODUCTS | _SEARCHES | _WITH_COLLECTIVES
 
 

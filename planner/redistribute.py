@@ -85,9 +85,10 @@ def op_collectives(
 def inner_collectives(
     op: Op, tensor: dict[str, TensorMeta]
 ) -> tuple[tuple[CollectiveKind, int], ...]:
-    """Return (kind, payload bytes) of the collectives inside an op of ours, all forward.
+    """Return (kind, payload bytes) of the collectives inside an op of ours.
 
-    `tensor` holds the LOCAL metas. Other ops have none.
+    All count as forward, though the last of a log-softmax is its backward's. `tensor` holds
+    the LOCAL metas. Other ops have none.
     """
     if op.target == "planner.divide_by_count":
         return (("all_reduce", DTYPE_BYTES["int64"]),)
@@ -97,4 +98,11 @@ def inner_collectives(
         samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
         size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
         return (("all_reduce", size), ("all_reduce", 3 * size))
+    if op.target == "planner.vocab_log_softmax":
+        meta = tensor[op.outputs[0]]
+        size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]
+        return (("all_reduce", size),) * 3
+    if op.target == "planner.batch_norm_by_channel":
+        running = tensor[op.inputs[-1]]
+        return (("all_gather", 2 * running.bytes_at(1)),)
     return ()

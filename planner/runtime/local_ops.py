@@ -17,10 +17,13 @@ from planner.runtime import collectives
 from planner.runtime.own_random import own_attention, with_own_random_stream
 
 __all__ = [
+    "batch_norm_by_channel",
     "causal_attention",
     "divide_by_count",
     "vocab_cross_entropy",
     "vocab_embedding",
+    "vocab_log_softmax",
+    "vocab_nll_loss",
     "with_own_random_stream",
 ]
 
@@ -62,6 +65,64 @@ def vocab_cross_entropy(
         return losses
     total = losses.sum()
     return total / (target != ignore_index).sum() if reduction == _MEAN else total
+
+
+def vocab_nll_loss(
+    log_probabilities: Tensor, target: Tensor, reduction: int, ignore_index: int, group: str
+) -> Tensor:
+    """Return one rank's term of the negative log likelihood, where classes are divided.
+
+    `log_probabilities` is [samples, classes / ranks, …] or [classes / ranks]; `target` holds
+    indices over all classes. Targets of other ranks' classes count as zero.
+    """
+    dim = min(1, log_probabilities.dim() - 1)
+    num_local = log_probabilities.shape[dim]
+    local = target - collectives.rank(group) * num_local
+    counts = target != ignore_index
+    is_here = (local >= 0) & (local < num_local) & counts
+    picked = log_probabilities.gather(dim, local.masked_fill(~is_here, 0).unsqueeze(dim))
+    losses = -picked.squeeze(dim).masked_fill(~is_here, 0.0)
+    if reduction == _NONE:
+        return losses
+    return losses.sum() / counts.sum() if reduction == _MEAN else losses.sum()
+
+
+def vocab_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, group: str) -> Tensor:
+    """Log-softmax over a dim that is divided among the ranks."""
+    x = x if dtype is None else x.to(dtype)
+    largest = _reduce(x.detach().amax(dim, keepdim=True), group, "max")
+    shifted = x - largest
+    total = shifted.exp().sum(dim, keepdim=True)
+    return shifted - collectives.redistribute(total, group, "P", "R", True).log()
+
+
+def batch_norm_by_channel(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+    group: str,
+) -> Tensor:
+    """BatchNorm in training of one rank's channels: `x` is [n, channels / ranks, …].
+
+    The running statistics are whole on every rank, and stay equal.
+    """
+    num_local = x.shape[1]
+    first = collectives.rank(group) * num_local
+    # Copies, because autograd keeps what the kernel is given, and the whole is written below.
+    own = [t.narrow(0, first, num_local).clone() for t in (running_mean, running_var)]
+    y = torch.batch_norm(x, weight, bias, *own, training, momentum, eps, cudnn_enabled)
+    moved = torch.stack(own).detach()
+    if group:
+        moved = collectives.run_step(moved, group, ("all_gather", 1, 0))
+    running_mean.copy_(moved[0])
+    running_var.copy_(moved[1])
+    return y
 
 
 def divide_by_count(total: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:

@@ -124,15 +124,28 @@ def per_channel(call: Call) -> Iterator[OpSharding]:
 def batch_norm(call: Call) -> Iterator[OpSharding]:
     """Input [n, c, …], weight, bias, running mean and variance [c], training.
 
-    In training the statistics are over the whole batch and the running ones are written in
-    place, so nothing but all-replicated is right unless there are none to write.
+    By channel; in training statistics are over the whole batch, so samples stay together.
+    Running ones that are written rest whole on every rank.
     """
     training = bool(call.arg(5, "training", True))
-    if training and call.arg(3, "running_mean") is not None:
-        return
     rank = len(call.inputs[0])
     x: Letters = ["c" if d == 1 else None if training else d for d in range(rank)]
-    yield from by_letters([x, *([["c"]] * (len(call.inputs) - 1))], [x])
+    rest: list[Letters] = [["c"] for _ in call.inputs[1:]]
+    if _writes_running(call):
+        rest[-2:] = [[None], [None]]
+    yield from by_letters([x, *rest], [x])
+
+
+@local_form("aten.batch_norm")
+def batch_norm_on_shard(placed: Placed) -> LocalForm:
+    """With channels divided, a rank computes the statistics of its own and hears of the others'."""
+    if not _writes_running(placed.call):
+        return LocalForm((placed.op,))
+    return placed.with_args(*placed.op.args, placed.axis, target="planner.batch_norm_by_channel")
+
+
+def _writes_running(call: Call) -> bool:
+    return bool(call.arg(5, "training", True)) and call.arg(3, "running_mean") is not None
 
 
 @rule("aten.group_norm", contiguous=True)

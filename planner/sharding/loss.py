@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from planner.graph import Op, Ref
 from planner.placement import OpSharding, Partial, Shard
-from planner.sharding.call import Call, R
+from planner.sharding.call import Call, P, R, normal_dim
 from planner.sharding.letters import Letters, by_letters
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
@@ -106,18 +106,67 @@ def vocab_cross_entropy_on_shard(placed: Placed) -> LocalForm:
     return divided_by_count(placed, summed, int(op.args[3]))  # type: ignore[arg-type]
 
 
-@rule("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+_NLL = ("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+
+
+@rule(*_NLL)
 def nll_loss(call: Call) -> Iterator[OpSharding]:
-    """Log-probabilities [n, c, …], target [n, …]; summed or per sample."""
-    reduction = call.arg(3, "reduction", MEAN)
-    if reduction == MEAN or isinstance(call.arg(2, "weight"), Ref):
+    """Log-probabilities [n, c, …], target [n, …], divided by sample."""
+    if not _has_plain_targets(call) or len(call.op.outputs) != 1:
         return
+    reduction = call.arg(3, "reduction", MEAN)
     rank = len(call.inputs[0])
-    classes = min(1, rank - 1)
-    samples = [d for d in range(rank) if d != classes]
+    samples = [d for d in range(rank) if d != min(1, rank - 1)]
     inputs: list[Letters] = [[d if d in samples else None for d in range(rank)], samples]
     out = samples if reduction == NONE else []
     yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
+
+
+@rule(*_NLL, contiguous=True)
+def nll_loss_by_class(call: Call) -> Iterator[OpSharding]:
+    """A target's class is on one rank; the others' terms are zero."""
+    if _has_plain_targets(call) and len(call.op.outputs) == 1:
+        rank = len(call.inputs[0])
+        yield OpSharding(inputs=(Shard(min(1, rank - 1)), R), outputs=(P,))
+
+
+@local_form(*_NLL)
+def nll_loss_on_shard(placed: Placed) -> LocalForm:
+    """The same loss, told how the log-probabilities are divided."""
+    call, op = placed.call, placed.op
+    reduction = call.arg(3, "reduction", MEAN)
+    ignore_index = call.arg(4, "ignore_index", -100)
+    if placed.sharding.inputs[0] == Shard(min(1, len(call.inputs[0]) - 1)):
+        return placed.with_args(
+            *op.args[:2], reduction, ignore_index, placed.axis, target="planner.vocab_nll_loss"
+        )
+    if reduction != MEAN:
+        return LocalForm((op,))
+    summed = replace(op, args=(*op.args[:2], None, SUM, ignore_index), kwargs=())
+    return divided_by_count(placed, summed, ignore_index)
+
+
+@rule("aten.log_softmax", contiguous=True)
+def log_softmax_by_class(call: Call) -> Iterator[OpSharding]:
+    """Ranks exchange two numbers a sample; other dims are those of `reductions`."""
+    place = Shard(normal_dim(int(call.op.args[1]), len(call.inputs[0])))  # type: ignore[arg-type]
+    yield OpSharding(inputs=(place,), outputs=(place,))
+
+
+@local_form("aten.log_softmax")
+def log_softmax_on_shard(placed: Placed) -> LocalForm:
+    """Over a divided dim the sum of exponentials is over all ranks."""
+    call = placed.call
+    dim = normal_dim(int(placed.op.args[1]), len(call.inputs[0]))  # type: ignore[arg-type]
+    if placed.sharding.inputs[0] != Shard(dim):
+        return LocalForm((placed.op,))
+    return placed.with_args(
+        placed.op.args[0],
+        dim,
+        call.arg(2, "dtype"),
+        placed.axis,
+        target="planner.vocab_log_softmax",
+    )
 
 
 @rule(

@@ -33,6 +33,18 @@ def sum_or_mean(call: Call) -> Iterator[OpSharding]:
         yield OpSharding(inputs=(P,), outputs=(P,))
 
 
+@rule("aten.histc")
+def histc(call: Call) -> Iterator[OpSharding]:
+    """Numbers of any shape, divided as one likes: counts of the parts add up.
+
+    Only between given bounds; without them (both zero) they are the least and largest entry.
+    """
+    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
+        return
+    letters = list(range(len(call.inputs[0])))
+    yield from by_letters([letters], [[None]], summed=letters)
+
+
 @local_form("aten.mean")
 def mean_on_shard(placed: Placed) -> LocalForm:
     """The mean of a shard is a term of the whole mean after division by the number of shards."""

@@ -17,6 +17,8 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
+from planner.sharding import propagate_graph
+from planner.sharding.pins import parse_pin
 from tests.spawn import run_ranks
 
 STEPS = 2
@@ -86,13 +88,23 @@ def one_device_statistics(plan: Plan) -> dict[str, torch.Tensor]:
     return dict(norm.named_buffers(prefix="norm"))
 
 
+def plan_of(graph: ModelGraph, layout: dict) -> Plan:
+    """A default plan; with tp the channels of one BatchNorm are divided, whatever that costs."""
+    plan = default_plan(graph, **layout)
+    if plan.tp == 1:
+        return plan
+    pins = [parse_pin("stages.0.1.weight: S(0)@tp")]
+    layouts = propagate_graph(graph, microbatch_size=2, axis_size=plan.tp, pins=pins)
+    return plan.model_copy(update={"layouts": layouts})
+
+
 def gaps_on_ranks(layouts: dict[str, dict]) -> dict[str, dict[str, float]]:
     """By layout and buffer: how far deferred statistics are from those of the definition."""
     torch.set_default_dtype(torch.float64)
     graph = captured()
     found = {}
     for label, layout in layouts.items():
-        plan = default_plan(graph, **layout)
+        plan = plan_of(graph, layout)
         torch.manual_seed(0)
         module = ConvNet()
         alone = copy.deepcopy(module)
@@ -113,6 +125,7 @@ LAYOUTS = {
     "two stages": {"pp": 2, "microbatch_size": 3, "num_microbatches": 4},
     "recomputed": {"dp": 2, "microbatch_size": 2, "num_microbatches": 2, "recompute": "full"},
     "zero 3": {"dp": 2, "microbatch_size": 2, "num_microbatches": 2, "zero_stage": 3},
+    "channels divided": {"tp": 2, "microbatch_size": 2, "num_microbatches": 2},
     "one sample each": {"dp": 2, "microbatch_size": 1, "num_microbatches": 2},
 }
 
@@ -144,6 +157,13 @@ def apply_alone(model: nn.Module, **settings) -> None:
     graph = capture_module(model, batch(2), batch(3), name="convnet")
     plan = default_plan(graph, microbatch_size=2, num_microbatches=settings.pop("m"))
     planner.apply(plan, model, **settings)
+
+
+def test_channels_are_divided():
+    """P33: so the layout above does test a BatchNorm whose channels are on two ranks."""
+    plan = plan_of(captured(), LAYOUTS["channels divided"])
+    norms = [text for layout in plan.layouts for op, text in layout.ops if "batch_norm" in op]
+    assert "S(1),S(0),S(0),R,R->S(1)" in norms
 
 
 def test_a_cut_batch_is_warned_of_once_and_by_name():

@@ -241,6 +241,11 @@ def _(rng, n):
     return one_op("aten.sum.default", randn(*sizes(rng, n, 3)))
 
 
+@case("histc")
+def _(rng, n):
+    return one_op("aten.histc.default", frozen(randn(*sizes(rng, n, 2))), 5, -2.0, 2.0)
+
+
 @case("mean_dim")
 def _(rng, n):
     dims = [-rng.randint(1, 3)]
@@ -585,6 +590,23 @@ def _(rng, n):
     return one_op("aten.nll_loss_nd.default", randn(2 * n, c), targets((2 * n,), c), None, 2)
 
 
+@case("nll_loss_mean")
+def _(rng, n):
+    c = n * rng.randint(2, 4)
+    return one_op("aten.nll_loss_nd.default", randn(2 * n, c), targets((2 * n,), c), None, 1)
+
+
+@case("nll_loss_each")
+def _(rng, n):
+    c = n * rng.randint(2, 4)
+    return one_op("aten.nll_loss_nd.default", randn(n, c, 3), targets((n, 3), c), None, 0)
+
+
+@case("log_softmax_by_class")
+def _(rng, n):
+    return one_op("aten.log_softmax.int", 9 * randn(*sizes(rng, n, 3)), rng.choice([0, 1, -1]))
+
+
 @case("mse_loss")
 def _(rng, n):
     shape = sizes(rng, n, 2)
@@ -681,6 +703,16 @@ def _(rng, n):
     running = (frozen(randn(c)), frozen(randn(c).abs() + 0.1))
     args = (randn(b, c, 3), randn(c), randn(c), *running, False, 0.1, 1e-5, False)
     return one_op("aten.batch_norm.default", *args)
+
+
+@case("batch_norm_training")
+def _(rng, n):
+    b, c = sizes(rng, n, 1)[0] + 1, n * rng.randint(1, 3)
+    running = (frozen(randn(c)), frozen(randn(c).abs() + 0.1))
+    affine = (randn(c), randn(c)) if rng.random() < 0.5 else (None, None)
+    return one_op(
+        "aten.batch_norm.default", randn(b, c, 3), *affine, *running, True, 0.1, 1e-5, False
+    )
 
 
 @case("batch_norm_without_running")

@@ -8,6 +8,7 @@ Replicate input it is a term of a sum if any output is not Replicate, else whole
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -138,10 +139,29 @@ def test_sizes_that_do_not_divide_are_refused_with_the_rule():
     offered = strategies(single.op, single.program.tensor, 4)
     assert [str(s) for s in offered] == ["R->R", "S(1)->S(1)"]
     asked = OpSharding.parse("S(0)->S(0)")
-    with pytest.raises(
-        LayoutError, match=r"can't run as S\(0\)->S\(0\) on tp=4; use one of R->R; S"
-    ):
+    with pytest.raises(LayoutError) as refused:
         local_ops(single.op, asked, single.program.tensor, axis="tp", axis_size=4)
+    assert str(refused.value) == (
+        "op op (aten.relu.default of [6, 8]) can't run as S(0)->S(0) on tp=4: dim 0 of x0 has "
+        "size 6, which tp=4 does not divide (tp may be 1, 2, 3, 6); use one of R->R; S(1)->S(1)"
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_offered_on_two_ranks_is_exact_or_refused_on_five(case):
+    """M8: any op of any family, asked to split a size that five ranks don't divide."""
+    torch.manual_seed(0)
+    single = CASES[case](random.Random(case), 2)
+    offered = strategies(single.op, single.program.tensor, 5, segments=(2, 3))
+    for sharding in strategies(single.op, single.program.tensor, 2, segments=(2, 3)):
+        if sharding in offered:
+            check(single, sharding, 5)
+            continue
+        with pytest.raises(LayoutError, match=r"op op .* can't run as .* on tp=5") as refused:
+            local_ops(single.op, sharding, single.program.tensor, axis="tp", axis_size=5)
+        reason = str(refused.value)
+        uneven = r"dim \d of [xy]\d+ has size \d+, which tp=5 does not divide.*\(tp may be [1-9]"
+        assert re.search(uneven, reason) or "would compute something else" in reason
 
 
 def test_fused_projections_and_flattened_batches_are_cut_in_segments():
