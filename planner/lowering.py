@@ -23,17 +23,39 @@ ONCE = "planner.count_gradient_once"
 
 
 def local_program(
-    graph: ModelGraph, plan: Plan, class_index: int, *, tp: int, microbatch_size: int
+    graph: ModelGraph,
+    plan: Plan,
+    class_index: int,
+    *,
+    tp: int,
+    microbatch_size: int,
+    watched: tuple[str, ...] = (),
 ) -> Program:
     """Return what a rank of a stage of this tp degree runs for a block class.
 
-    Lowered on tp, then on cp: where both cut one dim, tp cuts the coarse pieces.
+    Lowered on tp, then on cp: where both cut one dim, tp cuts the coarse pieces. `watched`
+    tensors become further outputs, in the placements in which their ops make them.
     """
-    program = graph.classes[class_index].bind(microbatch_size)
-    on_tp = plan.layout(class_index, axis="tp", tp=tp)
+    whole = graph.classes[class_index]
+    program = whole.bind(microbatch_size)
+    program = replace(program, outputs=(*program.outputs, *watched))
+    layouts = []
+    for axis in ("tp", "cp"):
+        layout = plan.layout(class_index, axis=axis, tp=tp)
+        if layout is not None and watched:
+            made = (str(made_as(whole, layout, name)) for name in watched)
+            layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
+        layouts.append(layout)
+    on_tp, on_cp = layouts
     program = lower(program, on_tp, axis="tp", axis_size=tp)
-    on_cp = plan.layout(class_index, axis="cp", tp=tp)
     return lower(program, on_cp, axis="cp", axis_size=plan.cp, sum_later=True)
+
+
+def made_as(program: Program, layout: ClassLayout | None, name: str) -> Placement:
+    """Return the placement in which an op of the program makes a tensor under a layout."""
+    op = next(op for op in program.ops if name in op.outputs)
+    sharding = None if layout is None else layout.op_shardings.get(op.name)
+    return Replicate() if sharding is None else sharding.outputs[op.outputs.index(name)]
 
 
 def lower(

@@ -369,6 +369,19 @@ class Engine:
             dist.all_reduce(total)
         return total
 
+    def intermediates(self, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return values inside the model for one global batch, whole, on rank 0's CPU.
+
+        `planner.runtime.intermediates` says what names there are; every rank calls this.
+        """
+        from planner.runtime.intermediates import intermediates
+
+        return intermediates(self, batch, names)
+
+    def close(self) -> None:
+        """Give the process groups made for this engine back; all ranks call it, last."""
+        self.mesh.close()
+
     # -- what it holds ------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from planner.runtime.mesh import build_mesh, coordinate_of
 from planner.runtime.routes import Routes
 from planner.runtime.wiring import build_edges, sends_pieces
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
+from tests.sharding.models import captured
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -395,4 +396,36 @@ def test_every_layer_works_on_its_part_of_the_sequence():
 def test_models_without_sequences_are_refused(name, message):
     """D19, V11: the block and the tensor are named."""
     with pytest.raises(LayoutError, match=message):
-        plan_for(name, cp=2)
+        default_plan(captured(name), cp=2)
+
+
+# -- encoders and decoders ------------------------------------------------------------------
+
+
+def test_the_encoder_comes_first_and_the_decoder_after():
+    """V8, G8: two stages are cut between the two; the encoder's output crosses once, and with
+    a stage for each decoder layer goes straight to both.
+    """
+    graph = capture("encoder-decoder", torch.float64)
+    plan = plan_for("encoder-decoder", pp=2)
+    names = [block.name for block in graph.blocks]
+    last = plan.stages[0].last_block
+    assert (names[last], names[last + 1]) == ("encoder.1", "target")
+    (edge,) = build_edges(graph, plan)
+    assert graph.producer[edge.tensor] == last
+    check(2, [("encoder-decoder", {"pp": 2})])
+    # The first stage has the encoder, the other two a decoder layer each.
+    bounds = [(0, last), (last + 1, last + 2), (last + 3, len(names) - 1)]
+    stages = [
+        stage.model_copy(update={"first_block": first, "last_block": end})
+        for stage, (first, end) in zip(
+            plan_for("encoder-decoder", pp=3).stages, bounds, strict=True
+        )
+    ]
+    split = plan_for("encoder-decoder", pp=3).model_copy(update={"stages": tuple(stages)})
+    crossing = [
+        (e.producer, e.consumer) for e in build_edges(graph, split) if e.tensor == edge.tensor
+    ]
+    assert crossing == [(0, 1), (0, 2)]
+    for outcome in run_ranks(train_many, 3, [("encoder-decoder", split)])[0]:
+        assert max(outcome.loss_gap, outcome.gradient_gap) < RTOL

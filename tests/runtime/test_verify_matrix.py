@@ -50,7 +50,19 @@ VIRTUAL = {
     "pp2-fold": {"pp": 2, "vpp": 2, "schedule": "fold_all_in_all_out"},
     "pp2-zb_v": {"pp": 2, "vpp": 2, "schedule": "zb_v"},
 }
+CONTEXT = {
+    "cp2-tp2": {"cp": 2, "tp": 2},
+    "cp2-dp2-zero3": {"cp": 2, "dp": 2, "zero_stage": 3},
+    "cp2-pp2": {"cp": 2, "pp": 2},
+    "cp4": {"cp": 4},
+}
+OWN_MESHES = {
+    "tp2-then-dp2": {"tp": 2, "pp": 2, "stage_tps": (2, 1)},
+    "dp2-then-tp2": {"tp": 2, "pp": 2, "stage_tps": (1, 2)},
+    "dp2-then-tp2-zero3": {"dp": 2, "pp": 2, "stage_tps": (1, 2), "zero_stage": 3},
+}
 FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
+WITHOUT_SEQUENCES = ("mlp", "batchnorm-mlp", "resnet", "unet", "vit")
 
 
 def source_of(name):
@@ -123,3 +135,31 @@ def test_four_ranks_more(name):
 def test_virtual_stages(name):
     """V2, V6, V10: several stages on a rank, looped, folded and in a V (an MLP is too short)."""
     check(name, 2, VIRTUAL)
+
+
+@pytest.mark.parametrize("name", FIRST_TRIED)
+def test_context_parallelism(name):
+    """D19: sequences in two parts, with every model unchanged."""
+    check(name, 2, {"cp2": {"cp": 2}})
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
+def test_stages_of_their_own_mesh(name):
+    """D12: tp 2 on the first stage and dp 2 on the second."""
+    check(name, 4, {"tp2-then-dp2": OWN_MESHES["tp2-then-dp2"]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in tiny_models() if n not in WITHOUT_SEQUENCES])
+def test_context_parallelism_beside_the_rest(name):
+    """D19, P5: cp beside each other kind on four ranks, and alone on four."""
+    if name not in FIRST_TRIED:
+        check(name, 2, {"cp2": {"cp": 2}})
+    check(name, 4, CONTEXT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in tiny_models() if n != "batchnorm-mlp"])
+def test_stages_of_their_own_mesh_rest(name):
+    """D12: the other models, both orders, and ZeRO 3 (BatchNorm's batches would differ)."""
+    check(name, 4, OWN_MESHES)

@@ -1,0 +1,110 @@
+"""Collectives as ops: what comes out of them, on fake tensors and on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.layout import Layout, ProcessMesh
+from planner.placement import parse_placement
+from planner.reshard import plan_reshard
+from planner.runtime import local_ops
+from planner.runtime.collectives import redistribute, run_step
+from planner.runtime.mesh import default_group
+from planner.runtime.resharding import open_groups, reshard
+from planner.sharding import local_shape
+from tests.spawn import run_ranks
+
+SHAPE = (4, 6, 8)
+PLACEMENTS = ("R", "P", "S(0)", "S(1)", "S(2)", "S(2)x2")
+CHANGES = [
+    (src, dst, grad_partial)
+    for src in PLACEMENTS
+    for dst in PLACEMENTS
+    for grad_partial in ([False, True] if dst == "R" else [False])
+]
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad", "keep_first")
+
+Described = list[tuple[tuple[int, ...], str, tuple[int, ...], str]]
+
+
+def shapes_of_every_change(dtype: torch.dtype) -> Described:
+    """Shape and dtype of the value and of the gradient of each redistribution."""
+    found = []
+    for src, dst, grad_partial in CHANGES:
+        local = local_shape(SHAPE, parse_placement(src), dist.get_world_size())
+        x = torch.ones(local, dtype=dtype, requires_grad=True)
+        y = redistribute(x, default_group().group_name, src, dst, grad_partial)
+        y.backward(torch.ones_like(y))
+        assert x.grad is not None
+        found.append((tuple(y.shape), str(y.dtype), tuple(x.grad.shape), str(x.grad.dtype)))
+    for kind in KINDS:
+        y = run_step(torch.ones(SHAPE, dtype=dtype), default_group().group_name, (kind, 0, 2))
+        found.append((tuple(y.shape), str(y.dtype), (), ""))
+    x = torch.ones(SHAPE, dtype=dtype)
+    dist.broadcast(x, src=0)
+    return [*found, (tuple(x.shape), str(x.dtype), (), "")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fake_shapes_are_real_shapes(dtype):
+    """M1: every change of placement, forward and backward, and each collective alone."""
+    real = run_ranks(shapes_of_every_change, 2, dtype)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = shapes_of_every_change(dtype)
+    assert real == [fake, fake]
+    for (src, dst, _), (shape, _, grad_shape, _) in zip(CHANGES, fake, strict=False):
+        assert shape == local_shape(SHAPE, parse_placement(dst), 2)
+        assert grad_shape == local_shape(SHAPE, parse_placement(src), 2)
+
+
+def look_up_rows(indices: torch.Tensor, table: torch.Tensor) -> Any:
+    """Sum of this rank's rows over all ranks, and the gradient of its part of the table."""
+    group = default_group().group_name
+    rows = table.chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    found = local_ops.vocab_embedding(rows, indices, -1, group)
+    whole = redistribute(found, group, "P", "R", False)
+    (whole * torch.arange(whole.numel()).view_as(whole)).sum().backward()
+    assert rows.grad is not None
+    return whole.detach().numpy(), rows.grad.numpy()
+
+
+def test_a_table_divided_by_rows():
+    """M26: four ranks hold four rows each of a table; lookup and gradient equal the whole's."""
+    torch.manual_seed(0)
+    table = torch.randn(16, 3, dtype=torch.float64)
+    indices = torch.tensor([[0, 3, 4, 15], [8, 8, 11, 1]])
+    by_rank = run_ranks(look_up_rows, 4, indices, table)
+    dense = table.clone().requires_grad_()
+    expected = F.embedding(indices, dense)
+    (expected * torch.arange(expected.numel()).view_as(expected)).sum().backward()
+    for found, _ in by_rank:
+        torch.testing.assert_close(torch.from_numpy(found), expected.detach())
+    grads = torch.cat([torch.from_numpy(grad) for _, grad in by_rank])
+    torch.testing.assert_close(grads, dense.grad)
+
+
+def gather_from_odd_mesh() -> Any:
+    """Hold one piece on the mesh of the example, and put the whole together again."""
+    mesh = ProcessMesh(axes=("x", "y"), shape=(2, 3), ranks=(2, 4, 5, 0, 1, 3))
+    cut = Layout(mesh=mesh, placements=(parse_placement("S(0)"), parse_placement("S(1)")))
+    whole = Layout(mesh=mesh, placements=(parse_placement("R"), parse_placement("R")))
+    tensor = torch.arange(12.0).view(4, 3)
+    piece = tensor[tuple(slice(*span) for span in cut.box((4, 3), dist.get_rank()))]
+    groups = open_groups(mesh)
+    joined = reshard(piece, plan_reshard((4, 3), 4, cut, whole), groups)
+    return tuple(piece.shape), joined.numpy()
+
+
+def test_a_mesh_in_any_order_on_six_ranks():
+    """D1, D2, D3: the mesh [[2, 4, 5], [0, 1, 3]] and a (4, 3) tensor cut both ways."""
+    for shape, joined in run_ranks(gather_from_odd_mesh, 6):
+        assert shape == (2, 1)
+        assert torch.equal(torch.from_numpy(joined), torch.arange(12.0).view(4, 3))

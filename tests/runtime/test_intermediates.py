@@ -1,0 +1,78 @@
+"""D10: any value inside a model in training can be looked at whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner.errors import PlanError
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from planner.runtime.intermediates import intermediate_names
+from tests.runtime.scenarios import build, capture
+from tests.spawn import run_ranks
+
+SAMPLES = 8
+
+
+def look(name: str, plans: list[Plan]) -> list[dict[str, Any]]:
+    """Every value of every block under each plan, on rank 0."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for plan in plans:
+        tiny, module = build(name)
+        engine = planner.apply(plan, module)
+        names = intermediate_names(engine.graph)
+        values = engine.intermediates(tiny.batch(SAMPLES), names)
+        assert engine.step(tiny.batch(SAMPLES)).isfinite()  # training goes on as before
+        found.append({n: v.numpy() for n, v in values.items()})
+    return found
+
+
+def test_every_value_equals_that_of_one_process():
+    """D10: heads, columns, positions, replicas and microbatches put together again."""
+    graph = capture("gpt", torch.float64)
+    (dense,) = run_ranks(look, 1, "gpt", [_plan(graph, microbatch_size=SAMPLES)])[0]
+    choices = [
+        {"tp": 2, "dp": 2},
+        {"cp": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "stage_tps": (2, 1), "microbatch_size": 2},
+        {"dp": 2, "pp": 2, "zero_stage": 3, "recompute": "full"},
+    ]
+    by_rank = run_ranks(look, 4, "gpt", [_plan(graph, **c) for c in choices])
+    assert all(found == {} for rank in by_rank[1:] for found in rank)
+    for choice, found in zip(choices, by_rank[0], strict=True):
+        assert found.keys() == dense.keys()
+        loss = next(n for n in reversed(dense) if dense[n].ndim == 1)
+        for name in dense.keys() - {loss}:
+            value, expected = torch.from_numpy(found[name]), torch.from_numpy(dense[name])
+            if expected.shape[0] == 1:  # without samples: once for each part of the batch
+                expected = expected.expand_as(value)
+            torch.testing.assert_close(
+                value,
+                expected,
+                rtol=1e-10,
+                atol=1e-12,
+                msg=lambda text, n=name, c=choice: f"{n} under {c}: {text}",
+            )
+        # The loss too comes once for each part; these are equally large.
+        assert found[loss].mean() == pytest.approx(dense[loss].mean(), rel=1e-10)
+
+
+def _plan(graph: Any, **choices: Any) -> Plan:
+    size = choices.pop("microbatch_size", 1)
+    replicas = choices.get("dp", 1)
+    return default_plan(
+        graph, microbatch_size=size, num_microbatches=SAMPLES // (size * replicas), **choices
+    )
+
+
+def test_an_unknown_name_is_answered_with_a_known_one():
+    """D10."""
+    tiny, module = build("gpt")
+    engine = planner.apply(default_plan(capture("gpt")), module)
+    with pytest.raises(PlanError, match=r"no op makes 'layers.0/linaer'; .* layers\.0/linear"):
+        engine.intermediates(tiny.batch(2), ["layers.0/linaer"])
