@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,26 +24,25 @@ from planner.blocks import is_random
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta, from_json, to_json
 from planner.lowering import local_program
-from planner.placement import Placement, Shard
+from planner.placement import Placement
 from planner.plan import Plan, load_plan, validate_model
 from planner.program_fx import to_graph_module
 from planner.recompute_choice import ops_made_again
 from planner.runtime import zero
 from planner.runtime.batch_norm import DeferredStatistics
-from planner.runtime.clip import clip_gradients
 from planner.runtime.device import choose_device
 from planner.runtime.executor import Executor, Hooks
 from planner.runtime.feed import Preamble, split_batch
 from planner.runtime.gather import gather
+from planner.runtime.masters import MasterParams, cast_params
 from planner.runtime.mesh import Mesh, build_mesh
 from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
 from planner.runtime.randomness import RandomStream
 from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
-from planner.runtime.reduce import GradBuckets
 from planner.runtime.stage import StageModule
-from planner.runtime.tied import tied_copies
+from planner.runtime.trained import TrainedParams
 from planner.runtime.watchdog import start_watchdog
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.weights import local_piece, synced_tensors
@@ -101,7 +100,9 @@ def shared_capture(
 
         spec, tree = plan.model.inputs, plan.model.batch_tree
         two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
-        graph = capture_module(model, two, three, loss=loss, name=plan.model.name)
+        graph = capture_module(
+            model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
+        )
         validate_model(plan, graph)
         payload = [json.dumps(to_json(graph))]
     if dist.get_world_size() > 1:
@@ -143,11 +144,11 @@ class Engine:
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
         self.plan, self.graph, self.mesh = plan, graph, mesh
-        self._state_names = tuple(model.state_dict())
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         # What no block uses (the preamble's buffers) no step changes.
         self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
+        self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
         self.schedule = schedule_of(plan)
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
         self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
@@ -161,14 +162,13 @@ class Engine:
         self._microbatch_size = plan.dp * plan.microbatch_size // mesh.size("dp")
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
-        self.stages = self._build_stages(model, edges)
+        self.stages: dict[int, StageModule] = {}
+        owners = self._build_stages(model, edges)
         self._preambles = self._build_preambles(model)
-        self._buckets = self._build_buckets()
-        self._unbucketed = [
-            p for i, s in self.stages.items() if i not in self._buckets for p in s.parameters()
-        ]
-        self._tied = tied_copies(graph, plan, mesh, self.stages)
-        self.optimizer = build_optimizer(optimizer, model, self._held())
+        self._trained = TrainedParams(
+            graph, plan, mesh, owners, self._param_placements, sharded=self._zero_stage > 0
+        )
+        self.optimizer = build_optimizer(optimizer, model, self._trained.by_name())
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self._statistics = (
@@ -186,7 +186,7 @@ class Engine:
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
-                after_gradients=self._reduce,
+                after_gradients=self._trained.start_sums,
             ),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
@@ -198,39 +198,50 @@ class Engine:
 
     # -- building -----------------------------------------------------------------------
 
-    def _build_stages(self, model: nn.Module, edges: tuple[Any, ...]) -> dict[int, StageModule]:
+    def _build_stages(
+        self, model: nn.Module, edges: tuple[Any, ...]
+    ) -> dict[int, StageModule | MasterParams]:
+        """Make this rank's stages; return, by stage, who names what is trained of it."""
         plan, graph, mesh = self.plan, self.graph, self.mesh
         mine = self.schedule.stages_of(mesh.rank("pp"))
         names = stage_params(graph, plan)
-        whole = synced_tensors(graph, model, mesh, {n for s in mine for n in names[s]})
+        wanted = {n for s in mine for n in names[s]}
+        whole = synced_tensors(graph, model, mesh, wanted, precision=plan.precision)
         classes = {graph.blocks[b].class_index for s in mine for b in plan.stages[s].blocks}
         programs = self._build_programs(sorted(classes))
-        stages = {}
+        owners: dict[int, StageModule | MasterParams] = {}
         for index in mine:
+            metas = [graph.tensor[n] for n in names[index]]
+            pieces = {
+                meta.name: local_piece(
+                    whole[meta.name],
+                    self._param_placements[meta.name],
+                    mesh.size("tp"),
+                    mesh.rank("tp"),
+                    meta.fqn,
+                )
+                for meta in metas
+            }
+            # FSDP2 keeps shards in fp32 and casts what it gathers.
+            in_fp32 = plan.precision == "bf16" and self._zero_stage > 0
             stage = StageModule(
                 graph=graph,
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
                 programs=programs,
-                tensors={
-                    n: local_piece(
-                        whole[n],
-                        self._param_placements[n],
-                        mesh.size("tp"),
-                        mesh.rank("tp"),
-                        graph.tensor[n].fqn,
-                    )
-                    for n in names[index]
-                },
+                tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups=(mesh.group_name("tp"), mesh.group_name("cp")),
                 keeper=self._keeper,
             )
+            self.stages[index] = owners[index] = stage
             if self._zero_stage:
-                by_fqn = {graph.tensor[n].fqn: self._param_placements[n] for n in names[index]}
-                zero.shard_stage(stage, mesh, self._zero_stage, by_fqn)
-            stages[index] = stage
-        return stages
+                by_fqn = {meta.fqn: self._param_placements[meta.name] for meta in metas}
+                zero.shard_stage(stage, mesh, self._zero_stage, by_fqn, plan.precision)
+            elif plan.precision == "bf16":
+                values = {meta.fqn: pieces[meta.name] for meta in metas if meta.kind == "param"}
+                owners[index] = MasterParams(stage.named_params(), values)
+        return owners
 
     def _build_programs(self, class_indices: Iterable[int]) -> dict[int, Any]:
         """One program for each class this rank runs, shared by all its blocks."""
@@ -267,24 +278,11 @@ class Engine:
             for index, stage in self.stages.items()
         }
 
-    def _build_buckets(self) -> dict[int, GradBuckets]:
-        group = self.mesh.group("data")
-        if group is None or self._zero_stage:
-            return {}
-        return {i: GradBuckets(list(s.parameters()), group) for i, s in self.stages.items()}
-
-    def _held(self) -> dict[str, list[nn.Parameter]]:
-        held: dict[str, list[nn.Parameter]] = {}
-        for stage in self.stages.values():
-            for fqn, param in stage.named_params().items():
-                held.setdefault(fqn, []).append(param)
-        return held
-
     # -- running ------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank."""
-        self._zero_gradients()
+        self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
         with self._drawn():
@@ -292,32 +290,17 @@ class Engine:
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
-            for buckets in self._buckets.values():
-                buckets.finish()
-            for tied in self._tied:
-                tied.sum()
+            self._trained.finish_sums()
             if self._max_grad_norm is not None:
-                self.grad_norm = clip_gradients(self._shares(), self._max_grad_norm, self.mesh)
+                self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
             if self.optimizer is not None:
                 self.optimizer.step()
+            self._trained.write_back()
         loss = self._mean_loss(losses)
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
-
-    def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
-        """Yield parameters with the share of each that counts for the gradient's norm."""
-        metas = {meta.fqn: meta for meta in self.graph.params}
-        users = stage_params(self.graph, self.plan)
-        replicas = 1 if self._zero_stage else self.mesh.size("data")
-        for index, stage in self.stages.items():
-            for fqn, param in stage.named_params().items():
-                name = metas[fqn].name
-                is_first_copy = not any(name in names for names in users[:index])
-                on_tp = isinstance(self._param_placements[name], Shard)
-                copies = replicas * (1 if on_tp else self.mesh.size("tp"))
-                yield param, is_first_copy / copies
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
@@ -343,12 +326,6 @@ class Engine:
 
         return side_inputs
 
-    def _zero_gradients(self) -> None:
-        for buckets in self._buckets.values():
-            buckets.zero()
-        for param in self._unbucketed:
-            param.grad = None
-
     def _after_forward(self, stage_index: int) -> None:
         if self._statistics is not None:
             self._statistics.add(stage_index, self._microbatch_size)
@@ -356,10 +333,6 @@ class Engine:
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
             zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
-
-    def _reduce(self, stage_index: int) -> None:
-        if stage_index in self._buckets:
-            self._buckets[stage_index].start()
 
     def _mean_loss(self, losses: list[Tensor]) -> Tensor:
         total = torch.zeros_like(self._loss_scale)
@@ -388,11 +361,18 @@ class Engine:
         """Return the whole model's parameters and buffers on rank 0's CPU; {} elsewhere.
 
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
+        With precision "bf16" the values are the fp32 copies that the optimizer trains.
         """
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
         whole = self._unused | held
-        return {name: whole[name] for name in self._state_names} if held else {}
+        if not held:
+            return {}
+        # A parameter that never trains may rest in a shorter dtype than the user's.
+        return {
+            name: whole[name].to(torch.promote_types(dtype, whole[name].dtype))
+            for name, dtype in self._state_dtypes.items()
+        }
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
@@ -417,7 +397,7 @@ class Engine:
         )
 
     def _param(self, meta: TensorMeta) -> nn.Parameter:
-        return self._held()[meta.fqn][0]
+        return self._trained.by_name()[meta.fqn][0]
 
 
 def _shared_seed(mesh: Mesh) -> int:

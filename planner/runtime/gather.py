@@ -13,6 +13,7 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.runtime.collectives import run_step
+from planner.runtime.masters import rest_dtype
 from planner.runtime.mesh import Mesh
 from planner.runtime.wiring import local_shape, stage_params
 
@@ -38,7 +39,8 @@ def gather(
             continue
         home = holders[0]
         whole = _whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
-        received = _to_rank_0(whole, meta, mesh.meshes[home].ranks[0], mesh)
+        dtype = rest_dtype(meta, plan.precision)
+        received = _to_rank_0(whole, meta, dtype, mesh.meshes[home].ranks[0], mesh)
         if received is not None:
             result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
     return result
@@ -70,7 +72,9 @@ def _over_data(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
     return run_step(padded, group.group_name, ("all_gather", 0, 0))[: shape[0]]
 
 
-def _to_rank_0(whole: Tensor | None, meta: TensorMeta, source: int, mesh: Mesh) -> Tensor | None:
+def _to_rank_0(
+    whole: Tensor | None, meta: TensorMeta, dtype: torch.dtype, source: int, mesh: Mesh
+) -> Tensor | None:
     """Move a whole tensor from global rank `source` to rank 0."""
     here = dist.get_rank()
     if here == source:
@@ -79,7 +83,7 @@ def _to_rank_0(whole: Tensor | None, meta: TensorMeta, source: int, mesh: Mesh) 
             return whole.cpu().clone()
         dist.send(whole.cpu().contiguous(), 0, group=mesh.control)
     elif here == 0:
-        buffer = torch.empty(meta.shape_at(1), dtype=getattr(torch, meta.dtype))
+        buffer = torch.empty(meta.shape_at(1), dtype=dtype)
         dist.recv(buffer, source, group=mesh.control)
         return buffer
     return None

@@ -21,6 +21,7 @@ from planner.layout import Box, ProcessMesh, sizes, slices
 from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.reshard import box_transfers
+from planner.runtime.masters import MasterParams
 from planner.runtime.mesh import Mesh
 from planner.runtime.reduce import TiedCopies
 from planner.runtime.stage import StageModule
@@ -30,12 +31,13 @@ Exchange = Callable[[list[Tensor]], list[Tensor]]
 
 
 def tied_copies(
-    graph: ModelGraph, plan: Plan, mesh: Mesh, stages: Mapping[int, StageModule]
+    graph: ModelGraph, plan: Plan, mesh: Mesh, owners: Mapping[int, StageModule | MasterParams]
 ) -> list[TiedCopies]:
     """Return this rank's parameters with copies on several stages, by the pp ranks that hold them.
 
-    Every rank calls this and goes through the groups in the same order. Raises LayoutError
-    for a copy that can't be matched with those on a mesh of another shape.
+    `owners` name what is trained of each of this rank's stages. Every rank calls this and goes
+    through the groups in the same order. Raises LayoutError for a copy that can't be matched
+    with those on a mesh of another shape.
     """
     by_holders: dict[tuple[int, ...], list[TensorMeta]] = {}
     for meta in graph.params:
@@ -47,7 +49,7 @@ def tied_copies(
     for holders, metas in sorted(by_holders.items()):
         exchange = _exchange(graph, plan, mesh, holders, metas)
         if mesh.rank("pp") in holders:
-            named = [stage.named_params() for stage in stages.values()]
+            named = [owner.named_params() for owner in owners.values()]
             copies = [[p[meta.fqn] for p in named if meta.fqn in p] for meta in metas]
             result.append(TiedCopies(copies, exchange))
     return result

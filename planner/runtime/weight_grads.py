@@ -46,12 +46,10 @@ class Pending:
 
 
 def _give(tensor: Tensor, grad: Tensor) -> None:
-    if not tensor.is_leaf:
-        torch.autograd.backward(tensor, grad)
-    elif tensor.grad is None:
-        tensor.grad = grad
-    else:
+    if tensor.is_leaf and tensor.grad is not None:
         tensor.grad += grad
+    else:  # through autograd, whose hooks may take a leaf's gradient elsewhere
+        torch.autograd.backward(tensor, grad)
 
 
 class WeightQueue:

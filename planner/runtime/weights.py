@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from planner.errors import LayoutError, ModelError
 from planner.graph import ModelGraph, TensorMeta
 from planner.placement import Placement, Shard
+from planner.plan import Precision
+from planner.runtime.masters import rest_dtype
 from planner.runtime.mesh import Mesh
 
 BROADCAST_BYTES = 64 * 2**20
@@ -55,9 +57,17 @@ def module_tensor(module: nn.Module, meta: TensorMeta) -> Tensor:
 
 
 def synced_tensors(
-    graph: ModelGraph, module: nn.Module, mesh: Mesh, wanted: Iterable[str]
+    graph: ModelGraph,
+    module: nn.Module,
+    mesh: Mesh,
+    wanted: Iterable[str],
+    *,
+    precision: Precision = "model",
 ) -> Mapping[str, Tensor]:
     """Return the `wanted` tensors of the model with rank 0's values, on the mesh's device.
+
+    They are in the dtype they rest in, so that fp32 copies of bf16 parameters start from the
+    model's own values.
 
     Every rank takes part in the broadcast of every tensor, so that replicas start equal
     however the script seeded its processes; what a rank does not want is dropped.
@@ -65,9 +75,9 @@ def synced_tensors(
     keep = frozenset(wanted)
     metas = [t for t in graph.tensors if t.kind in ("param", "buffer", "constant")]
     kept: dict[str, Tensor] = {}
-    for bucket in _buckets(metas):
+    for bucket in _buckets(metas, precision):
         tensors = [
-            module_tensor(module, meta).to(mesh.device, getattr(torch, meta.dtype))
+            module_tensor(module, meta).to(mesh.device, rest_dtype(meta, precision))
             for meta in bucket
         ]
         if dist.get_world_size() > 1:
@@ -81,11 +91,11 @@ def synced_tensors(
     return kept
 
 
-def _buckets(metas: list[TensorMeta]) -> Iterator[list[TensorMeta]]:
+def _buckets(metas: list[TensorMeta], precision: Precision) -> Iterator[list[TensorMeta]]:
     """Group tensors of one dtype up to the broadcast size."""
-    by_dtype: dict[str, list[TensorMeta]] = {}
+    by_dtype: dict[torch.dtype, list[TensorMeta]] = {}
     for meta in metas:
-        by_dtype.setdefault(meta.dtype, []).append(meta)
+        by_dtype.setdefault(rest_dtype(meta, precision), []).append(meta)
     for group in by_dtype.values():
         bucket: list[TensorMeta] = []
         filled = 0

@@ -5,22 +5,26 @@
     2            gathered once, kept             reduce-scattered every microbatch, kept as shards
     3            gathered for every F and B      reduce-scattered every microbatch, kept as shards
 
-Optimizer state follows the parameters, which are sharded between steps in all three.
+Optimizer state follows the parameters, which are sharded between steps in all three. With
+precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
+fp32, over microbatches as over ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from planner.placement import Placement, Shard
+from planner.plan import Precision
 from planner.runtime.mesh import Mesh
 from planner.runtime.stage import BlockModule, StageModule
 
@@ -31,7 +35,11 @@ def torch_placement(placement: Placement) -> TorchPlacement:
 
 
 def shard_stage(
-    stage: StageModule, mesh: Mesh, zero_stage: int, placements: Mapping[str, Placement]
+    stage: StageModule,
+    mesh: Mesh,
+    zero_stage: int,
+    placements: Mapping[str, Placement],
+    precision: Precision,
 ) -> None:
     """Shard a stage over dp in place, one FSDP2 unit per block and one for shared parameters.
 
@@ -41,9 +49,15 @@ def shard_stage(
     if mesh.size("tp") > 1:
         _over_tp(stage, device_mesh["tp"], placements)
     dp_mesh = device_mesh["data"]
+    # Inputs are cast by the programs, where the capture says so.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     for block in stage.blocks:
-        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3)
-    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy)
+    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy)
     for module in stage.modules():
         # The loss carries the 1/dp, as it does without ZeRO; the sum over dp stays a sum.
         if isinstance(module, FSDPModule):

@@ -1,0 +1,245 @@
+"""V14: bf16 parameters, fp32 master copies, fp32 sums of gradients.
+
+Beside a plan runs one process written out plainly: the module cast to bf16, fp32 copies,
+each microbatch's gradient added to an fp32 sum, torch's AdamW on the copies, and back.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from planner.capture import capture_module
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from planner.runtime.engine import Engine
+from tests.builders import VOCABULARY, PlainGPT, gpt_batch
+from tests.spawn import run_ranks
+
+ADAMW = {"lr": 1e-3, "eps": 1e-6}
+STEPS = 3
+
+
+class GPT(PlainGPT):
+    """Casts its logits for the loss, as models trained in bf16 do."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+    def forward(self, ids, labels):
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+class TiedGPT(GPT):
+    """Token table and head are one parameter, on the first and on the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.token.weight
+
+
+def seeded(kind: type[GPT] = GPT) -> GPT:
+    torch.manual_seed(0)
+    return kind()
+
+
+def plan_for(precision="bf16", kind: type[GPT] = GPT, **choices) -> Plan:
+    graph = capture_module(kind(), gpt_batch(2), gpt_batch(3), precision=precision)
+    plan = default_plan(graph, **choices)
+    return plan.model_copy(update={"precision": precision})
+
+
+class OneProcess:
+    """The same arithmetic, by hand."""
+
+    def __init__(self, kind: type[GPT], replicas: int, num_microbatches: int) -> None:
+        self.masters = seeded(kind)
+        self.module = copy.deepcopy(self.masters).bfloat16()
+        self.optimizer = torch.optim.AdamW(self.masters.parameters(), **ADAMW)
+        self.replicas, self.num_microbatches = replicas, num_microbatches
+
+    def step(self, batch) -> float:
+        pieces = {k: v.chunk(self.replicas * self.num_microbatches) for k, v in batch.items()}
+        sums, total = [], 0.0
+        for replica in range(self.replicas):
+            own = [torch.zeros_like(p) for p in self.masters.parameters()]
+            for m in range(self.num_microbatches):
+                piece = m * self.replicas + replica
+                loss = self.module(**{k: v[piece] for k, v in pieces.items()})
+                scale = 1 / (self.replicas * self.num_microbatches)
+                self.module.zero_grad()
+                loss.backward(torch.tensor(scale))
+                for grad_sum, param in zip(own, self.module.parameters(), strict=True):
+                    grad_sum += param.grad.float()
+                total += loss.item() * scale
+            sums.append(own)
+        for param, *terms in zip(self.masters.parameters(), *sums, strict=True):
+            param.grad = sum(terms[1:], terms[0])
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(
+                self.module.parameters(), self.masters.parameters(), strict=True
+            ):
+                param.copy_(master)
+        return total
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Largest differences from one process, over the largest entry of all tensors; rank 0's."""
+
+    loss: float
+    gradient: float
+    master: float
+    dtypes: frozenset[torch.dtype]
+
+
+def train_beside(cases: list[tuple[type[GPT], Plan]]) -> list[Gap]:
+    return [_train_beside(kind, plan) for kind, plan in cases]
+
+
+def _train_beside(kind: type[GPT], plan: Plan) -> Gap:
+    module = seeded(kind)
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    engine = planner.apply(plan, module, optimizer=optimizer)
+    alone = OneProcess(kind, plan.dp, plan.num_microbatches)
+    loss = gradient = 0.0
+    for step in range(STEPS):
+        batch = {k: v[-plan.global_batch :] for k, v in gpt_batch(plan.global_batch + step).items()}
+        expected = alone.step(batch)
+        loss = max(loss, abs(engine.step(batch).item() / expected - 1))
+        grads = {n: p.grad for n, p in alone.masters.named_parameters()}
+        gradient = max(gradient, _gap(engine.full_gradients(), grads))
+    state = engine.full_state_dict()
+    dtypes = {t.dtype for t in state.values()}
+    return Gap(
+        loss, gradient, _gap(state, dict(alone.masters.named_parameters())), frozenset(dtypes)
+    )
+
+
+def _gap(found, expected) -> float:
+    if not found:
+        return 0.0
+    largest = max(t.abs().max().item() for t in expected.values())
+    return max((found[n] - t).abs().max().item() for n, t in expected.items()) / largest
+
+
+def test_bf16_plans_compute_what_one_process_computes():
+    """Bit for bit where sums have the same order; else as far as rounding to bf16 reaches."""
+    exact = {
+        "pp2": {"pp": 2, "num_microbatches": 4},
+        "dp2": {"dp": 2, "num_microbatches": 3},
+        "dp2 ZeRO-1": {"dp": 2, "num_microbatches": 3, "zero_stage": 1},
+        "pp2, weight gradients apart": {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+        "pp2 recomputed": {"pp": 2, "num_microbatches": 2, "recompute": "selective"},
+    }
+    close = {
+        "dp2 ZeRO-2": {"dp": 2, "num_microbatches": 3, "zero_stage": 2},
+        "dp2 ZeRO-3": {"dp": 2, "num_microbatches": 3, "zero_stage": 3},
+        "tp2": {"tp": 2, "num_microbatches": 2},
+        # One process adds the two uses of a tied weight in bf16, we in fp32.
+        "pp2 tied": {"pp": 2, "num_microbatches": 2, "kind": TiedGPT},
+    }
+    cases = exact | close
+    plans = [(c.get("kind", GPT), plan_for(**c)) for c in cases.values()]
+    answers = run_ranks(train_beside, 2, plans)[0]
+    for name, gap in zip(cases, answers, strict=True):
+        assert gap.dtypes == {torch.float32}, name
+        if name in exact:
+            assert gap.gradient == gap.master == 0, f"{name}: {gap}"
+            assert gap.loss < 1e-6, f"{name}: {gap}"
+        elif "ZeRO" in name:
+            assert gap.gradient < 1e-5, f"{name}: {gap}"
+            assert gap.master < 1e-5, f"{name}: {gap}"
+        else:
+            assert gap.gradient < 5e-2, f"{name}: {gap}"
+            assert gap.loss < 1e-3, f"{name}: {gap}"
+
+
+class Scaled(nn.Module):
+    """The gradient of its weight is the mean of x: each microbatch adds what x says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.fc = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return (self.fc(x) * 0 + x * self.weight).mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_small_terms_of_a_gradient_are_not_lost(schedule):
+    """Eight microbatches of gradient 1 and 2**-9: bf16 would keep the sum at 1."""
+    x = torch.tensor([[1.0]] + [[2.0**-9]] * 7)
+    module = Scaled()
+    graph = capture_module(module, (x[:2],), (x[:3],), precision="bf16")
+    plan = default_plan(graph, num_microbatches=8, schedule=schedule)
+    engine = planner.apply(plan.model_copy(update={"precision": "bf16"}), module)
+    engine.step((x,))
+    expected = (1 + 7 * 2**-9) / 8
+    assert engine.full_gradients()["weight"].item() == expected
+    in_bf16 = sum((t for t in x[1:, 0].bfloat16()), x[0, 0].bfloat16()) / 8
+    assert in_bf16.item() == 1 / 8  # what the engine avoids
+
+
+def train_both_precisions(plans: list[Plan]) -> list[list[float]]:
+    losses = []
+    for plan in plans:
+        module = seeded()
+        engine = planner.apply(
+            plan, module, optimizer=torch.optim.AdamW(module.parameters(), lr=3e-3)
+        )
+        batch = gpt_batch(plan.global_batch)
+        losses.append([engine.step(batch).item() for _ in range(20)])
+    return losses
+
+
+def test_twenty_steps_in_bf16_stay_close_to_fp32():
+    choices = {"pp": 2, "num_microbatches": 4}
+    plans = [plan_for(precision, **choices) for precision in ("model", "bf16")]
+    in_fp32, in_bf16 = run_ranks(train_both_precisions, 2, plans)[0]
+    assert in_fp32[-1] < 0.75 * in_fp32[0]
+    assert max(abs(a - b) for a, b in zip(in_fp32, in_bf16, strict=True)) < 0.01 * in_fp32[0]
+
+
+def test_the_users_optimizer_and_scheduler_act_on_the_masters():
+    """Param groups keep their settings, and a step below bf16's grain is not lost."""
+    module = seeded()
+    groups = [
+        {"params": [module.token.weight], "lr": 0.0},
+        {"params": [p for p in module.parameters() if p is not module.token.weight]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    engine = planner.apply(plan_for(num_microbatches=2), module, optimizer=optimizer)
+    assert all(p.dtype == torch.float32 for g in optimizer.param_groups for p in g["params"])
+    moved = []
+    for _ in range(3):
+        engine.step(gpt_batch(2))
+        schedule.step()
+        moved.append(engine.full_state_dict())
+    assert torch.equal(moved[2]["token.weight"], before["token.weight"])
+    name = "layers.0.norm1.weight"  # ones, whose bf16 neighbours are 2**-8 away
+    assert 0 < (moved[0][name] - 1).abs().max() < 2**-9
+    assert not torch.equal(moved[0][name], moved[1][name])
+    assert torch.equal(moved[1][name], moved[2][name])
+    held = _parameters(engine)
+    assert {p.dtype for p in held.values()} == {torch.bfloat16}
+    for fqn, param in held.items():
+        assert torch.equal(param, moved[2][fqn].bfloat16())
+
+
+def _parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    return {n: p for stage in engine.stages.values() for n, p in stage.named_params().items()}
