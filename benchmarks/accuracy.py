@@ -51,6 +51,7 @@ BOUNDS = {
 """Physically sensible ranges of the fitted rates."""
 
 SIMPLEX_STEP = 0.12
+SIMPLEXES = 4
 ERROR_CAP = 0.4
 """A row that is wrong by more is wrong for another reason than the rates."""
 
@@ -67,7 +68,6 @@ class Case:
     rates: DeviceRates
     measured_s: float
     measured_gib: float | None
-    is_steady: bool
 
 
 def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
@@ -121,7 +121,6 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
                 rates=rates,
                 measured_s=seconds,
                 measured_gib=float(row["peak_mem_gib"]) if exact else None,
-                is_steady="2nd) iteration" not in notes,
             )
         )  # fmt: skip
     return cases, dict(refused)
@@ -195,14 +194,13 @@ def report(cases: list[Case]) -> list[dict]:
 
 def fit(name: str, cases: list[Case], *, evaluations: int) -> TrainingRates:
     """Fit a device's rates to its rows by the simplex method of Nelder and Mead, starting
-    from the rates the profile has. Minimises the mean absolute relative error, each row's
-    capped, and a source of many rows weighing less per row so that a large sweep does not
-    silence the rest.
+    from the rates the profile has and again from what it finds, with a fresh simplex.
+    Minimises the mean absolute relative error, each row's capped, and a source of many rows
+    weighing less per row so that a large sweep does not silence the rest.
     """
     from scipy.optimize import minimize
 
-    # The time of a second iteration alone holds warm-up; it is judged but not fitted.
-    mine = [c for c in cases if c.profile.name.partition("@")[0] == name and c.is_steady]
+    mine = [c for c in cases if c.profile.name.partition("@")[0] == name]
     counts = {s: sum(c.source == s for c in mine) for s in {c.source for c in mine}}
     weight = np.array([max(counts[c.source], 10) ** -0.1 for c in mine])
     weight /= weight.sum()
@@ -213,18 +211,20 @@ def fit(name: str, cases: list[Case], *, evaluations: int) -> TrainingRates:
         values = dict(zip(FITTED, map(float, np.exp(np.clip(x, low, high))), strict=True))
         return relative_errors([replace(c, rates=replace(c.rates, **values)) for c in mine])
 
-    step = np.where(start + SIMPLEX_STEP < high, SIMPLEX_STEP, -SIMPLEX_STEP)
-    found = minimize(
-        lambda x: float(weight @ np.minimum(np.abs(errors(x)), ERROR_CAP)),
-        start,
-        method="Nelder-Mead",
-        options={
-            "initial_simplex": np.vstack([start, start + np.diag(step)]),
-            "maxfev": evaluations,
-            "adaptive": True,
-        },
-    )
-    best = np.clip(found.x, low, high)
+    best = start
+    for _ in range(SIMPLEXES):
+        step = np.where(best + SIMPLEX_STEP < high, SIMPLEX_STEP, -SIMPLEX_STEP)
+        found = minimize(
+            lambda x: float(weight @ np.minimum(np.abs(errors(x)), ERROR_CAP)),
+            best,
+            method="Nelder-Mead",
+            options={
+                "initial_simplex": np.vstack([best, best + np.diag(step)]),
+                "maxfev": evaluations // SIMPLEXES,
+                "adaptive": True,
+            },
+        )
+        best = np.clip(found.x, low, high)
     left = errors(best)
     detail = f"fit to {len(mine)} published rows: {', '.join(sorted(counts))}"
     path = SHIPPED / name / "training.json"

@@ -1,10 +1,12 @@
 """Predictions against runs on this machine: two gloo ranks, many plans of small models.
 
-    python benchmarks/predict_cpu.py [--json] [--steps N] [--models gpt,mlp,wide]
+    python benchmarks/predict_cpu.py [--json] [--steps N] [--turns N] [--models gpt,deep,wide]
 
 Profiles this machine as two ranks, predicts every plan, runs each for a few steps, and prints
 predicted against measured step time: the median error, the regret of the plan predicted
-fastest, and whether the truly fastest is among the predicted top three. Needs a quiet machine.
+fastest, and whether the truly fastest is among the predicted top three. Both the profile's
+workers and the runs are two processes of one thread each, all at work. Needs a quiet machine
+and about ten minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ MODELS = {
     "wide": {"hidden": 384, "layers": 2, "sequence": 64},
 }
 GLOBAL_BATCH = 16
+WARM_UP_STEPS = 2
 
 MODEL_FILE = """import torch
 from torch import nn
@@ -76,22 +79,38 @@ def batch(size):
     return {{"ids": ids, "labels": ids}}
 """
 
-TRAIN_FILE = """import json, sys, time
+RUN_FILE = """import json, os, sys, time
+from pathlib import Path
+
 import torch
-import planner
-sys.path.insert(0, sys.argv[1])
-from model import batch, model
+
+from planner.capture import capture_source, load_model_file
+from planner.plan import load_plan
+from planner.runtime.engine import Engine
+from planner.runtime.mesh import build_mesh
+
+folder, steps, turns = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
-torch.manual_seed(0)
-engine = planner.apply(sys.argv[2], model())
-data = batch(int(sys.argv[3]))
-seconds = []
-for _ in range(int(sys.argv[4])):
-    start = time.perf_counter()
-    float(engine.step(data))
-    seconds.append(time.perf_counter() - start)
-if engine.mesh.rank("pp") == engine.mesh.rank("dp") == engine.mesh.rank("tp") == 0:
-    open(sys.argv[5], "w").write(json.dumps(seconds))
+source = load_model_file(folder / "model.py")
+graph = capture_source(source)
+plans = [load_plan(path) for path in sorted(folder.glob("plan-*.json"))]
+order = list(range(len(plans)))
+with (folder / f"seconds-{os.environ['RANK']}.jsonl").open("w") as log:
+    for turn in range(turns):
+        for index in order if turn % 2 == 0 else order[::-1]:
+            plan = plans[index]
+            torch.manual_seed(0)
+            mesh = build_mesh(plan, torch.device("cpu"))
+            engine = Engine(plan, graph, source.build(), mesh)
+            data = source.batch(plan.global_batch)
+            seconds = []
+            for _ in range(steps):
+                start = time.perf_counter()
+                float(engine.step(data))
+                seconds.append(time.perf_counter() - start)
+            log.write(json.dumps([index, seconds]) + "\\n")
+            log.flush()
+            engine.close()
 """
 
 
@@ -135,49 +154,66 @@ def describe(plan: Plan) -> str:
     )
 
 
-def measured_step_s(plan: Plan, folder: Path, steps: int) -> float:
-    """Run a plan and return the median step time, the first steps left out."""
-    plan_file, out = folder / "plan.json", folder / "seconds.json"
-    save_plan(plan, plan_file)
-    out.unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "cli.py"), "launch", "--device", "cpu", str(plan_file),
-               str(folder / "train.py"), str(folder), str(plan_file), str(GLOBAL_BATCH),
-               str(steps), str(out)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=False)
+def measured_step_s(plans: list[Plan], folder: Path, steps: int, turns: int) -> list[float]:
+    """Run every plan in turns, forwards and backwards through the list, on two ranks that
+    live through all of them; return each plan's median step, the first of each turn left out.
+
+    The machine's speed drifts over minutes, so a plan's steps are spread over the whole run.
+    """
+    for index, plan in enumerate(plans):
+        save_plan(plan, folder / f"plan-{index:03}.json")
+    (folder / "run.py").write_text(RUN_FILE)
+    command = [sys.executable, str(ROOT / "cli.py"), "launch", "--device", "cpu",
+               str(folder / "plan-000.json"), str(folder / "run.py"), str(folder),
+               str(steps), str(turns)]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    samples: dict[int, list[float]] = {index: [] for index in range(len(plans))}
+    for line in (folder / "seconds-0.jsonl").read_text().splitlines():
+        index, seconds = json.loads(line)
+        samples[index] += seconds[WARM_UP_STEPS:]
     if done.returncode:
-        raise RuntimeError(f"{describe(plan)} failed:\n{done.stderr[-2000:]}")
-    return statistics.median(json.loads(out.read_text())[2:])
+        print(f"stopped early: {done.stderr[-2000:]}", file=sys.stderr)
+    return [statistics.median(s) if s else float("nan") for s in samples.values()]
 
 
-def judge(model: str, profile, folder: Path, steps: int) -> list[dict]:
+def judge(model: str, profile, folder: Path, steps: int, turns: int) -> list[dict]:
     """Return predicted and measured step time of each plan of one model."""
     from costmodel import CostCache, estimate
     from planner.capture import capture_source, load_model_file
 
+    folder.mkdir()
     (folder / "model.py").write_text(MODEL_FILE.format(**MODELS[model]))
-    (folder / "train.py").write_text(TRAIN_FILE)
     graph = capture_source(load_model_file(folder / "model.py"))
     costs = CostCache(graph, profile)
+    plans = plans_of(graph, folder / "model.py")
+    predicted = [estimate(graph, profile, plan, costs=costs) for plan in plans]
     lines = []
-    for plan in plans_of(graph, folder / "model.py"):
-        predicted = estimate(graph, profile, plan, costs=costs).step_s
-        measured = measured_step_s(plan, folder, steps)
+    for plan, answer, measured in zip(
+        plans, predicted, measured_step_s(plans, folder, steps, turns), strict=True
+    ):
+        if measured != measured:  # never ran
+            continue
         lines.append(
             {
                 "model": model,
                 "plan": describe(plan),
-                "predicted_s": predicted,
+                "predicted_s": answer.step_s,
                 "measured_s": measured,
-                "error_pct": 100 * (predicted / measured - 1),
+                "error_pct": 100 * (answer.step_s / measured - 1),
+                "parts_s": answer.to_dict()["time"],
             }
         )
-        print(
-            f"{model:6}{describe(plan):60}{predicted * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
-            f"{lines[-1]['error_pct']:+8.1f}%",
-            file=sys.stderr,
-            flush=True,
+        note(
+            f"{model:6}{describe(plan):60}{answer.step_s * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
+            f"{lines[-1]['error_pct']:+8.1f}%"
         )
     return lines
+
+
+def note(text: str) -> None:
+    """Say how far it is."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def summarise(lines: list[dict]) -> dict:
@@ -204,10 +240,14 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--steps", type=int, default=8, help="steps of each run; two are left out")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a plan in each turn")
+    parser.add_argument("--turns", type=int, default=2, help="turns through all plans of a model")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds for the profile")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--profile", help="use this profile instead of measuring one")
+    parser.add_argument("--keep-profile", help="measure into this directory and leave it there")
     options = parser.parse_args()
+    names = options.models.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if options.profile:
@@ -216,15 +256,23 @@ def main() -> int:
             from planner.capture import capture_source, load_model_file
 
             graphs = []
-            for sizes in (MODELS[name] for name in options.models.split(",")):
+            for sizes in (MODELS[name] for name in names):
                 (folder / "model.py").write_text(MODEL_FILE.format(**sizes))
                 graphs.append(capture_source(load_model_file(folder / "model.py")))
-            profile = measure_profile(folder / "profile", nproc=2, device="cpu", models=graphs)
-        lines = [
-            line
-            for model in options.models.split(",")
-            for line in judge(model, profile, folder, options.steps)
-        ]
+            profile = measure_profile(
+                options.keep_profile or folder / "profile",
+                nproc=2,
+                device="cpu",
+                models=graphs,
+                budget_s=options.budget,
+                progress=lambda part, what: note(f"profile {part:4.0%} {what}"),
+            )
+        lines = []
+        for name in names:
+            lines += judge(name, profile, folder / name, options.steps, options.turns)
+    if not lines:
+        note("no plan ran; see above why")
+        return 1
     summary = summarise(lines)
     if options.json:
         print(json.dumps(summary, indent=1))

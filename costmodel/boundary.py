@@ -18,10 +18,14 @@ Layouts = Mapping[int, ClassLayout]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """Bytes that reach a stage from earlier ones per microbatch, and of their gradients."""
+    """Bytes that reach a stage from earlier ones per microbatch, and of their gradients; of
+    these, the bytes of tensors that every tp rank holds whole.
+    """
 
     forward_bytes: int
     backward_bytes: int
+    whole_forward_bytes: int
+    whole_backward_bytes: int
 
 
 def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
@@ -67,15 +71,23 @@ def stage_arrivals(
         for name in graph.blocks[index].inputs
         if name in graph.producer and graph.producer[name] < blocks[0]
     )
-    forward = backward = 0
+    forward = backward = whole_forward = whole_backward = 0
     for name in names:
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
-        num_bytes //= tp if isinstance(placement_of(graph, name, layouts), Shard) else 1
+        is_cut = isinstance(placement_of(graph, name, layouts), Shard)
+        num_bytes //= tp if is_cut else 1
         num_bytes //= cp if isinstance(placement_of(graph, name, cp_layouts or {}), Shard) else 1
         forward += num_bytes
         backward += num_bytes if meta.requires_grad else 0
-    return Arrivals(forward_bytes=forward, backward_bytes=backward)
+        whole_forward += 0 if is_cut else num_bytes
+        whole_backward += 0 if is_cut or not meta.requires_grad else num_bytes
+    return Arrivals(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        whole_forward_bytes=whole_forward,
+        whole_backward_bytes=whole_backward,
+    )
 
 
 def block_entry_seconds(

@@ -116,8 +116,10 @@ def data_parallel_seconds(
         return DataParallelSeconds(
             after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
         )
-    gather = message("all_gather", param_bytes, num_blocks)
-    scatter = message("reduce_scatter", reduced, num_blocks)
+    # FSDP copies shards into one message, and what was gathered out of it; and the reverse.
+    copies = 2 * (1 + 1 / group.size) / profile.cluster.memory_bytes_per_s
+    gather = message("all_gather", param_bytes, num_blocks) + copies * param_bytes
+    scatter = message("reduce_scatter", reduced, num_blocks) + copies * reduced
     if zero_stage == 1:
         return DataParallelSeconds(first_forward_s=gather, last_backward_s=scatter)
     if zero_stage == 2:
@@ -128,6 +130,20 @@ def data_parallel_seconds(
 def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
     """Return the transfer of one microbatch's boundary tensors to the next stage's rank."""
     return profile.collective_seconds("send_recv", num_bytes, group).seconds if num_bytes else 0.0
+
+
+def boundary_seconds(
+    profile: Profile, hop: Group, tp: Group, *, num_bytes: float, whole_bytes: float
+) -> float:
+    """Return the transfer of `num_bytes` between stages, `whole_bytes` of them of tensors that
+    all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
+    share a node gather them on arrival (`planner.runtime.wiring.sends_pieces`).
+    """
+    if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or hop.num_nodes == 1:
+        return hop_seconds(profile, hop, num_bytes)
+    sent = num_bytes - whole_bytes + whole_bytes / tp.size
+    gather = profile.collective_seconds("all_gather", whole_bytes, tp).seconds
+    return hop_seconds(profile, hop, sent) + gather
 
 
 def adamw_seconds(

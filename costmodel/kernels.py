@@ -38,7 +38,8 @@ class DeviceRates:
     - `host_op_s`: time an eager Python framework needs to issue an op, and
       `host_backward_op_s` its autograd engine;
     - `launch_wait_s`: until a host that waits for the end of each kernel goes on;
-    - `skew_s`: what ranks wait for each other at a collective that nothing overlaps;
+    - `skew_s`: what two ranks wait for each other at a collective that nothing overlaps, and
+      again for each doubling of their number;
     - `link_efficiency`, `network_efficiency`: parts of the measured collective rates, inside
       and between nodes, that are reached while the device computes.
     """

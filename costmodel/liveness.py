@@ -9,6 +9,7 @@ gradient that reaches a tensor is added to the first.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -16,6 +17,7 @@ from costmodel.saved import SavedTensors
 from costmodel.storage import base_name
 from planner.graph import Op, Program
 from planner.units import DTYPE_BYTES
+from planner.weight_products import deferrable_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +26,26 @@ class Peaks:
 
     `forward_bytes` starts from nothing of this program alive (its inputs not counted).
     `backward_bytes` starts with everything kept alive and counts that too, and the
-    gradient of the outputs that is handed in.
+    gradient of the outputs that is handed in. `input_gradient_bytes` is the same of a backward
+    that puts weight gradients aside, and `pending_bytes` what then waits for them.
     """
 
     forward_bytes: int
     backward_bytes: int
+    input_gradient_bytes: int
+    pending_bytes: int
 
 
 def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
     """Return the peaks of one forward and one backward of a bound program."""
+    later = {name: product[0].name for name, product in deferrable_products(program).items()}
+    backward, _ = _backward_peak(program, saved, {})
+    split, pending = _backward_peak(program, saved, later)
     return Peaks(
         forward_bytes=_forward_peak(program, saved),
-        backward_bytes=_backward_peak(program, saved),
+        backward_bytes=backward,
+        input_gradient_bytes=split,
+        pending_bytes=pending,
     )
 
 
@@ -69,8 +79,14 @@ def _forward_peak(program: Program, saved: SavedTensors) -> int:
     return peak
 
 
-def _backward_peak(program: Program, saved: SavedTensors) -> int:
+def _backward_peak(
+    program: Program, saved: SavedTensors, later: Mapping[str, str]
+) -> tuple[int, int]:
+    """Return the peak, and what is left at the end for the products named in `later` (with
+    their activation): that activation and the gradient of the product.
+    """
     tensor = program.tensor
+    waiting = {saved.storages.storage[name].root for name in later.values()}
     grads = _Gradients()
     for name in program.outputs:
         if tensor[name].requires_grad:
@@ -85,18 +101,24 @@ def _backward_peak(program: Program, saved: SavedTensors) -> int:
             scratch = _scratch_bytes(op, program, forward=False)
             for name in needing:
                 if tensor[name].kind == "param":
-                    scratch += _bytes(program, name)
+                    scratch += 0 if op.name in later else _bytes(program, name)
                 elif _passes_on(op, name, program, saved):
                     grads.share(name, arriving[0])
                 else:
                     grads.allocate(name, _bytes(program, name))
             peak = max(peak, live_saved + grads.live + scratch)
             grads.settle(needing)
-            for name in arriving:
+            for name in arriving if op.name not in later else ():
                 grads.free(name)
         kept, extra = saved.by_op.get(op.name, ((), 0))
-        live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in outside)
-    return peak
+        held = outside | waiting
+        live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in held)
+    roots = {s.root: s for kept, _ in saved.by_op.values() for s in kept}
+    pending = sum(roots[root].num_bytes for root in waiting if root in roots)
+    pending += grads.bytes_of(
+        output for op in program.ops if op.name in later for output in op.outputs
+    )
+    return peak, pending
 
 
 class _Gradients:
@@ -114,6 +136,10 @@ class _Gradients:
         self._users.append(0)
         self.live += num_bytes
         self._attach(name, len(self._bytes) - 1)
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Bytes of the buffers these tensors' gradients lie in, each once."""
+        return sum(self._bytes[b] for b in {self.of[name] for name in names if name in self.of})
 
     def share(self, name: str, source: str) -> None:
         self._attach(name, self.of[source])

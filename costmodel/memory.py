@@ -185,7 +185,8 @@ class StageBytes:
     """Bytes of one stage's jobs: what one microbatch keeps, the highest point within one of
     its jobs, kept bytes included, and both for the step's last microbatch, which may not be
     recomputed; `gradient` is what the first backward leaves (nothing when gradients have
-    their place from the start).
+    their place from the start). An input-gradient job needs `split_on_top` above what its
+    microbatch kept, and leaves `pending`.
     """
 
     kept: float
@@ -193,10 +194,12 @@ class StageBytes:
     last_kept: float
     last_peak: float
     gradient: float = 0.0
+    split_on_top: float = 0.0
+    pending: float = 0.0
 
 
 def activation_peak(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageBytes]) -> Worst:
-    """Play one rank's row and return its worst moment. Holding until W errs on the safe side."""
+    """Play one rank's row and return its worst moment."""
     row = schedule.jobs[pp_rank]
     last = {j.stage_index: j.microbatch_index for j in row if j.kind is JobKind.FORWARD}
     live = there = 0.0
@@ -208,14 +211,19 @@ def activation_peak(schedule: Schedule, pp_rank: int, stages: Mapping[int, Stage
         kept, peak = (stage.last_kept, stage.last_peak) if is_last else (stage.kept, stage.peak)
         if job.kind is JobKind.FORWARD:
             live += kept
-        on_top = max(0.0, peak - kept)
+        on_top = {
+            JobKind.BACKWARD_INPUT: stage.split_on_top,
+            JobKind.BACKWARD_WEIGHT: 0.0,
+        }.get(job.kind, max(0.0, peak - kept))
         if live + on_top + there > sum(worst):
             worst = Worst(live, on_top, there)
         if job.kind is JobKind.FORWARD:
             continue
+        if job.kind is JobKind.BACKWARD_INPUT:
+            live += stage.pending - kept
+            continue
+        live -= stage.pending if job.kind is JobKind.BACKWARD_WEIGHT else kept
         if job.stage_index not in begun:
             begun.add(job.stage_index)
             there += stage.gradient
-        if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
-            live -= kept
     return worst

@@ -62,12 +62,18 @@ def _stage_bytes(stage: StagePlan, load: StageLoad, preallocated: bool) -> Stage
     kept = float(kept_bytes(load, recompute=stage.recompute))
     peak = float(job_peak_bytes(load, recompute=stage.recompute))
     last = "none" if not stage.recompute_last else stage.recompute
+    split = float(load.split_peak_bytes - load.saved_bytes)
+    if stage.recompute != "none":
+        # What waits for weight gradients was made again beside what was kept.
+        split = max(split, peak - kept) + float(load.pending_bytes)
     return StageBytes(
         kept=kept,
         peak=peak,
         last_kept=float(kept_bytes(load, recompute=last)),
         last_peak=float(job_peak_bytes(load, recompute=last)),
         gradient=0.0 if preallocated else float(load.param_bytes),
+        split_on_top=split,
+        pending=float(load.pending_bytes),
     )
 
 

@@ -15,8 +15,8 @@ from costmodel.cache import CostCache
 from costmodel.communication import (
     MASTER_FACTOR,
     DataParallelSeconds,
+    boundary_seconds,
     data_parallel_seconds,
-    hop_seconds,
 )
 from costmodel.simulate import JobSeconds
 from costmodel.stage import StageLoad, again_seconds, block_load, join
@@ -187,13 +187,25 @@ def _job_seconds(
         last_inputs.append(float(alone) + again * stage.recompute_last)
         weights.append(float(load.weight_s))
     group = hop_group(profile.cluster, dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp)
+    tps = [axis_group(profile.cluster, size=plan.stage_tp(s), stride=1) for s in range(len(loads))]
+    there = [
+        boundary_seconds(
+            profile, group, tp, num_bytes=a.forward_bytes, whole_bytes=a.whole_forward_bytes
+        )
+        for a, tp in zip(arrivals, tps, strict=True)
+    ]
     # The gradient of what a stage received goes back to the stage before it.
-    returned = [*(a.backward_bytes for a in arrivals[1:]), 0]
+    back = [
+        boundary_seconds(
+            profile, group, tp, num_bytes=a.backward_bytes, whole_bytes=a.whole_backward_bytes
+        )
+        for a, tp in zip(arrivals[1:], tps, strict=False)
+    ]
     return JobSeconds(
         forward_s=tuple(forward),
         backward_input_s=tuple(inputs),
         backward_weight_s=tuple(weights),
-        receive_forward_s=tuple(hop_seconds(profile, group, a.forward_bytes) for a in arrivals),
-        receive_backward_s=tuple(hop_seconds(profile, group, b) for b in returned),
+        receive_forward_s=tuple(there),
+        receive_backward_s=(*back, 0.0),
         last_backward_input_s=None if last_inputs == inputs else tuple(last_inputs),
     )

@@ -34,7 +34,8 @@ class ProgramCost:
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
-    besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`.
+    besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`, `split_peak_bytes` of
+    an input-gradient job that leaves `pending_bytes` for the weight-gradient job.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
@@ -60,6 +61,8 @@ class ProgramCost:
     output_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    split_peak_bytes: int
+    pending_bytes: int
     param_bytes: int
     frozen_bytes: int
     num_params: int
@@ -110,6 +113,9 @@ def price_program(
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
+    param_bytes = _bytes(local, [n for n in local.params if _is_trainable(local, n)])
+    # Each microbatch's gradients are added to the sum so far: two are read, one is written.
+    accumulate_s = 3 * param_bytes / profile.cluster.memory_bytes_per_s
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     peaks = find_peaks(local, saved)
     selective = selective_bytes(local, saved, remade)
@@ -117,8 +123,8 @@ def price_program(
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return ProgramCost(
         forward_s=forward.device_s + forward.host_s,
-        backward_s=backward.device_s + backward.host_s,
-        weight_s=weight_s,
+        backward_s=backward.device_s + backward.host_s + accumulate_s,
+        weight_s=weight_s + accumulate_s,
         remade_s=second.device_s + second.host_s,
         forward_comm_s=forward_comm_s,
         backward_comm_s=backward_comm_s,
@@ -142,7 +148,9 @@ def price_program(
         output_bytes=_bytes(local, local.outputs),
         forward_peak_bytes=peaks.forward_bytes,
         backward_peak_bytes=peaks.backward_bytes - side_bytes,
-        param_bytes=_bytes(local, [n for n in local.params if _is_trainable(local, n)]),
+        split_peak_bytes=peaks.input_gradient_bytes - side_bytes,
+        pending_bytes=peaks.pending_bytes,
+        param_bytes=param_bytes,
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=sum(_is_trainable(local, n) for n in local.params),
     )

@@ -11,6 +11,7 @@ which for equal stages is what the simulator finds for 1F1B.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import log2
 
 from costmodel.kernels import DeviceRates
 from costmodel.run_memory import RunMemory, run_memory
@@ -27,6 +28,9 @@ from costmodel.transformer import (
 from profiles import Group, Profile
 
 __all__ = ["RowError", "RunEstimate", "RunRow", "estimate_run", "estimate_run_memory", "parse_row"]
+
+TP_COLLECTIVES = 2
+"""Tensor-parallel collectives of a layer's forward, and of its backward."""
 
 EMBEDDING_KERNELS = 3
 """Launches of the lookup in a forward."""
@@ -119,6 +123,10 @@ def _microbatch(
     is_full = run.recompute == "full"
     kernels = layers * forward_kernels(run.shape, run.split, run.stack)
     kernels += run.stack.head_kernels * last + EMBEDDING_KERNELS * first
+    if run.tp > 1:
+        kernels += TP_COLLECTIVES * layers
+    # What ranks wait for each other grows with their number, whoever is the limit.
+    skew = TP_COLLECTIVES * layers * _skew_seconds(run, rates)
     tp_once = layers * layer_tp
     # The lookup sums its rows over tp ranks, and the head does so in backward.
     tp_ends = layer_tp / 2 * (first + last)
@@ -133,7 +141,7 @@ def _microbatch(
     return _Microbatch(
         compute_s=forward + backward,
         recompute_s=again,
-        tp_s=tp_once * (2 + is_full) + 2 * tp_ends,
+        tp_s=(tp_once + skew) * (2 + is_full) + 2 * tp_ends,
         gather_s=_sharded_seconds(
             run.stack,
             layers * gather,
@@ -207,11 +215,16 @@ def _layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: 
         one = _collective(profile, rates, "all_gather", num_bytes, group)
         one += _collective(profile, rates, "reduce_scatter", num_bytes, group)
     else:
-        one = _collective(profile, rates, "all_reduce", num_bytes, group) + rates.skew_s
+        one = _collective(profile, rates, "all_reduce", num_bytes, group)
     total = 2 * one
     if run.stack.overlaps_tp:
         return max(total / 4, total - 0.5 * layer.forward_s)
     return total
+
+
+def _skew_seconds(run: RunRow, rates: DeviceRates) -> float:
+    """Return what tp ranks wait for the last of them at a collective that nothing overlaps."""
+    return 0.0 if run.sequence_parallel else rates.skew_s * log2(run.tp)
 
 
 def _collective(

@@ -241,8 +241,10 @@ def test_the_quick_price_is_the_estimate(name):
         assert cut.value <= answer.step_s * (1 + 1e-9)
         if one.vpp == 1:
             problem = candidates.problem(one, table, float("inf"))
-            peak = cut_peak(Paths(problem, problem.num_blocks), cut.cuts, cut.choices)
-            assert peak == pytest.approx(answer.peak_bytes, rel=0.02)
+            peak = cut_peak(Paths.of_all(problem), cut.cuts, cut.choices)
+            # A table with W jobs frees activations earlier than the search supposes.
+            over = 0.02 if one.schedule != "zb_h1" else 0.08
+            assert 0.98 <= peak / answer.peak_bytes <= 1 + over
 
 
 @pytest.mark.parametrize("solver", ["recursive", "cpsat", "brute_force"])
