@@ -120,6 +120,21 @@ def test_a_missing_tensor_fails():
     assert verify._difference({}, {"a": 1.0}, 0).relative == float("inf")
 
 
+def test_a_layer_with_tiny_gradients_is_compared_like_any_other():
+    """X13: what counts as rounding is judged within a layer, not against the largest of all."""
+    sizes = {"head.weight": 1.0, "layers.0.weight": 1e-8, "layers.0.bias": 1e-8}
+    wrong = sizes | {"layers.0.bias": 1e-8 * (1 + 1e-7)}
+    found = verify._difference(wrong, sizes, 0)
+    assert (found.name, found.relative) == ("layers.0.bias", pytest.approx(1e-7))
+
+
+def test_terms_that_cancel_are_not_a_difference():
+    """X13: a sum that is zero but for rounding passes; one rounding is 2.2e-16 of its terms."""
+    expected = {"a.weight": 3.0, "a.bias": 2e-15, "b.weight": 1.0, "b.bias": 1.0}
+    assert verify._difference(expected | {"a.bias": -2e-15}, expected, 0).relative < 1e-10
+    assert verify._difference(expected | {"a.bias": 2e-12}, expected, 0).relative > 1e-9
+
+
 class Casting(nn.Module):
     """What real models do: upcast inside, and drop out."""
 
