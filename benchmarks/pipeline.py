@@ -1,13 +1,14 @@
 """Our pipeline runtime against torch.distributed.pipelining, step for step.
 
 The same model, data, microbatches and SGD step, on gloo ranks with one thread each, in one
-launch: for each schedule both have, steps of the two alternate, so that whatever else the
-machine does hits both. A step's time is that of the slowest rank; the median is reported,
-and the ratio ours / torch.
+launch: for each schedule both have, steps of the two take turns, so that whatever else the
+machine does hits both; which goes first alternates too. A step's time is that of the slowest
+rank; the median is reported, and the ratio ours / torch. Both must find the same losses.
 
-    python benchmarks/pipeline.py [--ranks 2 4] [--steps 15] [--hidden 128] [--json rows.json]
+    python benchmarks/pipeline.py [--ranks 2 4] [--steps 15] [--hidden 128] [--json [rows.json]]
 
-Also measured, on one rank: the time a job takes beyond the computation it wraps.
+Also measured: the time a job takes beyond the computation it wraps, on one rank and, with
+messages, on two. It is the CPU time of the rank's thread, in which waiting does not count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -41,13 +43,18 @@ SCHEDULES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Median step times of one schedule on one number of ranks."""
+    """Median step times of one schedule on one number of ranks.
+
+    `cpu_ratio` is that of the CPU seconds of all ranks: what is left where the machine is busy
+    with other things and waiting says little.
+    """
 
     schedule: str
     ranks: int
     ours_s: float
     torch_s: float
     ratio: float
+    cpu_ratio: float
 
 
 class Layer(nn.Module):
@@ -89,51 +96,64 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--schedules", nargs="+", default=[s[0] for s in SCHEDULES])
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--json", nargs="?", const="-", help="print rows, or write them here")
     options = parser.parse_args()
-    rows: list[Row] = []
-    for ranks in options.ranks:
-        rows += _launch(ranks, options)
+    rows = [row for ranks in options.ranks for row in _launch(ranks, _measure_all, options)]
+    overhead_us = {ranks: _launch(ranks, _job_overhead_us, options) for ranks in (1, 2)}
+    result = {
+        "rows": [asdict(row) for row in rows],
+        "job_overhead_us": overhead_us[1],
+        "job_overhead_with_messages_us": overhead_us[2],
+    }
+    if options.json == "-":
+        print(json.dumps(result, indent=1))
+        return
     for row in rows:
         print(
             f"{row.schedule:22} {row.ranks} ranks  ours {row.ours_s * 1e3:8.1f} ms  "
-            f"torch {row.torch_s * 1e3:8.1f} ms  ratio {row.ratio:.3f}"
+            f"torch {row.torch_s * 1e3:8.1f} ms  ratio {row.ratio:.3f} "
+            f"(of CPU time {row.cpu_ratio:.3f})"
         )
-    overhead_us = _launch(1, options)
-    print(f"overhead of a job beyond its computation: {overhead_us:.0f} us")
+    print(
+        f"a job beyond its computation: {overhead_us[1]:.0f} us, "
+        f"with gloo's calls to send and receive {overhead_us[2]:.0f} us"
+    )
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"rows": [asdict(r) for r in rows], "job_overhead_us": overhead_us}, file)
+            json.dump(result, file)
 
 
-def _launch(ranks: int, options: argparse.Namespace) -> Any:
+def _launch(ranks: int, measure: Callable[..., Any], options: argparse.Namespace) -> Any:
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    with __import__("socket").socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (ranks, port, queue, options), nprocs=ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, folder, measure, queue, options), nprocs=ranks)
     return queue.get()
 
 
-def _rank(rank: int, ranks: int, port: int, queue: Any, options: argparse.Namespace) -> None:
+def _rank(
+    rank: int,
+    ranks: int,
+    folder: str,
+    measure: Callable[..., Any],
+    queue: Any,
+    options: argparse.Namespace,
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    if ranks == 1:
-        queue.put(_job_overhead_us())
-    else:
-        rows = [
-            _measure(rank, ranks, *schedule, options)
-            for schedule in SCHEDULES
-            if schedule[0] in options.schedules
-        ]
-        if rank == 0:
-            queue.put(rows)
+    result = measure(rank, ranks, options)
+    if rank == 0:
+        queue.put(result)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _measure_all(rank: int, ranks: int, options: argparse.Namespace) -> list[Row]:
+    chosen = [schedule for schedule in SCHEDULES if schedule[0] in options.schedules]
+    return [_measure(rank, ranks, *schedule, options) for schedule in chosen]
 
 
 def _measure(
@@ -151,18 +171,36 @@ def _measure(
     model = Model(layers, options.hidden)
     theirs = _torch_step(rank, ranks, torch_name, vpp, is_v, num_microbatches, model, x, target)
     ours = _our_step(ranks, name, vpp, num_microbatches, model, x, target)
-    times: dict[str, list[float]] = {"ours": [], "torch": []}
+    _check_losses(ours(), theirs(), is_v=is_v, rank=rank, ranks=ranks)
+    sides = [("ours", ours), ("torch", theirs)]
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label, _ in sides}
     for turn in range(options.steps + 3):
-        for label, step in (("ours", ours), ("torch", theirs)):
+        for label, step in sides if turn % 2 else reversed(sides):
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             step()
             took = torch.tensor(time.perf_counter() - start_s)
+            cpu = torch.tensor(time.process_time() - start_cpu_s)
             dist.all_reduce(took, dist.ReduceOp.MAX)
+            dist.all_reduce(cpu)
             if turn >= 3:
-                times[label].append(took.item())
-    ours_s, torch_s = (statistics.median(times[label]) for label in ("ours", "torch"))
-    return Row(schedule=name, ranks=ranks, ours_s=ours_s, torch_s=torch_s, ratio=ours_s / torch_s)
+                times[label].append((took.item(), cpu.item()))
+    medians = [[statistics.median(column) for column in zip(*times[n], strict=True)] for n in times]
+    (ours_s, ours_cpu_s), (torch_s, torch_cpu_s) = medians
+    return Row(
+        schedule=name,
+        ranks=ranks,
+        ours_s=ours_s,
+        torch_s=torch_s,
+        ratio=ours_s / torch_s,
+        cpu_ratio=ours_cpu_s / torch_cpu_s,
+    )
+
+
+def _check_losses(ours: Tensor, theirs: list[Tensor], *, is_v: bool, rank: int, ranks: int) -> None:
+    """Both trained on the same: `theirs` are the microbatches' losses, on the last stage's rank."""
+    if rank == (0 if is_v else ranks - 1):
+        torch.testing.assert_close(ours, torch.stack(theirs).mean().detach())
 
 
 def _our_step(
@@ -196,7 +234,7 @@ def _torch_step(
     model: Model,
     x: Tensor,
     target: Tensor,
-) -> Callable[[], Any]:
+) -> Callable[[], list[Tensor]]:
     import copy
 
     from torch.distributed.pipelining import PipelineStage, schedules
@@ -222,46 +260,54 @@ def _torch_step(
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
 
-    def step() -> None:
+    def step() -> list[Tensor]:
+        losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(
             *([x] if has_first else []),
-            **({"target": target, "losses": []} if has_last else {}),
+            **({"target": target, "losses": losses} if has_last else {}),
         )
         optimizer.step()
+        return losses
 
     return step
 
 
-def _job_overhead_us() -> float:
-    """A job's time beyond a plain call and backward of the same program, on a tiny model."""
+def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
+    """A job's time beyond a plain call and backward of the same programs, on a tiny model."""
     import planner
     from planner.capture import capture_module
+    from planner.graph import size_at
     from planner.plan_defaults import default_plan
 
     num_microbatches = 64
     batch = dict.fromkeys(("x", "target"), torch.randn(num_microbatches, SEQUENCE, 8))
     two, three = ({k: v[:n] for k, v in batch.items()} for n in (2, 3))
-    model = Model(2, 8)
+    model = Model(2 * ranks, 8)
     graph = capture_module(model, two, three)
-    plan = default_plan(graph, num_microbatches=num_microbatches, schedule="1f1b")
+    plan = default_plan(graph, pp=ranks, num_microbatches=num_microbatches, schedule="1f1b")
     engine = planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     (stage,) = engine.stages.values()
-    microbatch = {k: v[:1] for k, v in batch.items()}
-    inputs = [microbatch[graph.tensor[n].fqn] for n in stage.wiring.side_inputs]
+    side = [batch[graph.tensor[n].fqn][:1] for n in stage.wiring.side_inputs]
+    shapes = [[size_at(size, 1) for size in edge.shape] for edge in stage.wiring.incoming]
+    arrived = [torch.randn(shape).requires_grad_() for shape in shapes]
+    grads = [torch.ones_like(output) for output in stage(*arrived, *side)]
 
     def plain() -> None:
         for _ in range(num_microbatches):
-            stage(*inputs)[0].backward(engine._loss_scale)
+            torch.autograd.backward(stage(*arrived, *side), grads)
 
     times: dict[str, list[float]] = {"step": [], "plain": []}
-    for _ in range(20):
+    for _ in range(25):
         for label, run in (("step", lambda: engine.step(batch)), ("plain", plain)):
-            start_s = time.perf_counter()
+            dist.barrier()
+            start_s = time.thread_time()
             run()
-            times[label].append(time.perf_counter() - start_s)
+            times[label].append(time.thread_time() - start_s)
     step_s, plain_s = (statistics.median(times[label][5:]) for label in ("step", "plain"))
-    return (step_s - plain_s) / (2 * num_microbatches) * 1e6
+    overhead_us = torch.tensor((step_s - plain_s) / (2 * num_microbatches) * 1e6)
+    dist.all_reduce(overhead_us, dist.ReduceOp.MAX)
+    return overhead_us.item()
 
 
 if __name__ == "__main__":

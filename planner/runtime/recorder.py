@@ -11,8 +11,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -38,9 +37,10 @@ class Recorder:
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._device = mesh.device
+        self.on_gpu = mesh.device.type == "cuda"
         self._spans: list[Span] = []
         self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self._memory_bytes = _memory_counter(mesh.device)
         self.step = 0
         offset = _clock_offset_s(mesh)
         self._file: IO[str] = rank_file(folder, dist.get_rank()).open("w")
@@ -48,32 +48,32 @@ class Recorder:
             self._file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset
         )
 
-    @contextmanager
-    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
+    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> _Open:
         """Record what happens inside."""
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-        start_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            if on_gpu:
-                end.record()
-                self._events.append((len(self._spans), begin, end))
-            self._spans.append(
-                Span(
-                    kind=kind,
-                    name=name,
-                    step=self.step,
-                    stage=stage,
-                    microbatch=microbatch,
-                    start_s=start_s,
-                    end_s=time.perf_counter(),
-                    memory_bytes=_memory_bytes(self._device),
-                )
+        return _Open(self, kind, name, stage, microbatch)
+
+    def add(
+        self,
+        span: _Open,
+        start_s: float,
+        end_s: float,
+        events: tuple[torch.cuda.Event, ...] | None,
+    ) -> None:
+        """Keep a span that ended."""
+        if events is not None:
+            self._events.append((len(self._spans), events[0], events[1]))
+        self._spans.append(
+            Span(
+                kind=span.kind,
+                name=span.name,
+                step=self.step,
+                stage=span.stage,
+                microbatch=span.microbatch,
+                start_s=start_s,
+                end_s=end_s,
+                memory_bytes=self._memory_bytes(),
             )
+        )
 
     def end_step(self) -> None:
         """Write the step's spans out."""
@@ -99,19 +99,48 @@ class Recorder:
         self._events.clear()
 
 
+class _Open:
+    """A span that goes on; a class and not a generator, as it is made twice for every job."""
+
+    __slots__ = ("_events", "_recorder", "_start_s", "kind", "microbatch", "name", "stage")
+
+    def __init__(
+        self, recorder: Recorder, kind: str, name: str, stage: int, microbatch: int
+    ) -> None:
+        self._recorder, self.kind, self.name = recorder, kind, name
+        self.stage, self.microbatch = stage, microbatch
+        self._events: tuple[torch.cuda.Event, ...] | None = None
+
+    def __enter__(self) -> None:
+        if self._recorder.on_gpu:
+            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events[0].record()
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        end_s = time.perf_counter()
+        if self._events is not None:
+            self._events[1].record()
+        self._recorder.add(self, self._start_s, end_s, self._events)
+
+
 def start_recorder(mesh: Mesh) -> Recorder | None:
     """Return a recorder if the environment asks for timelines."""
     folder = os.environ.get(TIMELINE_DIR)
     return Recorder(Path(folder), mesh) if folder else None
 
 
-def _memory_bytes(device: torch.device) -> int:
+def _memory_counter(device: torch.device) -> Callable[[], int]:
+    """Return what tells the bytes a device holds for this process; on a CPU its resident set."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        # (`memory_allocated` is this after flattening all statistics: ten times as long.)
+        stats = torch.cuda.memory_stats_as_nested_dict
+        return lambda: int(stats(device)["allocated_bytes"]["all"]["current"])
     if sys.platform != "linux":
-        return 0
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+        return lambda: 0
+    page_bytes = resource.getpagesize()
+    statm = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: opening takes most of the time
+    return lambda: int(os.pread(statm, 64, 0).split()[1]) * page_bytes
 
 
 def _clock_offset_s(mesh: Mesh) -> float:

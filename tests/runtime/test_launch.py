@@ -37,15 +37,15 @@ engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
 mode = sys.argv[2]
 if mode == "fault" and 1 in engine.stages:
     stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
-    def failing(*inputs):
+    def failing(*inputs, **settings):
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("deliberate")
-        return forward(*inputs)
+        return forward(*inputs, **settings)
     stage.forward = failing
 if mode == "stall" and 1 in engine.stages:
     stage, forward = engine.stages[1], engine.stages[1].forward
-    stage.forward = lambda *inputs: (time.sleep(5), forward(*inputs))[1]
+    stage.forward = lambda *inputs, **settings: (time.sleep(5), forward(*inputs, **settings))[1]
 for step in range(1 if mode == "stall" else 10_000 if mode == "endless" else 3):
     loss = engine.step(gpt_batch(engine.plan.global_batch))
     if mode == "vanish" and os.environ["RANK"] == "1":

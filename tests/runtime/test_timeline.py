@@ -38,11 +38,11 @@ def train_recorded(plan: Plan, folder: str, slow_s: float) -> list[str]:
     if 1 in engine.stages:
         stage, forward = engine.stages[1], engine.stages[1].forward
 
-        def slow(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def slow(*inputs: torch.Tensor, is_last: bool) -> tuple[torch.Tensor, ...]:
             until = time.perf_counter() + slow_s
             while time.perf_counter() < until:
                 pass
-            return forward(*inputs)
+            return forward(*inputs, is_last=is_last)
 
         stage.forward = slow
     for _ in range(2):
