@@ -37,8 +37,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     if graph is not None:
         validate_model(plan, graph)
     parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
-    if plan.layouts and plan.tp > 1:
-        parts.append(_layouts(plan, graph))
+    if plan.layouts:
+        parts += _layouts(plan, graph)
         if graph is not None:
             parts.append(_without_rule(graph))
     if plan.pp > 1:
@@ -69,10 +69,15 @@ def _summary(plan: Plan) -> Table:
 
 def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
+    has_meshes = any(stage.tp for stage in plan.stages)
+    if has_meshes:
+        table.add_column("mesh")
     if graph is not None:
         table.add_column("parameters", justify="right")
     for index, stage in enumerate(plan.stages):
         row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
+        if has_meshes:
+            row.append(f"dp {plan.stage_dp(index)} · tp {plan.stage_tp(index)}")
         if graph is not None:
             row.append(f"{_num_params(stage, graph):,}")
         table.add_row(*row)
@@ -94,12 +99,21 @@ def _num_params(stage: StagePlan, graph: ModelGraph) -> int:
     return sum(tensor.numel_at(1) for tensor in tensors if tensor.kind == "param")
 
 
-def _layouts(plan: Plan, graph: ModelGraph | None) -> Table:
-    title = f"Layouts over tp {plan.tp}"
-    table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
+def _layouts(plan: Plan, graph: ModelGraph | None) -> list[RenderableType]:
+    """One table for each axis, and for each tp degree that stages have."""
+    found: dict[tuple[str, int], list[ClassLayout]] = {}
     for layout in plan.layouts:
-        table.add_row(*_layout_row(layout, graph))
-    return table
+        found.setdefault((layout.axis, layout.tp or plan.tp), []).append(layout)
+    tables: list[RenderableType] = []
+    for (axis, tp), layouts in found.items():
+        title = f"Layouts over {axis} {tp if axis == 'tp' else plan.cp}"
+        if axis == "cp" and any(stage.tp for stage in plan.stages):
+            title += f" of stages with tp {tp}"
+        table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
+        for layout in layouts:
+            table.add_row(*_layout_row(layout, graph))
+        tables.append(table)
+    return tables
 
 
 def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str, str]:
@@ -117,7 +131,9 @@ def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str
     held = "\n".join(f"{placement}: {', '.join(names)}" for placement, names in split.items())
     return (
         f"{program.name} x {len(uses)}",
-        f"{len(layout.ops)} of {len(program.ops)}",
+        # (On cp the layout is of the program as lowered on tp, which has more ops.)
+        f"{len({op.name for op in program.ops} & {n for n, _ in layout.ops})} of "
+        f"{len(program.ops)}",
         held or "all replicated",
     )
 

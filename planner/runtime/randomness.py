@@ -1,9 +1,9 @@
-"""Random numbers of a step: equal on the ranks of a tp group, different elsewhere.
+"""Random numbers of a step: equal on ranks of one replica and stage, different elsewhere.
 
-Ranks of a tp group hold replicas of one computation and must draw the same dropout masks
-(ops on shards take streams of their own from there); other ranks work on other data or
-other layers. The stream is the engine's own: the script's generator, which it may use to
-choose equal batches on every rank, is put aside during a step.
+Ranks that differ on tp and cp only hold replicas of one computation and must draw the same
+dropout masks (ops on shards take streams of their own from there); other ranks work on
+other data or other layers. The stream is the engine's own: the script's generator, which it
+may use to choose equal batches on every rank, is put aside during a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class RandomStream:
 
     def __init__(self, seed: int, mesh: Mesh) -> None:
         """`seed` is the same on every rank."""
-        place = (mesh.rank("pp") * mesh.size("dp") + mesh.rank("dp")) * mesh.size("cp")
+        # The replica's first rank: pp ranks may number their replicas differently.
+        replica = mesh.rank("dp") * mesh.size("cp") * mesh.size("tp")
+        place = mesh.meshes[mesh.rank("pp")].ranks[replica]
         self._device = mesh.device
         with torch.random.fork_rng(devices=_gpus(self._device)):
-            torch.manual_seed((seed + _PRIME * (place + mesh.rank("cp"))) % 2**63)
+            torch.manual_seed((seed + _PRIME * place) % 2**63)
             self._state = read_generators(self._device)
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""D10: any value inside a model in training can be looked at whole."""
+"""D10, P22: any value inside a model in training can be looked at whole, on any stage."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from planner.plan import ClassLayout, Plan
 from planner.plan_defaults import default_plan
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh, coordinate_of
+from planner.runtime.randomness import RandomStream
 from planner.runtime.routes import Routes
 from planner.runtime.wiring import build_edges, sends_pieces
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
@@ -106,6 +107,26 @@ def test_an_engine_gives_its_groups_back():
     tied = default_plan(capture("tied-gpt"), pp=2)
     sharded = default_plan(capture("gpt"), dp=2, zero_stage=3)
     assert run_ranks(train_and_close, 2, [("tied-gpt", tied), ("gpt", sharded)]) == [[0, 0]] * 2
+
+
+def draws(plan: Plan) -> float:
+    """The first number of this rank's stream."""
+    mesh = build_mesh(plan, torch.device("cpu"))
+    with RandomStream(7, mesh).drawn():
+        return torch.rand(()).item()
+
+
+def test_replicas_of_one_computation_draw_alike():
+    """M5, D19: equal along tp and cp, different along dp and pp, whatever the meshes."""
+    cases = [
+        ({"cp": 2, "tp": 2}, [0, 0, 0, 0]),
+        ({"cp": 2, "dp": 2}, [0, 0, 1, 1]),
+        ({"tp": 2, "pp": 2, "stage_tps": (2, 1)}, [0, 0, 1, 2]),
+        ({"tp": 2, "pp": 2, "stage_tps": (1, 2)}, [0, 1, 2, 2]),
+    ]
+    for choices, streams in cases:
+        found = run_ranks(draws, 4, plan_for("gpt", **choices))
+        assert [sorted(set(found), key=found.index).index(n) for n in found] == streams
 
 
 # -- stages with meshes of their own ------------------------------------------------------------
