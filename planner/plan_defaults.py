@@ -32,6 +32,7 @@ def default_plan(
     pp: int = 1,
     vpp: int = 1,
     stage_tps: Sequence[int] = (),
+    balance: Sequence[int] = (),
     microbatch_size: int = 1,
     num_microbatches: int | None = None,
     schedule: str = "1f1b",
@@ -41,6 +42,7 @@ def default_plan(
 ) -> Plan:
     """Return a plan with these degrees; num_microbatches defaults to twice pp.
 
+    `balance` gives the number of blocks of each stage, else they are as equal as can be.
     `stage_tps` gives each stage a tp degree of its own; its ranks, dp * tp of the plan's, are
     then cut into that and dp. Raises LayoutError when there are fewer blocks than stages,
     when the model's sequences can't be divided over cp, or when stages' degrees do not fit;
@@ -64,7 +66,11 @@ def default_plan(
             f"stage_tps={tps}: microbatches of {microbatch_size} on dp={dp} can't be divided over "
             f"dp={dp * tp // min(tps)}; use a microbatch_size that {tp // min(tps)} divides"
         )
-    bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
+    if balance:
+        check_balance(balance, num_blocks=num_blocks, num_stages=num_stages)
+        bounds = [sum(balance[:s]) for s in range(num_stages + 1)]
+    else:
+        bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
     stages = tuple(
         StagePlan(
             pp_rank=homes[s],
@@ -83,9 +89,7 @@ def default_plan(
             for b in stage.blocks
             if stage_tp == own
         }
-        found = default_layouts(
-            graph, tp=own, cp=cp, microbatch_size=microbatch_size * own // tp
-        )
+        found = default_layouts(graph, tp=own, cp=cp, microbatch_size=microbatch_size * own // tp)
         layouts += [
             layout.model_copy(update={"tp": None if own == tp else own})
             for layout in found
@@ -124,6 +128,21 @@ def default_layouts(
     ]
     on_cp = propagate_cp(graph, programs, microbatch_size=microbatch_size, cp=cp)
     return (*on_tp, *on_cp)
+
+
+def check_balance(balance: Sequence[int], *, num_blocks: int, num_stages: int) -> None:
+    """Raise LayoutError unless `balance` deals every block to one of the stages, in order."""
+    given = ",".join(map(str, balance))
+    if len(balance) != num_stages:
+        raise LayoutError(
+            f"balance={given} is for {len(balance)} stages and pp*vpp={num_stages}; "
+            "give one number of blocks for each stage"
+        )
+    if min(balance) < 1 or sum(balance) != num_blocks:
+        raise LayoutError(
+            f"balance={given} deals {sum(balance)} blocks and the model has {num_blocks}; "
+            f"the numbers must be 1 or more and add up to {num_blocks}"
+        )
 
 
 def model_ref(graph: ModelGraph, *, file: str) -> ModelRef:

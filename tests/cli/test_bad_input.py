@@ -58,6 +58,7 @@ def test_model_file_that_fails_to_load(planner, write_model):
 
 
 def test_uncapturable_model_names_the_users_line(planner, write_model):
+    """G2: not capturable; the line in the user's file, and what to write instead."""
     line = "x = x * 2 if x.sum() > 0 else x"
     path = write_model(body=line)
     number = path.read_text().splitlines().index(f"        {line}") + 1
@@ -86,7 +87,7 @@ def test_devices_that_do_not_divide_the_batch(planner, write_model):
 
 
 def test_more_devices_than_the_profile_describes(planner, write_model, tmp_path):
-    """A profile measured on 2 ranks says nothing of 4."""
+    """G2: too few devices; a profile measured on 2 ranks says nothing of 4."""
     folder = tmp_path / "measured-on-two"
     folder.mkdir()
     shipped = json.loads((SHIPPED / "h100-sxm5-80gb" / "profile.json").read_text())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from planner.errors import LayoutError
 from planner.plan_defaults import default_plan
 from tests.runtime.scenarios import Outcome, capture, clip_many, train_many
 from tests.spawn import run_ranks
@@ -77,6 +78,30 @@ def test_pipeline():
     ]
     for outcomes in _run(2, cases):
         assert not outcomes[0].params_held & outcomes[1].params_held
+
+
+def test_stages_of_given_numbers_of_blocks():
+    """G1: the first stage has the token embedding alone, or half of the blocks."""
+    by_rank = _run(
+        2, [("gpt", {"pp": 2, "balance": (1, 5)}), ("gpt", {"pp": 2, "balance": (3, 3)})]
+    )
+    assert "token.weight" in by_rank[0][0].params_held
+    assert not any("layers" in name for name in by_rank[0][0].params_held)
+
+
+@pytest.mark.parametrize(
+    ("balance", "says"),
+    [
+        ((1, 3), "balance=1,3 deals 4 blocks and the model has 6"),
+        ((6, 0), "the numbers must be 1 or more and add up to 6"),
+        ((2, 2, 2), "balance=2,2,2 is for 3 stages and pp*vpp=2"),
+    ],
+)
+def test_a_balance_must_deal_every_block(balance, says):
+    """G1, G2: a wrong sum or count is an error, not a different plan."""
+    with pytest.raises(LayoutError) as refused:
+        default_plan(capture("gpt", torch.float64), pp=2, balance=balance)
+    assert says in str(refused.value)
 
 
 def test_skips_go_straight_to_their_consumers():
