@@ -27,13 +27,15 @@ class Peaks:
     `forward_bytes` starts from nothing of this program alive (its inputs not counted).
     `backward_bytes` starts with everything kept alive and counts that too, and the
     gradient of the outputs that is handed in. `input_gradient_bytes` is the same of a backward
-    that puts weight gradients aside, and `pending_bytes` what then waits for them.
+    that puts weight gradients aside, and `pending_bytes` what then waits for them;
+    `owning_bytes` of one that holds every parameter's gradient it has made to its end.
     """
 
     forward_bytes: int
     backward_bytes: int
     input_gradient_bytes: int
     pending_bytes: int
+    owning_bytes: int
 
 
 def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
@@ -41,11 +43,13 @@ def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
     later = {name: product[0].name for name, product in deferrable_products(program).items()}
     backward, _ = _backward_peak(program, saved, {})
     split, pending = _backward_peak(program, saved, later)
+    owning, _ = _backward_peak(program, saved, {}, owns_gradients=True)
     return Peaks(
         forward_bytes=_forward_peak(program, saved),
         backward_bytes=backward,
         input_gradient_bytes=split,
         pending_bytes=pending,
+        owning_bytes=owning,
     )
 
 
@@ -80,7 +84,11 @@ def _forward_peak(program: Program, saved: SavedTensors) -> int:
 
 
 def _backward_peak(
-    program: Program, saved: SavedTensors, later: Mapping[str, str]
+    program: Program,
+    saved: SavedTensors,
+    later: Mapping[str, str],
+    *,
+    owns_gradients: bool = False,
 ) -> tuple[int, int]:
     """Return the peak, and what is left at the end for the products named in `later` (with
     their activation): that activation and the gradient of the product.
@@ -100,7 +108,10 @@ def _backward_peak(
             needing = [n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad]
             scratch = _scratch_bytes(op, program, forward=False)
             for name in needing:
-                if tensor[name].kind == "param":
+                if tensor[name].kind == "param" and owns_gradients:
+                    if name not in grads.of:
+                        grads.allocate(name, _bytes(program, name))
+                elif tensor[name].kind == "param":
                     scratch += 0 if op.name in later else _bytes(program, name)
                 elif _passes_on(op, name, program, saved):
                     grads.share(name, arriving[0])

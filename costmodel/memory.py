@@ -119,6 +119,7 @@ def rank_memory(
     batch_bytes: int = 0,
     gradients_then: Amount | None = None,
     precision: Precision = "model",
+    walked: bool = False,
 ) -> MemoryParts:
     """Return the memory of a rank whose stages together hold `weights`' parameters.
 
@@ -126,7 +127,9 @@ def rank_memory(
     bytes of the parameters. In bf16 gradients are summed in fp32, and the optimizer has fp32
     masters beside its state.
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
-    within one; ZeRO 3 gathers a block at a time, with the next one on its way.
+    within one; ZeRO 3 gathers a block at a time, with the next one on its way. That and the
+    gradients not yet reduced are guessed from the largest block, unless `transient` is of a
+    walk that counted them.
     """
     trained, frozen = weights.param_bytes, weights.frozen_bytes
     sharded = zero_stage > 0 and dp > 1
@@ -135,6 +138,8 @@ def rank_memory(
         parameters, gathered = trained + frozen, 0
     elif zero_stage < 3:
         parameters, gathered = shard + frozen, trained
+    elif walked:
+        parameters, gathered = shard + frozen, 0
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
     wide = MASTER_FACTOR if precision == "bf16" else 1
@@ -144,9 +149,8 @@ def rank_memory(
         gradients = np.minimum(wide * gradients_then, every_gradient)
     # Gradients of a block, whole until they are reduced at the end of its backward. Without
     # recompute the worst moment is before that: all activations are still there.
-    buckets = (
-        weights.largest_param_bytes if sharded and zero_stage >= 2 and recompute != "none" else 0
-    )
+    guesses = sharded and zero_stage >= 2 and recompute != "none" and not walked
+    buckets = weights.largest_param_bytes if guesses else 0
     masters = wide * shard if precision == "bf16" else 0
     states = ADAMW_STATES * wide * shard + masters
     # Fused or foreach steps hold one more copy of what they update.

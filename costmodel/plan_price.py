@@ -26,10 +26,11 @@ from planner.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPrice:
-    """Prices of a plan's stages, in stage order."""
+    """Prices of a plan's stages, in stage order; `blocks[stage]` of its blocks one by one."""
 
     plan: Plan
     loads: tuple[StageLoad, ...]
+    blocks: tuple[tuple[StageLoad, ...], ...]
     arrivals: tuple[Arrivals, ...]
     syncs: tuple[DataParallelSeconds, ...]
     job_seconds: JobSeconds
@@ -51,11 +52,12 @@ class StageLayouts:
 def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     """Return the prices of a plan's stages."""
     layouts = _layouts_by_tp(plan)
-    loads, arrivals, syncs = [], [], []
+    loads, blocks, arrivals, syncs = [], [], [], []
     for s, stage in enumerate(plan.stages):
         split, size = layouts[plan.stage_tp(s)], plan.stage_microbatch_size(s)
-        load = stage_load(costs, stage.blocks, split, microbatch_size=size)
+        load, of_blocks = _stage_load(costs, stage.blocks, split, microbatch_size=size)
         loads.append(load)
+        blocks.append(of_blocks)
         syncs.append(_sync(plan, costs, s, load))
         arrivals.append(
             stage_arrivals(
@@ -66,6 +68,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     return PlanPrice(
         plan=plan,
         loads=tuple(loads),
+        blocks=tuple(blocks),
         arrivals=tuple(arrivals),
         syncs=tuple(syncs),
         job_seconds=_job_seconds(plan, costs, loads, arrivals, syncs),
@@ -98,6 +101,13 @@ def stage_load(
     costs: CostCache, blocks: Sequence[int], split: StageLayouts, *, microbatch_size: int
 ) -> StageLoad:
     """Return the load of a stage of these blocks: tied parameters once, entries included."""
+    return _stage_load(costs, blocks, split, microbatch_size=microbatch_size)[0]
+
+
+def _stage_load(
+    costs: CostCache, blocks: Sequence[int], split: StageLayouts, *, microbatch_size: int
+) -> tuple[StageLoad, tuple[StageLoad, ...]]:
+    """The load of a stage and those of its blocks."""
     graph = costs.graph
     axes = split_axes(costs.profile.cluster, tp=split.tp, cp=split.cp)
     loads = []
@@ -132,7 +142,8 @@ def stage_load(
         loads.append(load)
     total = join(loads)
     each, once = costs.side_bytes(frozenset(side), microbatch_size)
-    return replace(total, side_bytes=each, frozen_bytes=total.frozen_bytes + once)
+    total = replace(total, side_bytes=each, frozen_bytes=total.frozen_bytes + once)
+    return total, tuple(loads)
 
 
 def _trained_bytes(

@@ -35,7 +35,8 @@ class ProgramCost:
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
     besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`, `split_peak_bytes` of
-    an input-gradient job that leaves `pending_bytes` for the weight-gradient job.
+    an input-gradient job that leaves `pending_bytes` for the weight-gradient job;
+    `gradient_rise_bytes` is what a backward needs more when it holds its own gradients.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
@@ -63,6 +64,7 @@ class ProgramCost:
     backward_peak_bytes: int
     split_peak_bytes: int
     pending_bytes: int
+    gradient_rise_bytes: int
     param_bytes: int
     frozen_bytes: int
     num_params: int
@@ -150,6 +152,7 @@ def price_program(
         backward_peak_bytes=peaks.backward_bytes - side_bytes,
         split_peak_bytes=peaks.input_gradient_bytes - side_bytes,
         pending_bytes=peaks.pending_bytes,
+        gradient_rise_bytes=peaks.owning_bytes - peaks.backward_bytes,
         param_bytes=param_bytes,
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=sum(_is_trainable(local, n) for n in local.params),

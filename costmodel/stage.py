@@ -53,6 +53,7 @@ class StageLoad:
     selective_peak_bytes: Amount = 0
     split_peak_bytes: Amount = 0
     pending_bytes: Amount = 0
+    gradient_rise_bytes: Amount = 0
     side_bytes: Amount = 0
     tail_bytes: Amount = 0
     param_bytes: Amount = 0
@@ -90,6 +91,7 @@ class StageLoad:
                 self.split_peak_bytes + other.pending_bytes, saved + other.split_peak_bytes
             ),
             pending_bytes=self.pending_bytes + other.pending_bytes,
+            gradient_rise_bytes=np.maximum(self.gradient_rise_bytes, other.gradient_rise_bytes),
             side_bytes=np.maximum(self.side_bytes, other.side_bytes),
             tail_bytes=other.tail_bytes,
             param_bytes=self.param_bytes + other.param_bytes,
@@ -129,6 +131,7 @@ def block_load(cost: ProgramCost) -> StageLoad:
         selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
         split_peak_bytes=cost.split_peak_bytes,
         pending_bytes=cost.pending_bytes,
+        gradient_rise_bytes=cost.gradient_rise_bytes,
         side_bytes=cost.side_bytes,
         tail_bytes=cost.saved_output_bytes,
         param_bytes=cost.param_bytes,
