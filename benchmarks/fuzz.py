@@ -2,7 +2,8 @@
 
     python benchmarks/fuzz.py [--cases 500] [--first-seed 1000]
 
-Each case is checked, values and gradients, against one device in double precision. Prints
+Each case is checked, values and gradients, against one device in double precision, once with
+ops drawn at random recomputed in the backward. Prints
 the seeds that fail; run one again with --cases 1 --first-seed SEED. Exit code 1 on any.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from planner.lowering import lower
 from planner.placement import Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout
 from planner.program_fx import aten_overload, to_graph_module
+from planner.runtime.recompute import Keeper, Recomputed
 from tests.sharding.ranks import on_ranks
 
 
@@ -138,8 +140,12 @@ def run_local(
     cotangents: Sequence[Tensor | None],
     output_placements: Sequence[Placement],
     world_size: int,
+    made_again: frozenset[str] | None = None,
 ):
-    """Outputs and gradients of a local program on every rank: lists by rank."""
+    """Outputs and gradients of a local program on every rank: lists by rank.
+
+    With `made_again` it is recomputed in the backward, these ops and no others.
+    """
     names = (*program.inputs, *program.params)
 
     def body(rank: int):
@@ -149,8 +155,13 @@ def run_local(
             )
             for n in names
         }
-        module = to_graph_module(program, {"tp": dist.group.WORLD}, torch.device("cpu"))
-        outputs = module(*(values[name] for name in names))
+        groups, cpu = {"tp": dist.group.WORLD}, torch.device("cpu")
+        run = to_graph_module(program, groups, cpu)
+        if made_again is not None:
+            keeper = Keeper()
+            module = to_graph_module(program, groups, cpu, keeper=keeper, made_again=made_again)
+            run = Recomputed(module.forward, keeper=keeper, draws=False)
+        outputs = run(*(values[name] for name in names))
         parts = [
             # The gradient of a Partial value is whole on each rank.
             None
@@ -196,9 +207,21 @@ def random_values(program: Program, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def check_lowered(program: Program, layout: ClassLayout, axis_size: int, seed: int = 0) -> Program:
-    """Compare a program lowered under a layout with the dense one; return the local program."""
+def check_lowered(
+    program: Program,
+    layout: ClassLayout,
+    axis_size: int,
+    seed: int = 0,
+    *,
+    recompute: bool = False,
+) -> Program:
+    """Compare a program lowered under a layout with the dense one; return the local program.
+
+    With `recompute`, ops drawn at random are made again in the backward.
+    """
     local = lower(program, layout, axis_size=axis_size)
+    coin = random.Random(seed)
+    made_again = frozenset(op.name for op in local.ops if coin.random() < 0.5)
     tensors = random_values(program, seed)
     placements = {
         name: parse_placement(text)
@@ -209,7 +232,15 @@ def check_lowered(program: Program, layout: ClassLayout, axis_size: int, seed: i
     output_placements = [parse_placement(text) for text in layout.outputs]
     cotangents = random_cotangents(program, seed + 1)
     outputs, grads = run_dense(program, tensors, cotangents)
-    results = run_local(local, tensors, placements, cotangents, output_placements, axis_size)
+    results = run_local(
+        local,
+        tensors,
+        placements,
+        cotangents,
+        output_placements,
+        axis_size,
+        made_again if recompute else None,
+    )
     for i, (dense, placement) in enumerate(zip(outputs, output_placements, strict=True)):
         for joined in whole([values[i] for values, _ in results], placement):
             close(joined, dense.detach(), f"output {program.outputs[i]} of {program.name}")

@@ -17,10 +17,13 @@ def fuzz(seed: int) -> None:
     program = random_program(seed)
     axis_size = 2 if seed % 4 else 3
     check_lowered(program, random_layout(program, random.Random(seed), axis_size), axis_size, seed)
-    check_lowered(program, propagate_layout(0, program, axis_size), axis_size, seed)
+    layout = propagate_layout(0, program, axis_size)
+    check_lowered(program, layout, axis_size, seed, recompute=True)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_random_model_under_random_placements(seed):
-    """M10, M12, X13: no mismatch; `python benchmarks/fuzz.py` runs more."""
+    """G5, M10, M12, X13: no mismatch, nor where random ops are made again in the backward;
+    `python benchmarks/fuzz.py` runs more.
+    """
     fuzz(seed)
