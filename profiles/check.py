@@ -11,7 +11,7 @@ from profiles.op_model import record_key
 from profiles.profile import Profile
 
 LARGE_SPREAD = 0.5
-"""Interquartile range over median above which a record is noise rather than a number."""
+"""Relative standard error above which a record is noise rather than a number."""
 
 POOR_FIT = 0.5
 
@@ -42,9 +42,7 @@ def _missing(profile: Profile) -> list[str]:
 
 
 def _doubtful(profile: Profile) -> list[str]:
-    noisy = [
-        r for r in (*profile.ops, *profile.collectives) if r.spread / r.repeats**0.5 > LARGE_SPREAD
-    ]
+    noisy = [r for r in (*profile.ops, *profile.collectives) if r.standard_error > LARGE_SPREAD]
     problems = []
     if noisy:
         problems.append(

@@ -200,7 +200,7 @@ class _Samples:
         return cls(
             sizes=tuple(record.num_bytes for record in records),
             seconds=tuple(float(s) for s in seconds),
-            errors=tuple(record.spread / sqrt(record.repeats) for record in records),
+            errors=tuple(record.standard_error for record in records),
         )
 
     def at(self, num_bytes: float) -> Lookup | None:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from itertools import product
 
 from planner.graph import Ref
-from planner.units import KIB, MIB
+from planner.units import GIB, KIB, MIB
 from profiles.probes import CollectiveProbe, OpProbe, meta, plain_probe
 from profiles.records import COLLECTIVE_KINDS, Group
 
 COPY_BYTES = 32 * MIB
+FIRST_SIZES = 3
 
 
 def base_probes() -> tuple[OpProbe, ...]:
@@ -47,19 +48,26 @@ def base_probes() -> tuple[OpProbe, ...]:
     )
 
 
-def collective_probes(groups: Sequence[Group]) -> tuple[CollectiveProbe, ...]:
-    """Return every kind on every group shape, from 1 KiB to 64 MiB.
+MESSAGE_BYTES = tuple(KIB * 4**k for k in (0, 4, 7, 2, 6, 5, 1, 3, 8, 9, 10))
+"""From 1 KiB to 1 GiB, in an order in which a short budget still spans the range: 1 KiB,
+256 KiB and 16 MiB first, then what lies between, and the largest last because they take
+longest."""
 
-    In an order in which a short budget still spans the range: 1 KiB, 256 KiB and 16 MiB
-    first, then what lies between, and 64 MiB last because it takes longest.
+
+def collective_probes(
+    groups: Sequence[Group], *, most_bytes: float = GIB
+) -> tuple[CollectiveProbe, ...]:
+    """Return every kind on every group shape, at all of `MESSAGE_BYTES` up to `most_bytes`.
+
+    All groups have a few sizes before any has more.
     """
-    ordered = [KIB * 4**k for k in (0, 4, 7, 2, 6, 5, 1, 3, 8)]
     return tuple(
         CollectiveProbe(kind=kind, num_bytes=num_bytes, group=group)
+        for start, stop in ((0, FIRST_SIZES), (FIRST_SIZES, len(MESSAGE_BYTES)))
         for group in groups
-        for num_bytes in ordered
+        for num_bytes in MESSAGE_BYTES[start:stop]
         for kind in COLLECTIVE_KINDS
-        if kind != "send_recv" or group.size == 2
+        if num_bytes <= most_bytes and (kind != "send_recv" or group.size == 2)
     )
 
 

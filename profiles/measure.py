@@ -1,9 +1,11 @@
 """Measure this machine, or a cluster, into a profile directory.
 
-Probes go heaviest first, each in worker ranks that all run it at once. After every probe
-the records so far are written, so a kill loses at most the probe in flight, and the same
-call goes on where the last one stopped. What budget is left at the end goes to the probes
-whose uncertainty weighs most.
+Each probe runs in worker ranks that all run it at once, and is visited several times: one
+pass over all probes, heaviest first, then another, so that what drifts or disturbs the
+machine for a while touches one visit of many probes instead of all visits of one. What time
+is left goes to the probes whose uncertainty weighs most. After every visit the records so
+far are written, so a kill loses at most the visit in flight, and the same call goes on where
+the last one stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -36,11 +37,20 @@ from profiles.workers import ProbeFailed, WorkerGroup
 
 Progress = Callable[[float, str], None]
 
-PROBE_S = 0.2
-"""Time per probe without a budget."""
+VISIT_S = 0.1
+"""Sampling time of a visit without a budget."""
 
-LEAST_PROBE_S, MOST_PROBE_S = 0.02, 0.5
-PROBE_TIMEOUT_S = 60.0
+LEAST_VISIT_S, MOST_VISIT_S = 0.01, 0.25
+VISIT_TIMEOUT_S = 60.0
+COMPILE_TIMEOUT_S = 300.0
+
+PASSES = 4
+"""So often every probe is visited, before the uncertain ones are visited further."""
+
+MOST_VISITS = 12
+
+MESSAGE_SHARE = 32
+"""Messages grow up to 1 GiB, or to this part of a rank's memory."""
 
 COLLECTIVE_SHARE = 0.35
 """Share of a budget for collectives; ops are more numerous and weigh more in a step."""
@@ -52,7 +62,10 @@ takes longer than the budget: a profile without them would be no profile."""
 GOOD_STANDARD_ERROR = 0.02
 """A median this well known is not measured further."""
 
-MOST_ROUNDS = 6
+TYPICAL_BYTES_PER_S = 1e9
+"""Rate of messages, only to weigh them against ops."""
+
+AnyProbe = OpProbe | BlockProbe | CollectiveProbe
 
 
 def measure_profile(
@@ -91,7 +104,7 @@ def measure_profile(
     )
     with WorkerGroup(launcher) as workers:
         try:
-            about = workers.call({"task": "describe"}, timeout_s=PROBE_TIMEOUT_S)
+            about = workers.call({"task": "describe"}, timeout_s=VISIT_TIMEOUT_S)
         except ProbeFailed as error:
             raise ProfileError(f"can't measure on {device}: {error}") from None
         ranks = Ranks(about=tuple(about))
@@ -106,28 +119,32 @@ def measure_profile(
         num_devices = gpus or len(about)
         grid = signatures(models, num_devices=num_devices) if models else standard_grid(device)
         whole = blocks(models)
-        missing_blocks = [p for p in whole if session.lacks_op(p)]
-        missing_ops = [p for p in (*base_probes(), *grid) if session.lacks_op(p)]
-        asked = collective_probes(groups_to_measure(ranks.nodes))
-        missing = [p for p in asked if session.lacks_collective(p)]
-        if not (missing_ops or missing or missing_blocks) and (directory / PROFILE_FILE).exists():
+        asked = _Asked.of(
+            [*base_probes(), *grid],
+            blocks=whole,
+            collectives=collective_probes(
+                groups_to_measure(ranks.nodes), most_bytes=ranks.memory_bytes / MESSAGE_SHARE
+            ),
+            session=session,
+        )
+        if not asked and (directory / PROFILE_FILE).exists():
             remove_session(directory)
             return _loaded(directory)
         try:
             surroundings = measure_surroundings(workers, session, run.report)
         except ProbeFailed as error:
             raise ProfileError(f"can't measure the memory of a process: {error}") from None
-        complete = run.measure(missing_ops, missing, missing_blocks)
+        complete = run.measure(asked)
     file = summarize(
         session,
         surroundings,
         blocks=whole,
         complete=complete,
-        stragglers=describe_stragglers(run.rank_seconds, ranks.hosts) if run.rank_seconds else [],
+        stragglers=run.stragglers(),
     )
     write_profile_file(directory, file)
     remove_session(directory)
-    return Profile(file, session.ops, session.collectives)
+    return Profile(file, tuple(session.ops.values()), tuple(session.collectives.values()))
 
 
 def _loaded(directory: Path) -> Profile:
@@ -136,98 +153,170 @@ def _loaded(directory: Path) -> Profile:
     return load_profile(directory)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Probes that still need visits. Basic ones come first, then in the order given."""
+
+    basic: tuple[OpProbe, ...]
+    collectives: tuple[CollectiveProbe, ...]
+    blocks: tuple[BlockProbe, ...]
+    ops: tuple[OpProbe, ...]
+
+    @classmethod
+    def of(
+        cls,
+        ops: Sequence[OpProbe],
+        *,
+        blocks: Sequence[BlockProbe],
+        collectives: Sequence[CollectiveProbe],
+        session: Session,
+    ) -> _Asked:
+        unknown = [probe for probe in ops if session.num_visits(probe) < PASSES]
+        return cls(
+            basic=tuple(p for p in unknown if p.weight == float("inf")),
+            collectives=tuple(p for p in collectives if session.num_visits(p) < PASSES),
+            blocks=tuple(p for p in blocks if session.num_visits(p) < PASSES),
+            ops=tuple(_spanning_first(p for p in unknown if p.weight < float("inf"))),
+        )
+
+    def __len__(self) -> int:
+        return len(self.basic) + len(self.collectives) + len(self.blocks) + len(self.ops)
+
+
 @dataclass
 class _Run:
-    """One pass over the probes. Mutable: it counts time and collects samples."""
+    """The visits of one measurement. Mutable: it keeps the time and what it has learnt."""
 
     session: Session
     workers: WorkerGroup
     began: float
     deadline: float | None
     progress: Progress
-    total: int = 0
-    done: int = 0
-    samples: dict[OpProbe | BlockProbe, dict[tuple[str, str], list[float]]] = field(
-        default_factory=dict
-    )
-    rank_seconds: dict[int, float] = field(default_factory=dict)
+    planned: int = 0
+    visited: int = 0
+    cost_s: float = 0.02
+    """What a visit takes beside its samples: inputs to make, ranks to meet."""
+    failed: set[AnyProbe] = field(default_factory=set)
+    rank_seconds: dict[int, list[float]] = field(default_factory=dict)
 
-    def measure(
-        self,
-        ops: Sequence[OpProbe],
-        collectives: Sequence[CollectiveProbe],
-        blocks: Sequence[BlockProbe],
-    ) -> bool:
-        """Measure and return whether everything asked for was reached."""
-        self.total = len(ops) + len(collectives) + len(blocks)
-        basic = [p for p in ops if p.weight == float("inf")]
-        for probe in basic:
-            self._time_op(probe, MOST_PROBE_S / 2)
-        postponed = self._collectives(collectives)
-        rest = _spanning_first(p for p in ops if p.weight < float("inf"))
-        # Blocks before ops: they are few, and correct whatever the ops add up to.
-        every: list[OpProbe | BlockProbe] = [*blocks, *rest]
-        firsts = _first_of_each_target(rest)
-        for index, item in enumerate(every):
-            if item not in firsts and 8 * _expected_seconds(item) > 0.3 * self._left():
-                postponed += 1
-                continue
-            self._time_op(item, self._share(self._left(), len(every) - index))
-        self._refine(rest)
+    def measure(self, asked: _Asked) -> bool:
+        """Visit what is asked for; return whether everything was reached."""
+        self.planned = PASSES * len(asked)
+        reached = [*asked.basic, *self._first_collectives(asked), *self._first_ops(asked)]
+        postponed = len(asked) - len(reached)
+        for number in range(1, PASSES):
+            left = [p for p in reached if self.session.num_visits(p) < PASSES]
+            for index, probe in enumerate(left):
+                if self._left() <= 0:
+                    return postponed == 0
+                ahead = len(left) * (PASSES - number) - index
+                self._visit(probe, self._share(self._left(), ahead))
+        self._refine(reached)
         return postponed == 0
 
     def report(self, doing: str) -> None:
-        """Tell how far the run is, by budget if there is one, else by probes."""
-        left = max(self.total - self.done, 0)
-        fraction = self.done / max(self.total, 1)
+        """Tell how far the run is, by budget if there is one, else by visits."""
+        left = max(self.planned - self.visited, 0)
+        fraction = self.visited / max(self.planned, 1)
         if self.deadline is not None:
             fraction = (time.monotonic() - self.began) / (self.deadline - self.began)
-        self.progress(min(fraction, 1.0), f"{doing} ({left} probes left)" if left else doing)
+        self.progress(min(fraction, 1.0), f"{doing} ({left} visits left)" if left else doing)
 
-    def _collectives(self, probes: Sequence[CollectiveProbe]) -> int:
-        """Measure collectives within their share; return how many there was no time for."""
-        reserve = (1 - COLLECTIVE_SHARE) * self._left() if self.deadline else 0.0
-        for index, probe in enumerate(probes):
+    def stragglers(self) -> list[str]:
+        """Return a line per rank that is slower than the others."""
+        medians = {rank: float(np.median(found)) for rank, found in self.rank_seconds.items()}
+        return describe_stragglers(medians, self.session.ranks.hosts) if medians else []
+
+    def _first_collectives(self, asked: _Asked) -> list[CollectiveProbe]:
+        """Visit the basic probes, then collectives within their share; return those reached."""
+        for probe in asked.basic:
+            self._visit(probe, MOST_VISIT_S)
+        reserve = (1 - COLLECTIVE_SHARE / PASSES) * self._left() if self.deadline else 0.0
+        for index, message in enumerate(asked.collectives):
             left = self._left() - reserve
             if left <= 0 and index >= LEAST_SIZES * len(COLLECTIVE_KINDS):
-                return len(probes) - index
-            self._time_collective(probe, self._share(left, len(probes) - index))
-        return 0
+                return list(asked.collectives[:index])
+            self._visit(message, self._share(left, len(asked.collectives) - index))
+        return list(asked.collectives)
 
-    def _refine(self, probes: Sequence[OpProbe]) -> None:
-        """Spend what is left of a budget where weight times uncertainty is largest."""
-        rounds: Counter[OpProbe] = Counter()
-        while self.deadline is not None and self._left() > MOST_PROBE_S:
-            open_ = [p for p in probes if rounds[p] < MOST_ROUNDS and self._uncertainty(p) > 0]
-            if not open_:
+    def _first_ops(self, asked: _Asked) -> list[OpProbe | BlockProbe]:
+        """Visit blocks and ops but those too heavy for the budget; return those reached.
+
+        Blocks before ops: they are few, and correct whatever the ops add up to.
+        """
+        every: list[OpProbe | BlockProbe] = [*asked.blocks, *asked.ops]
+        firsts = _first_of_each_target(asked.ops)
+        reached = []
+        for index, probe in enumerate(every):
+            heavy = 3 * PASSES * _expected_seconds(probe) > 0.3 * self._left()
+            if probe not in firsts and (heavy or self._left() <= 0):
+                continue
+            ahead = PASSES * len(every) - index
+            self._visit(probe, self._share(self._left(), ahead))
+            reached.append(probe)
+        return reached
+
+    def _refine(self, probes: Sequence[AnyProbe]) -> None:
+        """Visit further what is uncertain, by weight, as long as there is time."""
+        while True:
+            uncertain = [
+                probe
+                for probe in probes
+                if self.session.uncertainty(probe) > GOOD_STANDARD_ERROR
+                and self.session.num_visits(probe) < MOST_VISITS
+                and probe not in self.failed
+            ]
+            if not uncertain:
                 return
-            worst = max(open_, key=self._uncertainty)
-            rounds[worst] += 1
-            self._time_op(worst, MOST_PROBE_S / 2)
+            for probe in sorted(uncertain, key=self._weighed, reverse=True):
+                if self._left() <= LEAST_VISIT_S + self.cost_s:
+                    return
+                self._visit(probe, self._share(self._left(), len(uncertain)))
 
-    def _uncertainty(self, probe: OpProbe) -> float:
-        """Return weight times relative standard error of the median; 0 if good enough."""
-        found = self.samples.get(probe, {}).items()
-        cold = [samples for (_, name), samples in found if not name.endswith("_warm")]
-        worst = max(map(_standard_error, cold), default=0.0)
-        return 0.0 if worst < GOOD_STANDARD_ERROR else worst * probe.weight
+    def _weighed(self, probe: AnyProbe) -> float:
+        """Return the seconds of a training step that are uncertain because of a probe."""
+        if isinstance(probe, CollectiveProbe):
+            weight = probe.num_bytes / TYPICAL_BYTES_PER_S
+        else:
+            weight = probe.weight
+        return self.session.uncertainty(probe) * weight
 
-    def _time_op(self, probe: OpProbe | BlockProbe, seconds: float) -> None:
-        answers = self._call(probe, {"task": "op", "probe": probe.to_json(), "seconds": seconds})
-        if not answers:
+    def _visit(self, probe: AnyProbe, seconds: float) -> None:
+        if probe in self.failed:
             return
-        samples = self.samples.setdefault(probe, {})
-        for kind, ranks in self.session.ranks.kinds.items():
-            for name in answers[0]:
-                found = samples.setdefault((kind, name), [])
-                found += [s for rank in ranks for s in answers[rank][name]]
+        self.report(str(probe))
+        self.visited += 1
+        began = time.monotonic()
+        try:
+            if isinstance(probe, CollectiveProbe):
+                self._visit_collective(probe, seconds)
+            else:
+                self._visit_op(probe, seconds)
+        except ProbeFailed as error:
+            self.failed.add(probe)
+            self.session.skip(probe, error)
+        else:
+            spent = max(time.monotonic() - began - seconds, 0.0)
+            self.cost_s += 0.1 * (spent - self.cost_s)
+
+    def _visit_op(self, probe: OpProbe | BlockProbe, seconds: float) -> None:
+        compiling = isinstance(probe, BlockProbe) and probe.compiled
+        answers = self.workers.call(
+            {"task": "op", "probe": probe.to_json(), "seconds": seconds},
+            timeout_s=(COMPILE_TIMEOUT_S if compiling else VISIT_TIMEOUT_S) + 2 * seconds,
+        )
+        samples = {
+            (kind, name): [s for rank in ranks for s in answers[rank][name]]
+            for kind, ranks in self.session.ranks.kinds.items()
+            for name in answers[0]
+        }
         self.session.add_op(probe, samples)
         if probe.weight == float("inf") and probe.forward.flop > probe.forward.num_bytes:
-            self.rank_seconds = {
-                rank: float(np.median(answer["forward"])) for rank, answer in enumerate(answers)
-            }
+            for rank, answer in enumerate(answers):
+                seconds_here = float(np.median(answer["forward"]))
+                self.rank_seconds.setdefault(rank, []).append(seconds_here)
 
-    def _time_collective(self, probe: CollectiveProbe, seconds: float) -> None:
+    def _visit_collective(self, probe: CollectiveProbe, seconds: float) -> None:
         groups = concrete_groups(probe.group, self.session.ranks.nodes)
         task = {
             "task": "collective",
@@ -236,36 +325,18 @@ class _Run:
             "groups": groups,
             "seconds": seconds,
         }
-        samples = [s for answer in self._call(probe, task) for s in answer["seconds"]]
-        if samples:
-            self.session.add_collective(probe, samples, concurrent_groups=len(groups))
-
-    def _call(
-        self, probe: OpProbe | BlockProbe | CollectiveProbe, task: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        self.report(str(probe))
-        self.done += 1
-        try:
-            return self.workers.call(task, timeout_s=PROBE_TIMEOUT_S + 2 * task["seconds"])
-        except ProbeFailed as error:
-            self.session.skip(probe, error)
-            return []
+        answers = self.workers.call(task, timeout_s=VISIT_TIMEOUT_S + 2 * seconds)
+        samples = [s for answer in answers for s in answer["seconds"]]
+        self.session.add_collective(probe, samples, concurrent_groups=len(groups))
 
     def _left(self) -> float:
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
     def _share(self, seconds: float, count: int) -> float:
-        """Return the sampling time of one of `count` probes; making inputs takes the rest."""
+        """Return the sampling time of one of `count` visits that have `seconds` in all."""
         if self.deadline is None:
-            return PROBE_S
-        return min(max(0.5 * seconds / max(count, 1), LEAST_PROBE_S), MOST_PROBE_S)
-
-
-def _standard_error(samples: Sequence[float]) -> float:
-    if not samples:
-        return 0.0
-    low, middle, high = np.percentile(samples, [25, 50, 75])
-    return float((high - low) / middle / np.sqrt(len(samples)))
+            return VISIT_S
+        return min(max(seconds / max(count, 1) - self.cost_s, LEAST_VISIT_S), MOST_VISIT_S)
 
 
 def _expected_seconds(probe: OpProbe | BlockProbe) -> float:

@@ -62,7 +62,7 @@ class OpModel:
             return Lookup(
                 seconds=record.seconds,
                 source="measured",
-                relative_error=record.spread / sqrt(record.repeats),
+                relative_error=record.standard_error,
             )
         base = self.roofline(query)
         for name in (query.target, family_of(query.target)):
@@ -143,7 +143,7 @@ class _Surface:
         residual = np.log(seconds) - np.log(np.maximum(fitted, 1e-12))
         # Robust scale of how far real ops lie from the fit; the floor keeps K invertible.
         variance = max(float(np.median(np.abs(residual))) * 1.48, 0.05) ** 2
-        noise = np.array([max(r.spread / sqrt(r.repeats), 0.02) ** 2 for r in records])
+        noise = np.array([max(r.standard_error, 0.02) ** 2 for r in records])
         covariance = variance * _correlation(points, points) + np.diag(noise)
         inverse = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
         return cls(

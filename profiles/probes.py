@@ -16,11 +16,15 @@ from profiles.records import CollectiveKind, Direction, Group, OpQuery
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTensor:
-    """A tensor that a probe makes up: what matters of it is its form, not its values."""
+    """A tensor that a probe makes up: what matters of it is its form, not its values.
+
+    A `transposed` one lies in memory as the transpose of its last two dims would.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class BlockProbe:
     """A whole block as the runtime runs it: the check on the sum of its ops.
 
     `forward` and `backward` are the block as one query; `parts` the queries of its ops.
+    `compiled` runs it through torch.compile.
     """
 
     program: Program
@@ -79,6 +84,7 @@ class BlockProbe:
     backward: OpQuery | None
     parts: tuple[OpQuery, ...]
     weight: float
+    compiled: bool = False
 
     @property
     def queries(self) -> tuple[OpQuery, ...]:
@@ -89,7 +95,8 @@ class BlockProbe:
     def arguments(self) -> str:
         """The program's digest: blocks of equal inputs may differ inside."""
         text = json.dumps(to_json(self.program), separators=(",", ":"), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{digest} compiled" if self.compiled else digest
 
     @property
     def key(self) -> tuple:
@@ -107,10 +114,14 @@ class BlockProbe:
             for name in (*self.program.inputs, *self.program.params)
             for meta in [self.program.tensor[name]]
         ]
-        return {"program": to_json(self.program), "tensors": tensors}
+        return {
+            "program": to_json(self.program),
+            "compiled": self.compiled,
+            "tensors": tensors,
+        }
 
     def __str__(self) -> str:
-        return f"block {self.program.name}"
+        return f"{'compiled ' if self.compiled else ''}block {self.program.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,14 @@ documents the files field by field.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from planner.cluster import ClusterSpec, Link
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Direction = Literal["forward", "backward"]
 CollectiveKind = Literal[
@@ -96,9 +97,11 @@ class Figure(_Record):
 
 
 class Provenance(_Record):
-    """Under which conditions a sample was taken; columns of every measured record.
+    """How a number was measured; columns of every measured record.
 
-    `spread` is the interquartile range of the samples over their median.
+    A probe is visited several times in the course of a measurement; `visits` are the medians
+    of each visit in seconds, `repeats` counts the samples of all. `spread` is the
+    interquartile range of the visits (of a single visit: of its samples) over their median.
     """
 
     device: str
@@ -108,6 +111,14 @@ class Provenance(_Record):
     measured_at: str
     repeats: int = Field(ge=1)
     spread: float = Field(ge=0, allow_inf_nan=False)
+    visits: tuple[float, ...] = ()
+
+    @property
+    def standard_error(self) -> float:
+        """Relative standard error of the median: samples of one visit share its disturbances,
+        so that only visits count as independent.
+        """
+        return self.spread / sqrt(max(len(self.visits), 1))
 
 
 class OpRecord(Provenance):

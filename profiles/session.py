@@ -56,6 +56,15 @@ class Ranks:
             for kind, _ in counts.most_common()
         }
 
+    @property
+    def memory_bytes(self) -> float:
+        """Least memory of a rank: ranks on CPU share their node's, each GPU has its own."""
+        sizes = Counter(self.hosts)
+        return min(
+            answer["memory_bytes"] / (sizes[answer["node"]] if answer["shares_memory"] else 1)
+            for answer in self.about
+        )
+
     def conditions(self, device_type: str) -> dict[str, str | int]:
         """Return what must be equal for two measurements to be one."""
         first = self.about[0]
@@ -72,13 +81,13 @@ class Ranks:
 
 @dataclass
 class Session:
-    """Records so far. Mutable: it grows with every probe, and so do its files."""
+    """Records so far. Mutable: it grows with every visit, and so do its files."""
 
     directory: Path
     ranks: Ranks
     conditions: dict[str, str | int]
-    ops: list[OpRecord]
-    collectives: list[CollectiveRecord]
+    ops: dict[tuple, OpRecord]
+    collectives: dict[tuple, CollectiveRecord]
     skipped: list[SkippedProbe] = field(default_factory=list)
 
     @classmethod
@@ -96,94 +105,108 @@ class Session:
                 f"{conditions.get(key)!r}; give another --out, or delete {directory}"
             )
         write_session(directory, conditions)
+        ops = read_ops(directory) if (directory / OPS_FILE).exists() else ()
+        collectives = read_collectives(directory) if (directory / COLLECTIVES_FILE).exists() else ()
         session = cls(
             directory=directory,
             ranks=ranks,
             conditions=conditions,
-            ops=list(read_ops(directory)) if (directory / OPS_FILE).exists() else [],
-            collectives=(
-                list(read_collectives(directory)) if (directory / COLLECTIVES_FILE).exists() else []
-            ),
+            ops={_op_key(record): record for record in ops},
+            collectives={_collective_key(record): record for record in collectives},
         )
-        write_ops(directory, session.ops)
-        write_collectives(directory, session.collectives)
+        write_ops(directory, ops)
+        write_collectives(directory, collectives)
         return session
 
-    def lacks_op(self, probe: OpProbe | BlockProbe) -> bool:
-        """Whether a direction of the probe has no record for some kind of device."""
-        known = {_op_key(record) for record in self.ops}
-        return any(
-            (kind, record_key(query), probe.arguments) not in known
+    def num_visits(self, probe: OpProbe | BlockProbe | CollectiveProbe) -> int:
+        """Return how often every record of the probe was visited; 0 if one is missing."""
+        return min(len(record.visits) if record else 0 for record in self._records_of(probe))
+
+    def uncertainty(self, probe: OpProbe | BlockProbe | CollectiveProbe) -> float:
+        """Return the largest relative standard error of the probe's records; 0 without any."""
+        return max(r.standard_error if r else 0.0 for r in self._records_of(probe))
+
+    def _records_of(
+        self, probe: OpProbe | BlockProbe | CollectiveProbe
+    ) -> list[OpRecord | CollectiveRecord | None]:
+        if isinstance(probe, CollectiveProbe):
+            return [self.collectives.get(_probe_key(probe))]
+        return [
+            self.ops.get((kind, record_key(query), probe.arguments))
             for kind in self.ranks.kinds
             for query in probe.queries
-        )
-
-    def lacks_collective(self, probe: CollectiveProbe) -> bool:
-        """Whether the probe has no record."""
-        return all(_collective_key(record) != _probe_key(probe) for record in self.collectives)
+        ]
 
     def add_op(
         self, probe: OpProbe | BlockProbe, samples: Mapping[tuple[str, str], Sequence[float]]
     ) -> None:
-        """Write a probe's records; `samples` are by kind of device and name, which is a
+        """Add a visit of an op; `samples` are by kind of device and name, which is a
         direction, or a direction followed by ``_warm``.
         """
-        made = [
-            OpRecord(
-                target=query.target,
-                shapes=query.shapes,
-                dtype=query.dtype,
-                direction=query.direction,
-                arguments=probe.arguments,
-                flop=query.flop,
-                num_bytes=query.num_bytes,
-                warm_seconds=_median(samples.get((kind, f"{query.direction}_warm"), ())),
-                **self._provenance(samples[kind, query.direction], kind),
-            )
-            for kind in self.ranks.kinds
-            for query in probe.queries
-            if samples.get((kind, query.direction))
-        ]
-        replaced = {_op_key(record) for record in made}
-        self.ops = [record for record in self.ops if _op_key(record) not in replaced] + made
-        write_ops(self.directory, self.ops)
+        for kind in self.ranks.kinds:
+            for query in probe.queries:
+                found = samples.get((kind, query.direction))
+                if not found:
+                    continue
+                known = self.ops.get((kind, record_key(query), probe.arguments))
+                warm = samples.get((kind, f"{query.direction}_warm"))
+                record = OpRecord(
+                    target=query.target,
+                    shapes=query.shapes,
+                    dtype=query.dtype,
+                    direction=query.direction,
+                    arguments=probe.arguments,
+                    flop=query.flop,
+                    num_bytes=query.num_bytes,
+                    warm_seconds=_least(warm, known.warm_seconds if known else None),
+                    **self._provenance(found, kind, known),
+                )
+                self.ops[_op_key(record)] = record
+        write_ops(self.directory, self.ops.values())
 
     def add_collective(
         self, probe: CollectiveProbe, samples: Sequence[float], *, concurrent_groups: int
     ) -> None:
-        """Write a collective's record."""
-        self.collectives.append(
-            CollectiveRecord(
-                kind=probe.kind,
-                num_bytes=probe.num_bytes,
-                ranks_per_node=probe.group.ranks_per_node,
-                num_nodes=probe.group.num_nodes,
-                concurrent_groups=concurrent_groups,
-                **self._provenance(samples, str(self.conditions["device"])),
-            )
+        """Add a visit of a collective."""
+        known = self.collectives.get(_probe_key(probe))
+        self.collectives[_probe_key(probe)] = CollectiveRecord(
+            kind=probe.kind,
+            num_bytes=probe.num_bytes,
+            ranks_per_node=probe.group.ranks_per_node,
+            num_nodes=probe.group.num_nodes,
+            concurrent_groups=concurrent_groups,
+            **self._provenance(samples, str(self.conditions["device"]), known),
         )
-        write_collectives(self.directory, self.collectives)
+        write_collectives(self.directory, self.collectives.values())
 
     def skip(self, probe: object, reason: object) -> None:
         """Note a probe that gave no number."""
         self.skipped.append(SkippedProbe(probe=str(probe), reason=str(reason)))
 
-    def _provenance(self, samples: Sequence[float], device: str) -> dict[str, Any]:
-        low, middle, high = np.percentile(samples, [25, 50, 75])
+    def _provenance(
+        self, samples: Sequence[float], device: str, known: OpRecord | CollectiveRecord | None
+    ) -> dict[str, Any]:
+        """Return what a record says of all its visits, the one that gave `samples` the latest."""
+        visit = float(f"{np.median(samples):.5g}")
+        visits = (*(known.visits if known else ()), visit)
+        low, middle, high = np.percentile(visits if len(visits) > 1 else samples, [25, 50, 75])
         return {
             "device": device,
             "driver": self.conditions["driver"],
             "torch": self.conditions["torch"],
             "threads": THREADS,
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "repeats": len(samples),
+            "repeats": len(samples) + (known.repeats if known else 0),
             "spread": float((high - low) / middle),
-            "seconds": float(middle),
+            "seconds": float(np.median(visits)),
+            "visits": visits,
         }
 
 
-def _median(samples: Sequence[float]) -> float | None:
-    return float(np.median(samples)) if samples else None
+def _least(samples: Sequence[float] | None, known: float | None) -> float | None:
+    """Return the time with inputs in cache: of the visit that was disturbed least."""
+    found = [float(np.median(samples))] if samples else []
+    return min([*found, *([known] if known else [])], default=None)
 
 
 def _op_key(record: OpRecord) -> tuple:

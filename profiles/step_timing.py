@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from profiles.timing import LEAST_SAMPLES, Clock
+from profiles.clock import Clock
+from profiles.timing import LEAST_SAMPLES
 
 OVERLAP_BYTES = 8 * 2**20
 OVERLAP_WIDTH = {"cpu": 256, "cuda": 4096}

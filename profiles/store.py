@@ -26,6 +26,9 @@ COLLECTIVES_FILE = "collectives.csv"
 SESSION_FILE = "measuring.json"
 """There while a measurement is under way or was stopped: the conditions it runs under."""
 
+_LISTS = frozenset(("shapes", "visits"))
+"""Columns that hold JSON lists."""
+
 _R = TypeVar("_R", OpRecord, CollectiveRecord)
 
 
@@ -159,13 +162,13 @@ def _parse_row(
     values: dict[str, Any] = dict(zip(columns, row, strict=True))
     values = {name: None if text == "" else text for name, text in values.items()}
     try:
-        if "shapes" in values:
-            values["shapes"] = json.loads(values["shapes"] or "")
+        for name in _LISTS.intersection(values):
+            values[name] = json.loads(values[name] or "[]")
         return record_type.model_validate(values)
     except ValidationError as error:
         reason = _first(error)
-    except ValueError:
-        reason = f"shapes: {row[columns.index('shapes')]!r} is not a list"
+    except ValueError as error:
+        reason = f"shapes or visits: not a list ({error})"
     raise ProfileError(
         f"{path} line {line} is damaged at {reason}; delete that line, or profile again"
     )

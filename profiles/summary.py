@@ -41,7 +41,7 @@ def summarize(
     wait for it; the records of all kinds stay in ops.csv.
     """
     device = _slowest_kind(session)
-    ops = [record for record in session.ops if record.device == device]
+    ops = [record for record in session.ops.values() if record.device == device]
     others = [kind for kind in session.ranks.kinds if kind != device]
     mixed = [f"mixed devices: {device} is the slowest and stands for all; also {', '.join(others)}"]
     cluster = _cluster(session, device, ops)
@@ -70,7 +70,7 @@ def summarize(
         optimizer_fits=_optimizer_fits(surroundings.optimizer),
         block_correction=_block_correction(blocks, ops, OpModel(cluster.spec(device), ops, fits)),
         op_fits=fits,
-        collective_fits=fit_collectives(session.collectives),
+        collective_fits=fit_collectives(tuple(session.collectives.values())),
         skipped=tuple(session.skipped),
         notes=(*(mixed if others else []), *surroundings.links, *stragglers),
     )
@@ -106,7 +106,7 @@ def _block_correction(
 
 def _slowest_kind(session: Session) -> str:
     def matmul_seconds(kind: str) -> float:
-        mine = [r for r in session.ops if r.device == kind]
+        mine = [r for r in session.ops.values() if r.device == kind]
         return max(r.seconds for r in _forward(mine, "aten.mm.default"))
 
     return max(session.ranks.kinds, key=matmul_seconds)
@@ -118,8 +118,9 @@ def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterR
     device_type = str(session.conditions["device_type"])
     # Ranks on CPU share their node's memory; each GPU has its own.
     share = per_node if device_type == "cpu" else 1
-    inside = _link(session.collectives, Group(ranks_per_node=2), "inside the node")
-    between = _link(session.collectives, Group(ranks_per_node=1, num_nodes=2), "between nodes")
+    collectives = tuple(session.collectives.values())
+    inside = _link(collectives, Group(ranks_per_node=2), "inside the node")
+    between = _link(collectives, Group(ranks_per_node=1, num_nodes=2), "between nodes")
     if len(nodes) == 1:
         between = inside.model_copy(update={"name": "none: one node was measured"})
     return ClusterRecord(
@@ -128,7 +129,7 @@ def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterR
         devices_per_node=per_node,
         max_devices=per_node * len(nodes),
         memory_bytes=_measured(
-            min(answer["memory_bytes"] for answer in session.ranks.about) / share,
+            session.ranks.memory_bytes,
             f"memory of the machine over {share} ranks" if share > 1 else "as the system reports",
         ),
         memory_bytes_per_s=_measured(

@@ -7,22 +7,22 @@ error, or ends this process, which the other side notices; it never ends the mea
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from profiles.clock import Clock, available_cores, own_cores, settle_clocks, stay_on
+from profiles.collective_timing import time_collective
 from profiles.memory import allocator_overhead, load_training, used_bytes
 from profiles.step_timing import measure_overlap, time_optimizer
-from profiles.timing import Clock, time_collective, time_op
-
-SETTLE_S = 1.0
+from profiles.timing import OpTimer
 
 
 def main() -> None:
@@ -33,13 +33,14 @@ def main() -> None:
         rank = int(os.environ["RANK"])
         _say(lines, {"rank": rank, "token": os.environ["PLANNER_PROFILE_TOKEN"]})
         worker = Worker(rank=rank, device_type=os.environ["PLANNER_PROFILE_DEVICE"])
+        gc.disable()  # a collection in the middle of a sample would count
         for line in lines:
-            task = json.loads(line)
             try:
-                answer = worker.run(task)
+                answer = worker.run(json.loads(line))
             except Exception as error:
                 answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             _say(lines, answer)
+            worker.tidy()
     # Peers may already be gone, so the process group is not torn down in turn.
     sys.stdout.flush()
     os._exit(0)
@@ -64,7 +65,8 @@ class Worker:
         else:
             self.device = torch.device(device_type)
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
-        self.clock = Clock(self.device, own_core=dist.get_world_size() <= _num_cores())
+        self.clock = Clock(self.device, own_core=device_type == "cpu" and _take_own_cores())
+        self._timer = OpTimer(self.clock)
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._tasks: Mapping[str, Callable[[Any], Any]] = {
             "describe": lambda _: describe(self.device),
@@ -79,9 +81,16 @@ class Worker:
         """Do one task, such as ``{"task": "op", …}``, and return its JSON answer."""
         return self._tasks[task["task"]](task)
 
+    def tidy(self) -> None:
+        """Between tasks: collect garbage, and give memory that nobody uses back to a GPU."""
+        gc.collect(0)
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
     def _time_op(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        return time_op(
-            task["probe"], clock=self.clock, seconds=task["seconds"], begin_together=dist.barrier
+        return self._timer.visit(
+            task["probe"], seconds=task["seconds"], begin_together=dist.barrier
         )
 
     def _time_collective(self, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,6 +132,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         return {
             "device": properties.name,
             "memory_bytes": properties.total_memory,
+            "shares_memory": False,
             "driver": f"CUDA {torch.version.cuda}",
             "torch": torch.__version__,
             "node": socket.gethostname(),
@@ -130,26 +140,26 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "device": _cpu_name(),
         "memory_bytes": _host_memory_bytes(),
+        "shares_memory": True,
         "driver": f"{sys.platform} {os.uname().release}",
         "torch": torch.__version__,
         "node": socket.gethostname(),
     }
 
 
-def _num_cores() -> int:
-    """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def settle_clocks(device: torch.device) -> None:
-    """Keep a GPU busy until it has left its idle clocks."""
-    a = torch.randn(4096, 4096, device=device)
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
-        torch.mm(a, a)
-        torch.cuda.synchronize(device)
+def _take_own_cores() -> bool:
+    """Share the node's cores out among its ranks; return whether each has one to itself."""
+    mine = socket.gethostname(), available_cores()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    here = [rank for rank, (host, _) in enumerate(everyone) if host == mine[0]]
+    cores = own_cores(
+        mine[1],
+        peers=[everyone[rank][1] for rank in here],
+        local_rank=here.index(dist.get_rank()),
+    )
+    stay_on(cores)
+    return len(here) <= len(set().union(*(everyone[rank][1] for rank in here)))
 
 
 def _cpu_name() -> str:

@@ -32,7 +32,7 @@ def a_few_probes(device):
     return tuple(lightest.values())
 
 
-def few_collectives(groups):
+def few_collectives(groups, most_bytes):
     return tuple(p for p in collective_probes(groups) if p.num_bytes in (2**10, 2**16, 2**18))
 
 
@@ -41,7 +41,7 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "standard_grid", a_few_probes)
         patch.setattr(measuring, "collective_probes", few_collectives)
-        patch.setattr(measuring, "PROBE_S", 0.01)
+        patch.setattr(measuring, "VISIT_S", 0.01)
         yield
 
 
@@ -146,7 +146,7 @@ import sys
 from profiles import measure as measuring
 from tests.profiles.test_measure import a_few_probes, few_collectives
 measuring.standard_grid, measuring.collective_probes = a_few_probes, few_collectives
-measuring.PROBE_S = 0.01
+measuring.VISIT_S = 0.01
 measuring.measure_profile(sys.argv[1], nproc=1)
 """
 

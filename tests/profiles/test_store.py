@@ -54,9 +54,9 @@ def test_garbage_is_named(directory):
 
 def test_an_old_schema_says_both_versions(directory):
     path = directory / "profile.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 0}))
-    assert "version 0" in complaint(directory)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
     assert "version 1" in complaint(directory)
+    assert "version 2" in complaint(directory)
 
 
 def test_a_field_of_the_wrong_kind_is_named(directory):

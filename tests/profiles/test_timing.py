@@ -7,8 +7,9 @@ import time
 import pytest
 import torch
 
+from profiles.clock import Clock
 from profiles.grid import standard_grid
-from profiles.timing import Clock, time_op
+from profiles.timing import OpTimer
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_without_a_core_of_its_own_a_rank_counts_the_wait():
 def test_every_kind_of_probe_runs_here(probe):
     """Forward and backward samples, cold and warm, all positive."""
     clock = Clock(torch.device("cpu"), own_core=True)
-    samples = time_op(probe.to_json(), clock=clock, seconds=0.0)
+    samples = OpTimer(clock).visit(probe.to_json(), seconds=0.0)
     assert {name for name, found in samples.items() if found} == set(samples)
     assert all(seconds > 0 for found in samples.values() for seconds in found)
 
@@ -55,10 +56,10 @@ def test_every_kind_of_probe_runs_here(probe):
 def test_a_busy_machine_does_not_show_in_the_median(one_thread):
     """Three hogs on every core slow the wall clock, not the time on the core."""
     probe = standard_grid("cpu")[13].to_json()
-    clock = Clock(torch.device("cpu"), own_core=True)
+    timer = OpTimer(Clock(torch.device("cpu"), own_core=True))
 
     def median():
-        found = sorted(time_op(probe, clock=clock, seconds=0.2)["forward"])
+        found = sorted(timer.visit(probe, seconds=0.2)["forward"])
         return found[len(found) // 2]
 
     quiet = median()

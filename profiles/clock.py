@@ -1,0 +1,106 @@
+"""The clock of one rank, and the core or GPU clocks it needs to be steady."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OWN_CORE_SHARE = 0.95
+"""Work that had its core for less than this share of the time was disturbed by others."""
+
+HEAD_START_CYCLES = 200_000
+"""A GPU is kept busy this long (about 0.1 ms) before timed work, so that the host has issued
+the start of it by then: the host's delay would otherwise lie between the two events."""
+
+SETTLE_S, MOST_SETTLE_S = 1.0, 5.0
+SETTLED = 0.02
+
+
+class Clock:
+    """Seconds of a piece of work on a device: by events on a GPU, else by the wall.
+
+    `own_core` says that every rank has a core to itself.
+    """
+
+    def __init__(self, device: torch.device, *, own_core: bool = False) -> None:
+        self.device = device
+        self._own_core = own_core and device.type == "cpu"
+
+    def time(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return (seconds, result of work). On a GPU, the time between two events."""
+        if self.device.type == "cuda":
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(HEAD_START_CYCLES)
+            start.record()
+            result = work()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3, result
+        began = time.perf_counter()
+        result = work()
+        return time.perf_counter() - began, result
+
+    def time_compute(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        """Return the same of work that waits for nobody and runs in this thread alone.
+
+        If other processes took the core meanwhile, it is the time on the core: what the work
+        takes on a machine that only trains.
+        """
+        if not self._own_core:
+            return self.time(work)
+        began = time.thread_time()
+        seconds, result = self.time(work)
+        on_core = time.thread_time() - began
+        return (on_core if on_core < OWN_CORE_SHARE * seconds else seconds), result
+
+
+def own_cores(mine: set[int], *, peers: Sequence[set[int]], local_rank: int) -> set[int]:
+    """Return the cores that one of several ranks on a node should stay on.
+
+    Ranks that may all run on the same cores (`peers`, itself among them) share them out, in
+    equal neighbouring parts: then none meets another on a core, or carries its data from one
+    to the next. What a launcher has already shared out, or is too little, stays as it is.
+    """
+    each = len(mine) // len(peers)
+    if each == 0 or any(cores != mine for cores in peers):
+        return mine
+    return set(sorted(mine)[local_rank * each : (local_rank + 1) * each])
+
+
+def available_cores() -> set[int]:
+    """Return the cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def stay_on(cores: set[int]) -> None:
+    """Bind all threads of this process, and those they will start, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.exists() else [0]
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores)
+
+
+def settle_clocks(device: torch.device) -> None:
+    """Keep a GPU busy until it has left its idle clocks and its speed no longer changes."""
+    a = torch.randn(4096, 4096, device=device)
+    clock = Clock(device)
+    began = time.monotonic()
+    before = float("inf")
+    while time.monotonic() - began < MOST_SETTLE_S:
+        seconds, _ = clock.time(lambda: [torch.mm(a, a) for _ in range(16)])
+        steady = abs(seconds / before - 1) < SETTLED
+        if steady and time.monotonic() - began > SETTLE_S:
+            return
+        before = seconds
