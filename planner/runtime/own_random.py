@@ -33,6 +33,8 @@ def with_own_random_stream(target: str, group: str, *args: Any, **kwargs: Any) -
             return _dropout(group, *args, **kwargs)
         case "native_dropout":
             return _native_dropout(group, *args, **kwargs)
+        case "feature_dropout":
+            return _feature_dropout(group, *args, **kwargs)
         case "alpha_dropout":
             return _alpha_dropout(group, *args, **kwargs)
         case "scaled_dot_product_attention":
@@ -106,6 +108,13 @@ def _native_dropout(
         return x, torch.ones_like(x, dtype=torch.bool)
     kept = _kept(group, x, p)
     return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+
+
+def _feature_dropout(group: str, x: Tensor, p: float, train: bool) -> Tensor:
+    if not train:
+        return x
+    kept = _kept(group, x[(..., *(slice(1),) * (x.dim() - 2))], p)
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def _alpha_dropout(group: str, x: Tensor, p: float, train: bool) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from planner.placement import OpSharding, Shard
 from planner.sharding.call import Call, P, R
-from planner.sharding.letters import pointwise
+from planner.sharding.letters import pointwise, same_dims
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
 _SIZE_FIRST = ("aten.full", "aten.zeros", "aten.ones", "aten.empty")
@@ -34,7 +34,16 @@ def constant_like_on_shard(placed: Placed) -> LocalForm:
     return placed.with_args(*args, kwargs=placed.op.kwargs)
 
 
-@rule("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
+@rule("aten.feature_dropout")
+def feature_dropout(call: Call) -> Iterator[OpSharding]:
+    """Input [n, c, …]: whole channels of a sample are dropped, so shards hold whole ones."""
+    fixed = range(2, len(call.inputs[0])) if _draws(call) else ()
+    yield from same_dims(call, fixed=fixed)
+    if not _draws(call):
+        yield OpSharding(inputs=(P,), outputs=(P,))
+
+
+@rule("aten.dropout", "aten.native_dropout", "aten.alpha_dropout")
 def dropout(call: Call) -> Iterator[OpSharding]:
     """Masks are equal on replicas and independent on shards."""
     yield from pointwise(call)
@@ -42,7 +51,7 @@ def dropout(call: Call) -> Iterator[OpSharding]:
         yield OpSharding(inputs=(P,), outputs=(P,))
 
 
-@local_form("aten.dropout", "aten.native_dropout", "aten.alpha_dropout")
+@local_form("aten.dropout", "aten.native_dropout", "aten.feature_dropout", "aten.alpha_dropout")
 def dropout_on_shard(placed: Placed) -> LocalForm:
     """Drawn from the rank's own stream of random numbers, so shards differ."""
     if not _draws(placed.call) or not isinstance(placed.sharding.outputs[0], Shard):

@@ -55,9 +55,11 @@ def test_compiled_equals_eager():
 
 
 ONES = torch.ones(64, 32)
+IMAGES = torch.ones(32, 32, 2, 2)
 Q, K, V = (torch.ones(4, 8, 16, 4) for _ in range(3))
 RANDOM_OPS = {
     "dropout": ("aten.dropout.default", (ONES, 0.5, True)),
+    "feature_dropout": ("aten.feature_dropout.default", (IMAGES, 0.5, True)),
     "alpha_dropout": ("aten.alpha_dropout.default", (ONES, 0.5, True)),
     "attention": (
         "aten.scaled_dot_product_attention.default",
@@ -114,6 +116,7 @@ def draws():
     simple = ["R->R", "S(0)->S(0)"]
     texts = {
         "dropout": simple,
+        "feature_dropout": simple,
         "alpha_dropout": simple,
         "attention": ["R,R,R->R", "S(1),S(1),S(1)->S(1)"],
         "causal attention": ["S(2),R,R->S(2)"],
@@ -135,9 +138,10 @@ def test_random_ops_compile(draws):
             else:
                 assert not np.array_equal(first, other), (case, how)
             assert np.isfinite(grad).all(), (case, how)
-            if case[0] == "dropout":
+            if case[0] in ("dropout", "feature_dropout"):
                 assert 0.45 < (first > 0).mean() < 0.55, (case, how)
                 assert np.array_equal(first, grad), "the gradient of a dropped one is its mask"
+                assert case[0] == "dropout" or (first == first[..., :1, :1]).all(), (case, how)
             elif "attention" in case[0]:
                 assert first.mean() == pytest.approx(1, abs=0.1), (case, how)
             else:
