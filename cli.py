@@ -218,6 +218,7 @@ def search(
     ] = None,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
+    from planner.batch_statistics import cut_batch_message
     from planner.plan import save_plan
     from search import find_pareto, find_plan
     from search.describe import describe_pareto, describe_result
@@ -253,6 +254,7 @@ def search(
         points = find_pareto(graph, cluster, request, progress=progress) if pareto else ()
     save_plan(result.plan, out)
     _note(note)
+    _note(cut_batch_message(graph, result.plan))
     _print(*describe_result(result))
     print(f"wrote {out}")
     if pareto:
@@ -628,7 +630,7 @@ def _progress(title: str) -> Iterator[Progress]:
         yield move
 
 
-def _note(text: str) -> None:
+def _note(text: str | None) -> None:
     if text:
         print(text, file=sys.stderr)
 
