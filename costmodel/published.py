@@ -47,6 +47,7 @@ class RunEstimate:
     host_s: float
     recompute_s: float
     tp_comm_s: float
+    cp_comm_s: float
     pp_comm_s: float
     bubble_s: float
     dp_comm_s: float
@@ -65,6 +66,7 @@ class _Microbatch:
     compute_s: float
     recompute_s: float
     tp_s: float
+    cp_s: float
     gather_s: float
     host_s: float
     hop_s: float
@@ -80,9 +82,10 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
     layer_tp = _layer_tp_seconds(run, profile, rates, layer)
     hop = _hop_seconds(run, profile, rates)
     gather = _gather_seconds(run, profile, rates) if run.zero_stage == 3 else 0.0
+    layer_cp = _layer_cp_seconds(run, profile, rates, layer)
     layers = _layers_of_ranks(run)
     by_rank = {
-        rank: _microbatch(run, rates, rank, layers[rank], layer, layer_tp, gather, hop)
+        rank: _microbatch(run, rates, rank, layers[rank], layer, layer_tp, layer_cp, gather, hop)
         for rank in {0, run.pp // 2, run.pp - 1}
     }
     slowest = max(by_rank.values(), key=lambda microbatch: microbatch.total_s)
@@ -94,6 +97,7 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
         host_s=m * slowest.host_s,
         recompute_s=m * slowest.recompute_s,
         tp_comm_s=m * slowest.tp_s,
+        cp_comm_s=m * slowest.cp_s,
         pp_comm_s=m * slowest.hop_s,
         bubble_s=_bubble_seconds(run, middle, hop),
         dp_comm_s=dp_s + m * slowest.gather_s,
@@ -108,6 +112,7 @@ def _microbatch(
     layers: float,
     layer: Seconds,
     layer_tp: float,
+    layer_cp: float,
     gather: float,
     hop: float,
 ) -> _Microbatch:
@@ -142,6 +147,7 @@ def _microbatch(
         compute_s=forward + backward,
         recompute_s=again,
         tp_s=(tp_once + skew) * (2 + is_full) + 2 * tp_ends,
+        cp_s=layers * layer_cp * (1 + is_full / 3),
         gather_s=_sharded_seconds(
             run.stack,
             layers * gather,
@@ -220,6 +226,28 @@ def _layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: 
     if run.stack.overlaps_tp:
         return max(total / 4, total - 0.5 * layer.forward_s)
     return total
+
+
+def _layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: Seconds) -> float:
+    """Exposed exchange of keys and values of one layer, forward and backward.
+
+    Every rank sees those of all cp ranks in the forward, again in the backward, and sends
+    their gradients back. They go round a ring while attention to those at hand is computed,
+    so all but the last part of each round is hidden behind as much attention.
+    """
+    if run.cp == 1:
+        return 0.0
+    group = axis_group(profile.cluster, size=run.cp, stride=run.tp)
+    shape = run.shape
+    width = shape.qkv_width - shape.hidden
+    num_bytes = 2 * run.micro_batch * shape.seq_len * width / run.tp
+    once = _collective(profile, rates, "all_gather", num_bytes, group)
+
+    def exposed(seconds: float, attention_s: float) -> float:
+        return max(seconds / run.cp, seconds - attention_s)
+
+    there = layer.attention_forward_s
+    return exposed(once, there) + exposed(2 * once, 2.5 * there)
 
 
 def _skew_seconds(run: RunRow, rates: DeviceRates) -> float:

@@ -38,12 +38,20 @@ LAYOUTS = [
     {"pp": 2, "num_microbatches": 4},
     {"pp": 2, "num_microbatches": 4, "schedule": "fthenb"},
     {"pp": 2, "vpp": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
+    {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+    {"recompute": "selective"},
+    {"pp": 2, "num_microbatches": 4, "recompute": "selective"},
+    {"cp": 2},
+    {"tp": 2, "pp": 2, "num_microbatches": 4, "stage_tps": (1, 2)},
     {"dp": 2},
     {"tp": 2},
     {"dp": 2, "zero_stage": 1},
     {"dp": 2, "zero_stage": 2},
     {"dp": 2, "zero_stage": 3},
     {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    {"dp": 2, "zero_stage": 3, "recompute": "selective"},
+    {"dp": 2, "pp": 2, "num_microbatches": 4, "zero_stage": 2},
+    {"cp": 2, "zero_stage": 3},
     {"dp": 2, "tp": 2, "zero_stage": 1},
     pytest.param({"dp": 2, "pp": 2, "tp": 2, "num_microbatches": 4}, marks=pytest.mark.slow),
 ]
@@ -51,17 +59,26 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
-    """X10: every pp rank within 1%, and never 1% under. Up to 2% over where several stages share
-    a rank or a mesh has three axes, and 4% where ZeRO 3 gathers blocks ahead."""
+    """X10: every pp rank within 1%, and never 1% under; 2% where backwards are split."""
     model, graph, costs = gpt
     plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
-    margin = 0.01 if len(plan.stages) == plan.world_size or plan.pp == 1 else 0.02
-    margin = 0.04 if plan.zero_stage == 3 else margin
+    margin = 0.02 if plan.schedule == "zb_h1" else 0.01
     for pp_rank in range(plan.pp):
-        run = dry_run(plan, graph, model.build, rank=pp_rank * plan.dp * plan.tp)
+        run = dry_run(plan, graph, model.build, rank=pp_rank * plan.dp * plan.cp * plan.tp)
         error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
-        assert -0.01 < error < margin, f"pp rank {pp_rank}: {error:+.2%}"
+        assert abs(error) < margin, f"pp rank {pp_rank}: {error:+.2%}"
+
+
+def test_activations_of_the_last_microbatch_are_whole(gpt):
+    """recompute_last=False: the step's last microbatch keeps what recomputation spares."""
+    model, graph, costs = gpt
+    plan = default_plan(graph, microbatch_size=8, num_microbatches=2, recompute="full")
+    stage = plan.stages[0].model_copy(update={"recompute_last": False})
+    plan = plan.model_copy(update={"stages": (stage,)})
+    (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, model.build)
+    assert float(parts.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
 
 
 def test_1f1b_against_fthenb_peaks(gpt):
