@@ -54,15 +54,18 @@ def _machine(profile: Profile) -> Any:
         row(f"{link.name}, 1/beta", each, beta)
     row("context per process", format_bytes(file.context_bytes.value), file.context_bytes)
     overhead = file.allocator_overhead_fraction
-    row("allocator overhead", f"{overhead.value:.1%}", overhead)
+    seen = "" if overhead.high is None else f" ({overhead.low:.1%} to {overhead.high:.1%})"
+    row("allocator overhead", f"{overhead.value:.1%}{seen}", overhead)
     launch = file.launch_overhead_s
     row("launch overhead per op", format_seconds(launch.value), launch)
     for direction, figure in file.block_correction.items():
         row(f"whole blocks, {direction}", f"x {figure.value:.2f} the sum of ops", figure)
-    for fit in file.optimizer_fits:
-        name = "AdamW, sharded parameters" if fit.sharded else "AdamW"
+    for direction, figure in file.compiled_block_correction.items():
+        row(f"compiled blocks, {direction}", f"x {figure.value:.2f} the sum of ops", figure)
+    for fit in file.step_fits:
         each = format_seconds(fit.s_per_tensor)
         per_gb = format_seconds(fit.s_per_byte * GB)
+        name = fit.work.replace("_", " ")
         table.add_row(name, f"{each} a tensor + {per_gb} a GB", f"{fit.origin}: {fit.detail}")
     for part, figure in file.overlap_slowdown.items():
         row(f"{part} slowed by overlap", f"x {figure.value:.2f}", figure)

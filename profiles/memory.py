@@ -44,7 +44,8 @@ class _Tiny(torch.nn.Module):
 def used_bytes(device: torch.device) -> float:
     """Return the bytes this process holds: resident memory, or memory taken from the GPU.
 
-    On a GPU other processes count too, so a device must be this process's own.
+    On a GPU other processes count too, so a device must be this process's own. What the
+    caching allocator holds in reserve counts: give it back first where it should not.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -53,30 +54,31 @@ def used_bytes(device: torch.device) -> float:
         return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 
 
-def allocator_overhead(device: torch.device) -> float:
-    """Return peak memory held over peak bytes of live tensors, minus 1.
+def allocator_overheads(device: torch.device) -> list[float]:
+    """Return, for a few rounds, peak memory held over peak bytes of live tensors, minus 1.
 
     The pattern is that of training: a forward that keeps some tensors and drops others, a
-    backward that frees the kept ones from the last to the first, a few times over with
-    sizes that do not repeat exactly.
+    backward that frees the kept ones from the last to the first. Sizes differ by round, so
+    what a round leaves in the allocator fits the next only in part.
     """
     chance = random.Random(0)
     before = used_bytes(device)
-    peak_live = peak_used = 0.0
+    overheads = []
     for _ in range(ROUNDS):
         kept: list[torch.Tensor] = []
-        live = 0.0
+        live = peak_live = peak_used = 0.0
         while live < LIVE_BYTES[device.type]:
             num_bytes = int(2 ** chance.uniform(12, 23))
             tensor = torch.ones(num_bytes, dtype=torch.uint8, device=device)
             scratch = torch.ones(num_bytes, dtype=torch.uint8, device=device)
             peak_live = max(peak_live, live + 2 * num_bytes)
+            peak_used = max(peak_used, used_bytes(device) - before)
             kept.append(tensor)
             live += num_bytes
             del scratch
-        peak_used = max(peak_used, used_bytes(device) - before)
+        overheads.append(max(0.0, peak_used / peak_live - 1))
         while kept:
             tensor = kept.pop()
             gradient = tensor.clone()
             del tensor, gradient
-    return max(0.0, peak_used / peak_live - 1)
+    return overheads

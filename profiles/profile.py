@@ -17,9 +17,22 @@ from profiles.records import (
     OpQuery,
     OpRecord,
     ProfileFile,
+    StepWork,
 )
 
-ADAMW_PASSES = 7
+PASSES: dict[StepWork, float] = {
+    "adamw": 7,
+    "sharded_adamw": 7,
+    "cast": 1.5,
+    "accumulate": 2.5,
+    "host_to_device": 2,
+    "device_to_host": 2,
+}
+"""Bytes that cross memory for each byte of the float32 tensor. AdamW reads parameter,
+gradient and two moments and writes all but the gradient; a bfloat16 copy is half a pass."""
+
+HOST_LINK_BYTES_PER_S = 25e9
+"""PCIe 4.0 x16, 32 GB/s less its protocol: assumed where copies were not measured."""
 
 
 class Profile:
@@ -91,30 +104,46 @@ class Profile:
         """
         return self._collective_model.seconds(kind, num_bytes, group)
 
-    def optimizer_seconds(
-        self, *, param_bytes: float, num_tensors: int, sharded: bool = False
-    ) -> Lookup:
-        """Return one AdamW step over a rank's parameters; `sharded` ones are DTensors (ZeRO).
+    def step_seconds(self, work: StepWork, *, num_bytes: float, num_tensors: int = 1) -> Lookup:
+        """Return the time of work beside the blocks; `num_bytes` of the float32 tensors.
 
-        Where it was not measured: seven passes over memory (parameter, gradient and two
-        moments read, all but the gradient written) at the device's rate.
+        Where it was not measured: its passes over memory, or the host's link, at full rate.
         """
-        for fit in self.file.optimizer_fits:
-            if fit.sharded == sharded:
+        for fit in self.file.step_fits:
+            if fit.work == work:
                 return Lookup(
-                    seconds=num_tensors * fit.s_per_tensor + param_bytes * fit.s_per_byte,
-                    source=f"AdamW, {fit.origin}",
+                    seconds=num_tensors * fit.s_per_tensor + num_bytes * fit.s_per_byte,
+                    source=f"{work}, {fit.origin}",
                     relative_error=fit.relative_error,
                 )
+        if work in ("host_to_device", "device_to_host") and self.cluster.device_type != "cpu":
+            return Lookup(
+                seconds=num_bytes / HOST_LINK_BYTES_PER_S,
+                source=f"{work}, a PCIe 4 x16 link assumed",
+                relative_error=1.0,
+            )
         return Lookup(
-            seconds=ADAMW_PASSES * param_bytes / self.cluster.memory_bytes_per_s,
-            source="AdamW, passes over memory at its peak rate",
+            seconds=PASSES[work] * num_bytes / self.cluster.memory_bytes_per_s,
+            source=f"{work}, passes over memory at its peak rate",
             relative_error=0.3,
         )
 
-    def block_correction(self, direction: Direction) -> float:
-        """Return measured time of whole blocks over the sum of their ops; 1 if not measured."""
-        figure = self.file.block_correction.get(direction)
+    def optimizer_seconds(
+        self, *, param_bytes: float, num_tensors: int, sharded: bool = False
+    ) -> Lookup:
+        """Return one AdamW step over a rank's float32 parameters; `sharded` ones are DTensors."""
+        return self.step_seconds(
+            "sharded_adamw" if sharded else "adamw", num_bytes=param_bytes, num_tensors=num_tensors
+        )
+
+    def block_correction(self, direction: Direction, *, compiled: bool = False) -> float:
+        """Return measured time of whole blocks over the sum of their ops; 1 if not measured.
+
+        `compiled` blocks went through torch.compile.
+        """
+        file = self.file
+        known = file.compiled_block_correction if compiled else file.block_correction
+        figure = known.get(direction)
         return 1.0 if figure is None else figure.value
 
     def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:

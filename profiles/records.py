@@ -89,11 +89,16 @@ class _Record(BaseModel):
 
 
 class Figure(_Record):
-    """A number with its origin. The unit is in the field's name."""
+    """A number with its origin. The unit is in the field's name.
+
+    `low` and `high` bound what was seen, where a number was measured more than once.
+    """
 
     value: float = Field(ge=0, allow_inf_nan=False)
     origin: Origin
     detail: str = Field(min_length=1)
+    low: float | None = None
+    high: float | None = None
 
 
 class Provenance(_Record):
@@ -244,18 +249,38 @@ class ClusterRecord(_Record):
         )
 
 
-class OptimizerFit(_Record):
-    """One AdamW step: `num_tensors * s_per_tensor + param_bytes * s_per_byte`.
+StepWork = Literal[
+    "adamw", "sharded_adamw", "cast", "accumulate", "host_to_device", "device_to_host"
+]
+"""Work of a step beside its blocks: AdamW over float32 parameters, or over DTensors of them
+(ZeRO; their dispatch costs host time per tensor); bfloat16 weights written from float32
+masters; bfloat16 gradients added to float32 sums; copies between host and device."""
 
-    `sharded` parameters are DTensors (ZeRO), whose dispatch costs host time per tensor.
+
+class StepFit(_Record):
+    """`seconds = num_tensors * s_per_tensor + num_bytes * s_per_byte`; bytes of the float32
+    tensors that are updated, read, summed into or copied.
     """
 
-    sharded: bool
+    work: StepWork
     s_per_tensor: float = Field(ge=0)
     s_per_byte: float = Field(ge=0)
     relative_error: float = Field(ge=0)
     origin: Origin
     detail: str
+
+
+class DeviceSection(_Record):
+    """What was found of a device type that is not the one the profile stands for.
+
+    Ops of all types are in ops.csv, told apart by their device.
+    """
+
+    device: str
+    num_ranks: int = Field(ge=1)
+    memory_bytes_per_s: Figure
+    peak_flop_per_s: dict[str, Figure]
+    op_fits: tuple[OpFit, ...]
 
 
 class SkippedProbe(_Record):
@@ -280,8 +305,10 @@ class ProfileFile(_Record):
     launch_overhead_s: Figure
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
-    optimizer_fits: tuple[OptimizerFit, ...] = ()
+    compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)
+    step_fits: tuple[StepFit, ...] = ()
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
+    other_devices: tuple[DeviceSection, ...] = ()
     skipped: tuple[SkippedProbe, ...] = ()
     notes: tuple[str, ...] = ()

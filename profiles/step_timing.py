@@ -1,11 +1,10 @@
-"""Timing inside one rank of what is not one op: optimizer steps, and work that overlaps."""
+"""Timing inside one rank of the work of a step that is not a block's: see `StepWork`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,133 +12,84 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from profiles.clock import Clock
+from profiles.records import StepWork
 from profiles.timing import LEAST_SAMPLES
 
-OVERLAP_BYTES = 8 * 2**20
-OVERLAP_WIDTH = {"cpu": 256, "cuda": 4096}
-OVERLAP_ROUNDS = 7
+ISSUED = 200
+"""So many ops are issued at once to see how long the host takes for one: fewer than the
+queue of a GPU holds, so that the host never waits."""
 
 
-def time_optimizer(
-    *, num_tensors: int, numel: int, sharded: bool, clock: Clock, seconds: float
+def time_step_work(
+    work: StepWork, *, num_tensors: int, numel: int, clock: Clock, seconds: float
 ) -> dict[str, list[float]]:
-    """Return samples of one AdamW step over `num_tensors` parameters of `numel` elements.
-
-    `sharded` makes them DTensors over all ranks, `numel` elements on each, as ZeRO does.
-    """
-    params = [
-        torch.nn.Parameter(_maybe_sharded(torch.randn(numel, device=clock.device), sharded))
-        for _ in range(num_tensors)
-    ]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer = torch.optim.AdamW(params)
-    optimizer.step()  # makes its state
+    """Return samples of one kind of work over `num_tensors` tensors of `numel` elements."""
+    run = _WORK[work](num_tensors, numel, clock.device)
+    run()  # makes optimizer state, loads kernels
     samples: list[float] = []
-    deadline = time.perf_counter() + seconds
     dist.barrier()
+    deadline = time.perf_counter() + seconds
     while len(samples) < LEAST_SAMPLES or time.perf_counter() < deadline:
-        samples.append(clock.time_compute(optimizer.step)[0])
+        samples.append(clock.time_compute(run)[0])
     return {"seconds": samples}
 
 
-def _maybe_sharded(tensor: torch.Tensor, sharded: bool) -> torch.Tensor:
-    if not sharded:
-        return tensor
-    mesh = DeviceMesh(tensor.device.type, list(range(dist.get_world_size())))
-    return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+def time_launch(device: torch.device) -> dict[str, list[float]]:
+    """Return samples of the host time to issue one op on a GPU, which runs it later."""
+    x = torch.ones(1, device=device)
+    samples = []
+    for _ in range(LEAST_SAMPLES + 1):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(ISSUED):
+            torch.neg(x)
+        samples.append((time.perf_counter() - began) / ISSUED)
+    return {"seconds": samples[1:]}
 
 
-def measure_overlap(clock: Clock) -> dict[str, float]:
-    """Return by how much compute and an all-reduce slow each other: two factors from 1 up.
-
-    Compute is made to take as long as the all-reduce alone (T). Started together, the one
-    that ends first, after t, was slowed t / T; the other had done T - (its end - t) of its
-    work by then.
-    """
-    device = clock.device
-    message = torch.ones(OVERLAP_BYTES // 4, device=device)
-    width = OVERLAP_WIDTH[device.type]
-    a = torch.randn(width, width, device=device)
-    one = partial(torch.mm, a, a)
-    reduce = partial(dist.all_reduce, message)
-    communication = _median_of(clock, reduce)
-    single = _median_of(clock, one)
-    # The same count everywhere, so that the ranks stay in step.
-    count_here = torch.tensor([max(4.0, communication / single)], device=device)
-    dist.all_reduce(count_here)
-    count = round(float(count_here) / dist.get_world_size())
-    compute = _median_of(clock, lambda: [one() for _ in range(count)])
-    slowed = [
-        _slowed(clock, one, count, message, compute, communication) for _ in range(OVERLAP_ROUNDS)
-    ]
-    middle = OVERLAP_ROUNDS // 2
-    return {
-        "compute": sorted(pair[0] for pair in slowed)[middle],
-        "communication": sorted(pair[1] for pair in slowed)[middle],
-    }
+def _adamw(
+    num_tensors: int, numel: int, device: torch.device, *, sharded: bool
+) -> Callable[[], object]:
+    """Over float32 parameters; `sharded` makes them DTensors over all ranks, as ZeRO does."""
+    tensors = [torch.randn(numel, device=device) for _ in range(num_tensors)]
+    if sharded:
+        mesh = DeviceMesh(device.type, list(range(dist.get_world_size())))
+        tensors = [DTensor.from_local(t, mesh, [Shard(0)], run_check=False) for t in tensors]
+    params = [torch.nn.Parameter(tensor) for tensor in tensors]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return torch.optim.AdamW(params).step
 
 
-def _median_of(clock: Clock, work: Callable[[], Any]) -> float:
-    work()
-    times = []
-    for _ in range(OVERLAP_ROUNDS):
-        dist.barrier()
-        times.append(clock.time(work)[0])
-    return sorted(times)[OVERLAP_ROUNDS // 2]
+def _cast(num_tensors: int, numel: int, device: torch.device) -> Callable[[], object]:
+    """Write bfloat16 weights from their float32 masters."""
+    masters = [torch.randn(numel, device=device) for _ in range(num_tensors)]
+    weights = [master.bfloat16() for master in masters]
+    return lambda: [w.copy_(m) for w, m in zip(weights, masters, strict=True)]
 
 
-def _slowed(
-    clock: Clock,
-    one: Callable[[], Any],
-    count: int,
-    message: torch.Tensor,
-    compute: float,
-    communication: float,
-) -> tuple[float, float]:
-    dist.barrier()
-    compute_end, communication_end = (
-        _together_on_gpu(one, count, message)
-        if clock.device.type == "cuda"
-        else _together_on_cpu(one, count, message)
-    )
-    first = min(compute_end, communication_end)
-    compute_done = compute - max(0.0, compute_end - first)
-    communication_done = communication - max(0.0, communication_end - first)
-    return (
-        max(1.0, first / max(compute_done, 0.1 * compute)),
-        max(1.0, first / max(communication_done, 0.1 * communication)),
-    )
+def _accumulate(num_tensors: int, numel: int, device: torch.device) -> Callable[[], object]:
+    """Add a microbatch's bfloat16 gradients to their float32 sums."""
+    sums = [torch.zeros(numel, device=device) for _ in range(num_tensors)]
+    gradients = [torch.ones(numel, device=device, dtype=torch.bfloat16) for _ in sums]
+    return lambda: [s.add_(g) for s, g in zip(sums, gradients, strict=True)]
 
 
-def _together_on_cpu(
-    one: Callable[[], Any], count: int, message: torch.Tensor
-) -> tuple[float, float]:
-    began = time.perf_counter()
-    work = dist.all_reduce(message, async_op=True)
-    communication_end = 0.0
-    for _ in range(count):
-        one()
-        if not communication_end and work.is_completed():
-            communication_end = time.perf_counter() - began
-    compute_end = time.perf_counter() - began
-    work.wait()
-    return compute_end, communication_end or time.perf_counter() - began
+def _copy(
+    num_tensors: int, numel: int, device: torch.device, *, to_host: bool
+) -> Callable[[], object]:
+    """Copy between the device and pinned memory of the host, as offloading does."""
+    there = [torch.ones(numel, device=device) for _ in range(num_tensors)]
+    here = [torch.ones(numel).pin_memory() for _ in there]
+    pairs = list(zip(here, there, strict=True) if to_host else zip(there, here, strict=True))
+    return lambda: [to.copy_(source, non_blocking=True) for to, source in pairs]
 
 
-def _together_on_gpu(
-    one: Callable[[], Any], count: int, message: torch.Tensor
-) -> tuple[float, float]:
-    start, computed, reduced = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    side = torch.cuda.Stream()
-    start.record()
-    side.wait_event(start)
-    with torch.cuda.stream(side):
-        work = dist.all_reduce(message, async_op=True)
-        work.wait()  # makes this stream wait, not the host
-        reduced.record()
-    for _ in range(count):
-        one()
-    computed.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(computed) / 1e3, start.elapsed_time(reduced) / 1e3
+_WORK: dict[StepWork, Callable[[int, int, torch.device], Callable[[], object]]] = {
+    "adamw": partial(_adamw, sharded=False),
+    "sharded_adamw": partial(_adamw, sharded=True),
+    "cast": _cast,
+    "accumulate": _accumulate,
+    "host_to_device": partial(_copy, to_host=False),
+    "device_to_host": partial(_copy, to_host=True),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 
@@ -15,16 +16,18 @@ from profiles.probes import BlockProbe
 from profiles.records import (
     ClusterRecord,
     CollectiveRecord,
+    DeviceSection,
     Direction,
     Figure,
     Group,
     LinkRecord,
     OpRecord,
-    OptimizerFit,
     ProfileFile,
+    StepFit,
+    StepWork,
 )
 from profiles.session import Session
-from profiles.surroundings import OptimizerSample, Surroundings
+from profiles.surroundings import StepSample, Surroundings
 
 
 def summarize(
@@ -38,7 +41,7 @@ def summarize(
     """Return the contents of profile.json. Raise ProfileError if the basics are missing.
 
     On a cluster of several kinds of devices the slowest stands for all, because the others
-    wait for it; the records of all kinds stay in ops.csv.
+    wait for it; each of the others has a section, and the records of all stay in ops.csv.
     """
     device = _slowest_kind(session)
     ops = [record for record in session.ops.values() if record.device == device]
@@ -46,6 +49,10 @@ def summarize(
     mixed = [f"mixed devices: {device} is the slowest and stands for all; also {', '.join(others)}"]
     cluster = _cluster(session, device, ops)
     fits = fit_ops(ops)
+    model = OpModel(cluster.spec(device), ops, fits)
+    eager = [block for block in blocks if not block.compiled]
+    compiled = [block for block in blocks if block.compiled]
+    overheads = surroundings.allocator_overheads
     return ProfileFile(
         name=session.ranks.hosts[0],
         source="measured",
@@ -56,23 +63,37 @@ def summarize(
             surroundings.context_bytes,
             "a rank with its libraries, communicator and a first tiny step, before tensors",
         ),
-        allocator_overhead_fraction=_measured(
-            surroundings.allocator_overhead_fraction,
-            "peak held over peak live, synthetic training",
+        allocator_overhead_fraction=Figure(
+            value=float(np.median(overheads)),
+            low=min(overheads),
+            high=max(overheads),
+            origin="measured",
+            detail=f"peak held over peak live, {len(overheads)} rounds of synthetic training",
         ),
-        launch_overhead_s=_measured(
-            _launch_overhead(ops), "aten.neg of one element, called back to back"
-        ),
+        launch_overhead_s=_launch_overhead(ops, surroundings.launch_s),
         overlap_slowdown={
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
             for part, factor in surroundings.overlap.items()
         },
-        optimizer_fits=_optimizer_fits(surroundings.optimizer),
-        block_correction=_block_correction(blocks, ops, OpModel(cluster.spec(device), ops, fits)),
+        step_fits=_step_fits(surroundings.steps),
+        block_correction=_block_correction(eager, ops, model),
+        compiled_block_correction=_block_correction(compiled, ops, model),
         op_fits=fits,
         collective_fits=fit_collectives(tuple(session.collectives.values())),
+        other_devices=tuple(_section(session, kind) for kind in others),
         skipped=tuple(session.skipped),
         notes=(*(mixed if others else []), *surroundings.links, *stragglers),
+    )
+
+
+def _section(session: Session, kind: str) -> DeviceSection:
+    ops = [record for record in session.ops.values() if record.device == kind]
+    return DeviceSection(
+        device=kind,
+        num_ranks=len(session.ranks.kinds[kind]),
+        memory_bytes_per_s=_measured(_copy_rate(ops), f"copy of {COPY_BYTES} bytes"),
+        peak_flop_per_s=_best_rates(ops),
+        op_fits=fit_ops(ops),
     )
 
 
@@ -141,26 +162,22 @@ def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterR
     )
 
 
-def _optimizer_fits(samples: Sequence[OptimizerSample]) -> tuple[OptimizerFit, ...]:
+def _step_fits(samples: Sequence[StepSample]) -> tuple[StepFit, ...]:
     fits = []
-    for sharded in (False, True):
-        chosen = [
-            (sample.num_tensors, sample.numel, sample.seconds)
-            for sample in samples
-            if sample.sharded == sharded
-        ]
+    for work in get_args(StepWork):
+        chosen = [sample for sample in samples if sample.work == work]
         if len(chosen) < 2:
             continue
-        terms = np.array([[tensors, 4.0 * tensors * numel] for tensors, numel, _ in chosen])
-        line, residual = fit_nonnegative(terms, np.array([s for _, _, s in chosen]))
+        terms = np.array([[s.num_tensors, 4.0 * s.num_tensors * s.numel] for s in chosen])
+        line, residual = fit_nonnegative(terms, np.array([s.seconds for s in chosen]))
         fits.append(
-            OptimizerFit(
-                sharded=sharded,
+            StepFit(
+                work=work,
                 s_per_tensor=line[0],
                 s_per_byte=line[1],
                 relative_error=float(np.median(np.abs(residual))),
                 origin="measured",
-                detail=f"torch.optim.AdamW over {len(chosen)} sets of float32 parameters",
+                detail=f"over {len(chosen)} sets of float32 tensors",
             )
         )
     return tuple(fits)
@@ -179,8 +196,11 @@ def _forward(ops: Sequence[OpRecord], target: str) -> list[OpRecord]:
     return found
 
 
-def _launch_overhead(ops: Sequence[OpRecord]) -> float:
-    return min(r.seconds for r in _forward(ops, "aten.neg.default"))
+def _launch_overhead(ops: Sequence[OpRecord], launch_s: float | None) -> Figure:
+    if launch_s is not None:
+        return _measured(launch_s, "host time of torch.neg of one element, many issued at once")
+    seconds = min(r.seconds for r in _forward(ops, "aten.neg.default"))
+    return _measured(seconds, "aten.neg of one element, called back to back")
 
 
 def _copy_rate(ops: Sequence[OpRecord]) -> float:

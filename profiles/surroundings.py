@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from profiles.records import StepWork
 from profiles.session import Session
 from profiles.topology import (
     PAIR_LATENCY_BYTES,
@@ -21,18 +22,22 @@ from profiles.topology import (
 from profiles.workers import ProbeFailed, WorkerGroup
 
 TIMEOUT_S = 60.0
+HOST_COPIES = ("host_to_device", "device_to_host")
 
-OPTIMIZER_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
+STEP_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
 """(number of tensors, elements of each): many small ones and few large ones."""
 
-_SAMPLING_S = 0.05
+STEP_ROUNDS = 3
+"""Rounds over all step work; the median of a few moments is steadier than one moment."""
+
+_SAMPLING_S = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSample:
-    """Median seconds of an AdamW step over `num_tensors` parameters of `numel` elements."""
+class StepSample:
+    """Median seconds of one kind of work over `num_tensors` tensors of `numel` elements."""
 
-    sharded: bool
+    work: StepWork
     num_tensors: int
     numel: int
     seconds: float
@@ -40,11 +45,15 @@ class OptimizerSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Medians, and lines about links for people."""
+    """Medians, and lines about links for people. Allocator overheads are of all rounds.
+
+    `launch_s` is the host time of one op where the host runs ahead of the device.
+    """
 
     context_bytes: float
-    allocator_overhead_fraction: float
-    optimizer: tuple[OptimizerSample, ...]
+    allocator_overheads: tuple[float, ...]
+    launch_s: float | None
+    steps: tuple[StepSample, ...]
     overlap: Mapping[str, float]
     links: tuple[str, ...]
 
@@ -60,12 +69,41 @@ def measure_surroundings(
     if len(everyone) > 1:  # communicators take memory from their first message on
         _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
-    optimizer = []
-    for sharded, (num_tensors, numel) in product((False, True), OPTIMIZER_SHAPES):
-        report(f"AdamW over {num_tensors} tensors")
+    on_gpu = session.conditions["device_type"] == "cuda"
+    return Surroundings(
+        context_bytes=max(answer["context_bytes"] for answer in memory),
+        allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
+        launch_s=_launch(workers, session) if on_gpu else None,
+        steps=_steps(workers, session, report, on_gpu=on_gpu),
+        overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
+        links=_links(workers, session, report),
+    )
+
+
+def _launch(workers: WorkerGroup, session: Session) -> float | None:
+    try:
+        answers = workers.call({"task": "launch"}, timeout_s=TIMEOUT_S)
+    except ProbeFailed as error:
+        session.skip("host time of one op", error)
+        return None
+    return float(np.median([s for answer in answers for s in answer["seconds"]]))
+
+
+def _steps(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None], *, on_gpu: bool
+) -> tuple[StepSample, ...]:
+    """Measure the work of a step beside its blocks; on a CPU nothing is copied from a host."""
+    kinds = [w for w in get_args(StepWork) if on_gpu or w not in HOST_COPIES]
+    found: dict[tuple[StepWork, int, int], list[float]] = {}
+    failed = set()
+    for _, work, (num_tensors, numel) in product(range(STEP_ROUNDS), kinds, STEP_SHAPES):
+        key = work, num_tensors, numel
+        if key in failed:
+            continue
+        report(f"{work} over {num_tensors} tensors")
         task = {
-            "task": "optimizer",
-            "sharded": sharded,
+            "task": "step",
+            "work": work,
             "num_tensors": num_tensors,
             "numel": numel,
             "seconds": _SAMPLING_S,
@@ -73,18 +111,16 @@ def measure_surroundings(
         try:
             answers = workers.call(task, timeout_s=TIMEOUT_S)
         except ProbeFailed as error:
-            session.skip(f"AdamW over {num_tensors} tensors of {numel}", error)
+            failed.add(key)
+            session.skip(f"{work} over {num_tensors} tensors of {numel}", error)
             continue
         median = float(np.median([s for answer in answers for s in answer["seconds"]]))
-        optimizer.append(
-            OptimizerSample(sharded=sharded, num_tensors=num_tensors, numel=numel, seconds=median)
+        found.setdefault(key, []).append(median)
+    return tuple(
+        StepSample(
+            work=work, num_tensors=num_tensors, numel=numel, seconds=float(np.median(medians))
         )
-    return Surroundings(
-        context_bytes=max(answer["context_bytes"] for answer in memory),
-        allocator_overhead_fraction=max(a["allocator_overhead_fraction"] for a in memory),
-        optimizer=tuple(optimizer),
-        overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
-        links=_links(workers, session, report),
+        for (work, num_tensors, numel), medians in found.items()
     )
 
 

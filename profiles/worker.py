@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from profiles.clock import Clock, available_cores, own_cores, settle_clocks, stay_on
 from profiles.collective_timing import time_collective
-from profiles.memory import allocator_overhead, load_training, used_bytes
-from profiles.step_timing import measure_overlap, time_optimizer
+from profiles.memory import allocator_overheads, load_training, used_bytes
+from profiles.overlap_timing import measure_overlap
+from profiles.step_timing import time_launch, time_step_work
 from profiles.timing import OpTimer
 
 
@@ -64,7 +65,10 @@ class Worker:
             settle_clocks(self.device)
         else:
             self.device = torch.device(device_type)
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        if device_type == "cuda":
+            dist.init_process_group("nccl", device_id=self.device)
+        else:
+            dist.init_process_group("gloo")
         self.clock = Clock(self.device, own_core=device_type == "cpu" and _take_own_cores())
         self._timer = OpTimer(self.clock)
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
@@ -73,7 +77,8 @@ class Worker:
             "op": self._time_op,
             "collective": self._time_collective,
             "memory": self._memory,
-            "optimizer": self._time_optimizer,
+            "step": self._time_step_work,
+            "launch": lambda _: time_launch(self.device),
             "overlap": lambda _: measure_overlap(self.clock),
         }
 
@@ -107,21 +112,22 @@ class Worker:
             task["kind"], task["num_bytes"], group, clock=self.clock, seconds=task["seconds"]
         )
 
-    def _time_optimizer(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        return time_optimizer(
+    def _time_step_work(self, task: Mapping[str, Any]) -> dict[str, Any]:
+        return time_step_work(
+            task["work"],
             num_tensors=task["num_tensors"],
             numel=task["numel"],
-            sharded=task["sharded"],
             clock=self.clock,
             seconds=task["seconds"],
         )
 
-    def _memory(self, task: Mapping[str, Any]) -> dict[str, float]:
+    def _memory(self, task: Mapping[str, Any]) -> dict[str, Any]:
         load_training(self.device)
+        self.tidy()  # what warming up the clocks left in reserve is no part of the context
         context = used_bytes(self.device)
         return {
             "context_bytes": context,
-            "allocator_overhead_fraction": allocator_overhead(self.device),
+            "allocator_overheads": allocator_overheads(self.device),
         }
 
 

@@ -69,7 +69,7 @@ def test_two_ranks_are_measured_into_a_profile_that_loads(two_ranks):
     # A Python process with torch holds over 100 MB and, empty, under 2 GB.
     assert 1e8 < loaded.context_bytes < 2e9
     assert 0 <= loaded.allocator_overhead_fraction < 1
-    assert loaded.optimizer_seconds(param_bytes=4e6, num_tensors=4).source == "AdamW, measured"
+    assert loaded.optimizer_seconds(param_bytes=4e6, num_tensors=4).source == "adamw, measured"
     assert fractions == sorted(fractions)
     assert all(record.device and record.measured_at for record in loaded.ops)
     record = loaded.collectives[0]
