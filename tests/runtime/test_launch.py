@@ -44,8 +44,13 @@ if mode == "fault" and 1 in engine.stages:
         return forward(*inputs, **settings)
     stage.forward = failing
 if mode == "stall" and 1 in engine.stages:
-    stage, forward = engine.stages[1], engine.stages[1].forward
-    stage.forward = lambda *inputs, **settings: (time.sleep(5), forward(*inputs, **settings))[1]
+    stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
+    def stalling(*inputs, **settings):
+        if not calls:
+            time.sleep(3)
+        calls.append(1)
+        return forward(*inputs, **settings)
+    stage.forward = stalling
 for step in range(1 if mode == "stall" else 10_000 if mode == "endless" else 3):
     loss = engine.step(gpt_batch(engine.plan.global_batch))
     if mode == "vanish" and os.environ["RANK"] == "1":
@@ -161,9 +166,9 @@ def test_a_user_error_in_the_ranks_is_one_error_here(plan_path, tmp_path, monkey
 
 
 def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
-    monkeypatch.setenv("PLANNER_STALL_S", "2")
+    monkeypatch.setenv("PLANNER_STALL_S", "1")
     _, err = start("stall").communicate(timeout=120)
-    assert "planner: nothing has moved for 2 s; the ranks are in" in err
+    assert "planner: nothing has moved for 1 s; the ranks are in" in err
     assert re.search(
         r"rank 0: job 0\S+ \(.*\), waiting for the gradient of \S+ \[1, 16, 32\] of microbatch 0 "
         r"from rank 1 \(pp rank 1\)",

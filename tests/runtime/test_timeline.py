@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,11 @@ def train_recorded(plan: Plan, folder: str, slow_s: float) -> list[str]:
     if 1 in engine.stages:
         stage, forward = engine.stages[1], engine.stages[1].forward
 
-        def slow(*inputs: torch.Tensor, is_last: bool) -> tuple[torch.Tensor, ...]:
+        def slow(*inputs: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, ...]:
             until = time.perf_counter() + slow_s
             while time.perf_counter() < until:
                 pass
-            return forward(*inputs, is_last=is_last)
+            return forward(*inputs, **settings)
 
         stage.forward = slow
     for _ in range(2):
