@@ -130,7 +130,7 @@ def _emit_own(
     groups: Mapping[str, ProcessGroup | None],
     device: torch.device,
 ) -> fx.Node:
-    """Call one of our functions; its argument named `group` carries the axis in the IR."""
+    """Call one of our functions; an argument named for a group carries the axis in the IR."""
     name = op.target.removeprefix("planner.")
     function = (
         collectives.redistribute if name == "redistribute" else getattr(local_ops, name, None)
@@ -141,11 +141,14 @@ def _emit_own(
         *(_fx_arg(arg, env, device) for arg in op.args),
         **{key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
     )
-    axis = bound.arguments["group"]
-    if axis not in groups:
-        raise LayoutError(f"op {op.name} runs on axis {axis!r}; groups given: {sorted(groups)}")
-    group = groups[axis]
-    bound.arguments["group"] = "" if group is None else group.group_name
+    for argument in ("group", "outer_group"):
+        axis = bound.arguments.get(argument)
+        if axis is None:
+            continue
+        if axis not in groups:
+            raise LayoutError(f"op {op.name} runs on axis {axis!r}; groups given: {sorted(groups)}")
+        group = groups[axis]
+        bound.arguments[argument] = "" if group is None else group.group_name
     node = graph.call_function(function, bound.args, bound.kwargs)
     _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)
     return node

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planner.runtime import collectives
-from planner.runtime.own_random import own_attention, with_own_random_stream
+from planner.runtime.own_random import own_attention, stream_of, with_own_random_stream
 
 __all__ = [
     "batch_norm_by_channel",
@@ -143,13 +143,18 @@ def causal_attention(
     scale: float | None,
     enable_gqa: bool,
     group: str,
+    outer_group: str = "",
 ) -> Tensor:
-    """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d]."""
+    """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d].
+
+    Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
+    """
     num_queries = query.shape[-2]
     first = collectives.rank(group) * num_queries
     positions = torch.arange(first, first + num_queries, device=query.device)
     mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
-    attend = partial(own_attention, group) if dropout_p > 0 else F.scaled_dot_product_attention
+    stream = stream_of(group, outer_group)
+    attend = partial(own_attention, stream) if dropout_p > 0 else F.scaled_dot_product_attention
     return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
 
 

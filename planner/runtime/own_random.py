@@ -26,24 +26,35 @@ from planner.runtime import collectives
 _ALPHA = 1.7580993408473766
 
 
-def with_own_random_stream(target: str, group: str, *args: Any, **kwargs: Any) -> Any:
-    """Run the ATen op `target` with random numbers that differ on each rank of the group."""
+def with_own_random_stream(
+    target: str, group: str, *args: Any, outer_group: str = "", **kwargs: Any
+) -> Any:
+    """Run the ATen op `target` with random numbers that differ on each rank of the group.
+
+    With an `outer_group` (of another mesh axis) they differ on each rank of both.
+    """
+    stream = stream_of(group, outer_group)
     match target.split(".")[1]:
         case "dropout":
-            return _dropout(group, *args, **kwargs)
+            return _dropout(stream, *args, **kwargs)
         case "native_dropout":
-            return _native_dropout(group, *args, **kwargs)
+            return _native_dropout(stream, *args, **kwargs)
         case "feature_dropout":
-            return _feature_dropout(group, *args, **kwargs)
+            return _feature_dropout(stream, *args, **kwargs)
         case "alpha_dropout":
-            return _alpha_dropout(group, *args, **kwargs)
+            return _alpha_dropout(stream, *args, **kwargs)
         case "scaled_dot_product_attention":
-            return own_attention(group, *args, **kwargs)
+            return own_attention(stream, *args, **kwargs)
     raise AssertionError(target)
 
 
+def stream_of(group: str, outer_group: str) -> int:
+    """Return this rank's number among the ranks of both groups, which names its stream."""
+    return collectives.rank(group) + collectives.size(group) * collectives.rank(outer_group)
+
+
 def own_attention(
-    group: str,
+    stream: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,14 +64,14 @@ def own_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention whose dropout differs on each rank; arguments as PyTorch's."""
+    """Attention whose dropout is this stream's; other arguments as PyTorch's."""
     settings: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if torch.compiler.is_compiling():
         return _plain_attention(
-            group, query, key, value, attn_mask, dropout_p, is_causal, **settings
+            stream, query, key, value, attn_mask, dropout_p, is_causal, **settings
         )
     with _disable_current_modes():  # on fake tensors the seed is a real number all the same
-        seed = int(_seed()) + collectives.rank(group)
+        seed = int(_seed()) + stream
     with torch.random.fork_rng(devices=[query.device] if query.device.type == "cuda" else []):
         torch.manual_seed(seed)
         return F.scaled_dot_product_attention(
@@ -71,21 +82,21 @@ def own_attention(
 @torch.library.custom_op(
     "planner::own_uniform",
     mutates_args=(),
-    schema="(Tensor like, Tensor seed, str group) -> Tensor",
+    schema="(Tensor like, Tensor seed, int stream) -> Tensor",
 )
-def own_uniform(like: Tensor, seed: Tensor, group: str) -> Tensor:
-    """Draw fp32 numbers of [0, 1) in the shape of `like`, different on each rank of the group.
+def own_uniform(like: Tensor, seed: Tensor, stream: int) -> Tensor:
+    """Draw fp32 numbers of [0, 1) in the shape of `like`, different for each stream.
 
     The numbers follow from the seed, which an operator drew that compilers know to be
     random: two draws are not merged, nor is one repeated with another seed in the backward.
     """
     generator = torch.Generator(like.device)
-    generator.manual_seed(int(seed) + collectives.rank(group))
+    generator.manual_seed(int(seed) + stream)
     return torch.rand(like.shape, generator=generator, device=like.device, dtype=torch.float32)
 
 
 @own_uniform.register_fake
-def _(like: Tensor, seed: Tensor, group: str) -> Tensor:
+def _(like: Tensor, seed: Tensor, stream: int) -> Tensor:
     return like.new_empty(like.shape, dtype=torch.float32)
 
 
@@ -93,40 +104,40 @@ def _seed() -> Tensor:
     return torch.randint(2**62, (), device="cpu")
 
 
-def _kept(group: str, x: Tensor, p: float) -> Tensor:
-    return own_uniform(x.detach(), _seed(), group) >= p
+def _kept(stream: int, x: Tensor, p: float) -> Tensor:
+    return own_uniform(x.detach(), _seed(), stream) >= p
 
 
-def _dropout(group: str, x: Tensor, p: float, train: bool) -> Tensor:
-    return _native_dropout(group, x, p, train)[0]
+def _dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
+    return _native_dropout(stream, x, p, train)[0]
 
 
 def _native_dropout(
-    group: str, x: Tensor, p: float, train: bool | None = True
+    stream: int, x: Tensor, p: float, train: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     if not train:
         return x, torch.ones_like(x, dtype=torch.bool)
-    kept = _kept(group, x, p)
+    kept = _kept(stream, x, p)
     return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
-def _feature_dropout(group: str, x: Tensor, p: float, train: bool) -> Tensor:
+def _feature_dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
     if not train:
         return x
-    kept = _kept(group, x[(..., *(slice(1),) * (x.dim() - 2))], p)
+    kept = _kept(stream, x[(..., *(slice(1),) * (x.dim() - 2))], p)
     return x * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def _alpha_dropout(group: str, x: Tensor, p: float, train: bool) -> Tensor:
+def _alpha_dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
     if not train:
         return x
-    kept = _kept(group, x, p)
+    kept = _kept(stream, x, p)
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     return scale * (torch.where(kept, x, -_ALPHA) + _ALPHA * p)
 
 
 def _plain_attention(
-    group: str,
+    stream: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,4 +158,4 @@ def _plain_attention(
         scores = scores.masked_fill(~mask, float("-inf"))
     elif mask is not None:
         scores = scores + mask
-    return _native_dropout(group, scores.softmax(-1), dropout_p)[0] @ value
+    return _native_dropout(stream, scores.softmax(-1), dropout_p)[0] @ value

@@ -86,7 +86,7 @@ def divided_by_count(placed: Placed, summed: Op, ignore_index: int) -> LocalForm
     return LocalForm((replace(summed, outputs=(part,)), mean), (replace(meta, name=part),))
 
 
-@rule("planner.vocab_cross_entropy")
+@rule("planner.vocab_cross_entropy", "planner.vocab_nll_loss")
 def vocab_cross_entropy(call: Call) -> Iterator[OpSharding]:
     """Classes are divided on another axis already; on this one samples can be."""
     rank = len(call.inputs[0])
@@ -96,7 +96,7 @@ def vocab_cross_entropy(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(inputs, [out], summed=() if call.op.args[2] == NONE else samples)
 
 
-@local_form("planner.vocab_cross_entropy")
+@local_form("planner.vocab_cross_entropy", "planner.vocab_nll_loss")
 def vocab_cross_entropy_on_shard(placed: Placed) -> LocalForm:
     """A mean is over the targets of all ranks of both axes."""
     op = placed.op

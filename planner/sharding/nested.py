@@ -7,11 +7,13 @@ axis these are ops like any other: they treat every dim alike but those they cut
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from planner.graph import Op
 from planner.placement import OpSharding, Shard, parse_placement
 from planner.sharding.call import Call, P
 from planner.sharding.letters import by_letters, same_dims
-from planner.sharding.registry import rule
+from planner.sharding.registry import LocalForm, Placed, local_form, local_ops, rule, strategies
 
 
 @rule("planner.redistribute")
@@ -27,3 +29,33 @@ def vocab_embedding(call: Call) -> Iterator[OpSharding]:
     """A range of rows [rows, hidden], indices […]: by token; the range is on another axis."""
     tokens = list(range(len(call.inputs[1])))
     yield from by_letters([[None, None], tokens], [[*tokens, None]])
+
+
+@rule("planner.vocab_log_softmax")
+def vocab_log_softmax(call: Call) -> Iterator[OpSharding]:
+    """Tensor, the dim that another axis divides: any other."""
+    yield from same_dims(call, fixed=[int(call.op.args[1])])  # type: ignore[arg-type]
+
+
+@rule("planner.with_own_random_stream")
+def own_random_stream(call: Call) -> Iterator[OpSharding]:
+    """A random op divided on another axis can be divided as ever on this one."""
+    inner = _op_inside(call.op)
+    yield from strategies(inner, call.tensor, call.axis_size, segments=call.segments)[1:]
+
+
+@local_form("planner.with_own_random_stream")
+def own_random_stream_on_shard(placed: Placed) -> LocalForm:
+    """What runs on shards of this axis draws numbers of its own on both."""
+    op, call = placed.op, placed.call
+    if not isinstance(placed.sharding.outputs[0], Shard):
+        return LocalForm((op,))
+    form = local_ops(
+        _op_inside(op), placed.sharding, call.tensor, axis=placed.axis, axis_size=call.axis_size
+    )
+    (local,) = form.ops
+    return LocalForm((replace(local, kwargs=(*local.kwargs, ("outer_group", op.args[1]))),))
+
+
+def _op_inside(op: Op) -> Op:
+    return replace(op, target=str(op.args[0]), args=op.args[2:])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,3 +184,54 @@ def test_context_and_tensor_parallelism_together(name):
     )
     for tp_layout, cp_layout in zip(tp, cp, strict=True):
         check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("op", "tp", "cp", "num_streams"),
+    [
+        ("dropout", "S(1)->S(1)", "S(0)->S(0)", 4),
+        ("dropout", "S(1)->S(1)", "", 2),
+        ("dropout", "", "S(0)->S(0)", 2),
+        ("attention", "S(1),S(1),S(1)->S(1)", "S(2),R,R->S(2)", 4),
+        ("causal attention", "S(1),S(1),S(1)->S(1)", "S(2),R,R->S(2)", 4),
+        ("causal attention", "S(1),S(1),S(1)->S(1)", "", 2),
+    ],
+)
+def test_dropout_differs_on_all_shards_of_two_axes(op, tp, cp, num_streams):
+    """M5, D19: as many masks as there are shards; ranks with the same shard draw the same."""
+    if op == "dropout":
+        single = one_op("aten.dropout.default", torch.ones(16, 16, dtype=torch.float64), 0.5, True)
+    else:
+        heads = [torch.ones(2, 4, 8, 4, dtype=torch.float64) for _ in range(3)]
+        args = (*heads, None, 0.5, op == "causal attention")
+        single = one_op("aten.scaled_dot_product_attention.default", *args)
+    whole_inputs = ",".join("R" for _ in single.inputs)
+    layouts = []
+    for text in (tp, cp):
+        inputs, _, output = (text or f"{whole_inputs}->R").partition("->")
+        layouts.append(simple(text, inputs, output))
+    local = lower(
+        lower(single.program, layouts[0], axis_size=2), layouts[1], axis="cp", axis_size=2
+    )
+    shapes = [local.tensor[name].shape for name in local.inputs]
+
+    def body(rank):
+        groups = {}
+        for axis in MESH.axes:
+            for ranks in MESH.groups(axis):
+                group = dist.new_group(list(ranks))
+                if rank in ranks:
+                    groups[axis] = group
+        module = to_graph_module(local, groups, torch.device("cpu"))
+        # Threads share one generator: each seeds it and draws while the others wait.
+        with _ONE_AT_A_TIME:
+            torch.manual_seed(3)
+            (y,) = module(*(torch.ones(shape, dtype=torch.float64) for shape in shapes))
+        # Which positions are seen differs with causal attention; the last sees all of its own.
+        return (y if op == "dropout" else y[..., -1, 0].round(decimals=9)).flatten().tolist()
+
+    found = on_ranks(4, body)
+    assert len({tuple(values) for values in found}) == num_streams
