@@ -94,14 +94,14 @@ def check(name, num_ranks, layouts):
 
 @pytest.mark.parametrize("name", list(tiny_models()))
 def test_two_ranks(name):
-    """P1, P2, P3, M20, M22, X8, X13: data, tensor and pipeline parallelism, no model changed."""
-    check(name, 2, TWO_RANKS)
+    """P1, P2, P3, D19, M20, M22, X8, X13: each kind of parallelism, no model changed."""
+    check(name, 2, TWO_RANKS | ({"cp2": {"cp": 2}} if name in FIRST_TRIED else {}))
 
 
 @pytest.mark.parametrize("name", FIRST_TRIED)
 def test_four_ranks(name):
-    """P5, X8: two kinds of parallelism at once."""
-    check(name, 4, FOUR_RANKS)
+    """P5, D12, X8: two kinds of parallelism at once; stages with meshes of their own."""
+    check(name, 4, FOUR_RANKS | {"tp2-then-dp2": OWN_MESHES["tp2-then-dp2"]})
 
 
 def test_deferred_weight_gradients_of_a_stage_that_only_the_batch_feeds():
@@ -135,18 +135,6 @@ def test_four_ranks_more(name):
 def test_virtual_stages(name):
     """V2, V6, V10: several stages on a rank, looped, folded and in a V (an MLP is too short)."""
     check(name, 2, VIRTUAL)
-
-
-@pytest.mark.parametrize("name", FIRST_TRIED)
-def test_context_parallelism(name):
-    """D19: sequences in two parts, with every model unchanged."""
-    check(name, 2, {"cp2": {"cp": 2}})
-
-
-@pytest.mark.parametrize("name", ["gpt", "hf-llama"])
-def test_stages_of_their_own_mesh(name):
-    """D12: tp 2 on the first stage and dp 2 on the second."""
-    check(name, 4, {"tp2-then-dp2": OWN_MESHES["tp2-then-dp2"]})
 
 
 @pytest.mark.slow
