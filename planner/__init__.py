@@ -9,13 +9,16 @@ Importing the package loads neither torch nor anything else heavy.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from planner.loss_weight import count_tokens
 
 if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.runtime.engine import Engine
 
-__all__ = ["apply"]
+__all__ = ["apply", "count_tokens"]
 
 
 def apply(
@@ -26,6 +29,7 @@ def apply(
     loss: Any = None,
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
+    loss_weight: Callable[[Any], float] | None = None,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -38,10 +42,12 @@ def apply(
     `max_grad_norm`, gradients are clipped by the norm over the whole model. With
     `deferred_batch_norm`, running statistics of BatchNorm are those of the whole batch, though
     each microbatch is normalised by its own; a plan that cuts the batch of such a model warns
-    without it (BatchStatisticsWarning). Raises PlanError or ModelError when plan, model and
+    without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
+    something else than samples: from a part of the batch to how much of it counts, such as
+    ``planner.count_tokens("labels")``. Raises PlanError or ModelError when plan, model and
     processes do not belong together.
     """
-    from planner.runtime.engine import apply_plan
+    from planner.runtime.apply import apply_plan
 
     return apply_plan(
         plan,
@@ -50,4 +56,5 @@ def apply(
         loss=loss,
         max_grad_norm=max_grad_norm,
         deferred_batch_norm=deferred_batch_norm,
+        loss_weight=loss_weight,
     )

@@ -44,6 +44,20 @@ def _flatten(value: Any, path: str, leaves: dict[str, Any]) -> Tree:
     )
 
 
+def plain_values(tree: Tree, path: str = "") -> dict[str, Any]:
+    """Return the values of a structure that are no tensors, by path; None is left out."""
+    (kind, value) = next(iter(tree.items()))
+    if kind == "value":
+        return {} if value is None else {path or "batch": value}
+    if kind == "tensor":
+        return {}
+    items = value if kind == "dict" else enumerate(value)
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found |= plain_values(item, f"{path}.{key}" if path else str(key))
+    return found
+
+
 def unflatten_batch(tree: Tree, leaves: Mapping[str, Any]) -> Any:
     """Rebuild a batch from its structure and its tensors by path."""
     (kind, value) = next(iter(tree.items()))

@@ -19,12 +19,16 @@ class BatchSplit:
     num_microbatches: int
 
     def microbatch(self, index: int) -> range:
-        """Return the samples of a microbatch."""
+        """Return the samples of a microbatch. Raises IndexError for one there is not."""
+        if not 0 <= index < self.num_microbatches:
+            raise IndexError(f"microbatch {index} is not one of 0..{self.num_microbatches - 1}")
         n, count = self.num_samples, self.num_microbatches
         return range(n * index // count, n * (index + 1) // count)
 
     def part(self, index: int, dp: int, dp_rank: int) -> range:
-        """Return a microbatch's samples on one of `dp` ranks."""
+        """Return a microbatch's samples on one of `dp` ranks; IndexError as `microbatch`."""
+        if not 0 <= dp_rank < dp:
+            raise IndexError(f"dp rank {dp_rank} is not one of 0..{dp - 1}")
         samples = self.microbatch(index)
         n = len(samples)
         return samples[n * dp_rank // dp : n * (dp_rank + 1) // dp]

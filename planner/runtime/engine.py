@@ -7,10 +7,8 @@ takes the same path.
 
 from __future__ import annotations
 
-import json
-import os
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,25 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.batch_statistics import BatchStatisticsWarning, cut_batch_message, deferred
+from planner.batch_statistics import deferred
 from planner.blocks import is_random
 from planner.errors import PlanError
-from planner.graph import ModelGraph, TensorMeta, from_json, to_json
-from planner.lowering import local_program
+from planner.graph import ModelGraph, TensorMeta
 from planner.placement import Placement
-from planner.plan import Plan, load_plan, validate_model
-from planner.program_fx import to_graph_module
-from planner.recompute_choice import ops_made_again
+from planner.plan import Plan
 from planner.runtime import zero
 from planner.runtime.batch_norm import DeferredStatistics
-from planner.runtime.device import choose_device
 from planner.runtime.executor import Executor, Hooks
-from planner.runtime.feed import Preamble, split_batch
+from planner.runtime.feed import Feed, Preamble, cut_batch
 from planner.runtime.gather import gather
+from planner.runtime.loss_weights import LossWeight, LossWeights
 from planner.runtime.masters import MasterParams, cast_params
-from planner.runtime.mesh import Mesh, build_mesh
+from planner.runtime.mesh import Mesh
 from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
+from planner.runtime.programs import Programs
 from planner.runtime.randomness import RandomStream
 from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
@@ -54,63 +50,6 @@ from planner.runtime.wiring import (
     wire_stage,
 )
 from planner.schedule import JobKind, schedule_of
-
-
-def apply_plan(
-    plan: Plan | str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    optimizer: Any = None,
-    loss: Callable[[Any, Any], Any] | None = None,
-    max_grad_norm: float | None = None,
-    deferred_batch_norm: bool = False,
-) -> Engine:
-    """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
-    plan = plan if isinstance(plan, Plan) else load_plan(plan)
-    mesh = build_mesh(plan, choose_device())
-    graph = shared_capture(plan, model, loss, mesh)
-    message = None if deferred_batch_norm else cut_batch_message(graph, plan)
-    if message is not None and dist.get_rank() == 0:
-        warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
-    engine = Engine(
-        plan,
-        graph,
-        model,
-        mesh,
-        optimizer=optimizer,
-        max_grad_norm=max_grad_norm,
-        deferred_batch_norm=deferred_batch_norm,
-    )
-    # Each rank has its pieces; the whole model would stay in memory beside them.
-    model.to_empty(device="meta")
-    return engine
-
-
-def shared_capture(
-    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
-) -> ModelGraph:
-    """Capture on rank 0 and hand the graph, which is plain JSON, to the others.
-
-    Raises PlanError when the model is not the one the plan was made for.
-    """
-    payload: list[str | None] = [None]
-    graph = None
-    if dist.get_rank() == 0:
-        from planner.capture import batch_from_spec, capture_module
-
-        spec, tree = plan.model.inputs, plan.model.batch_tree
-        two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
-        graph = capture_module(
-            model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
-        )
-        validate_model(plan, graph)
-        payload = [json.dumps(to_json(graph))]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(payload, src=0, group=mesh.control)
-    if graph is None:
-        assert payload[0] is not None
-        graph = from_json(json.loads(payload[0]))
-    return graph
 
 
 class Engine:
@@ -131,6 +70,7 @@ class Engine:
         optimizer: Any = None,
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
+        loss_weight: LossWeight | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -159,7 +99,6 @@ class Engine:
         defers = has_weight_jobs and not self._zero_stage
         self._weight_queue = WeightQueue() if defers else None
         self._keeper = Keeper()
-        self._microbatch_size = plan.dp * plan.microbatch_size // mesh.size("dp")
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
@@ -192,9 +131,13 @@ class Engine:
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         start_watchdog(self._executor.status)
-        loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
-        scale = 1 / (plan.num_microbatches * mesh.size("dp"))
-        self._loss_scale = torch.full((), scale, dtype=loss_dtype, device=mesh.device)
+        self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
+        self._loss_weights = LossWeights(
+            mesh,
+            dtype=self._loss_dtype,
+            has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+            count=loss_weight,
+        )
 
     # -- building -----------------------------------------------------------------------
 
@@ -207,8 +150,7 @@ class Engine:
         names = stage_params(graph, plan)
         wanted = {n for s in mine for n in names[s]}
         whole = synced_tensors(graph, model, mesh, wanted, precision=plan.precision)
-        classes = {graph.blocks[b].class_index for s in mine for b in plan.stages[s].blocks}
-        programs = self._build_programs(sorted(classes))
+        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
         owners: dict[int, StageModule | MasterParams] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -243,50 +185,29 @@ class Engine:
                 owners[index] = MasterParams(stage.named_params(), values)
         return owners
 
-    def _build_programs(self, class_indices: Iterable[int]) -> dict[int, Any]:
-        """One program for each class this rank runs, shared by all its blocks."""
-        programs = {}
-        selective = any(stage.recompute == "selective" for stage in self.plan.stages)
-        chosen = {entry.class_index: entry.ops for entry in self.plan.recomputed}
-        for index in class_indices:
-            program = local_program(
-                self.graph,
-                self.plan,
-                index,
-                tp=self.mesh.size("tp"),
-                microbatch_size=self._microbatch_size,
-            )
-            groups = {axis: self.mesh.group(axis) for axis in ("tp", "cp")}
-            module = to_graph_module(
-                program,
-                groups,
-                self.mesh.device,
-                weight_queue=self._weight_queue,
-                keeper=self._keeper if selective else None,
-                made_again=ops_made_again(self.graph.classes[index], program, chosen.get(index)),
-            )
-            programs[index] = module.forward
-        return programs
-
     def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
         graph, mesh = self.graph, self.mesh
         tensors = synced_tensors(graph, model, mesh, graph.preamble.params)
         return {
-            index: Preamble(
-                graph, self._microbatch_size, stage.wiring.side_inputs, tensors, mesh.device
-            )
+            index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()
         }
 
     # -- running ------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Tensor:
-        """Train on one global batch; return its mean loss, equal on every rank."""
+        """Train on one global batch; return its mean loss, equal on every rank.
+
+        It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
+        and replica; each counts the same, however unevenly they are cut. Raises ModelError
+        for a batch that the plan can't take.
+        """
+        feed = self._feed(batch)
         self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
         with self._drawn():
-            losses = self._executor.train(self._side_inputs(batch), self._loss_scale)
+            losses = self._executor.train(feed)
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
@@ -297,7 +218,7 @@ class Engine:
             if self.optimizer is not None:
                 self.optimizer.step()
             self._trained.write_back()
-        loss = self._mean_loss(losses)
+        loss = self._mean_loss(losses, feed)
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
@@ -311,33 +232,57 @@ class Engine:
         The model is in the mode it was captured in, which is training; no buffer changes.
         """
         with self._drawn():
-            return self._mean_loss(self._executor.evaluate(self._side_inputs(batch)))
+            feed = self._feed(batch)
+            return self._mean_loss(self._executor.evaluate(feed), feed)
 
     def _drawn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._random is None else self._random.drawn()
 
-    def _side_inputs(self, batch: Any) -> Callable[[int, int], tuple[Tensor, ...]]:
-        microbatches = split_batch(batch, self.graph, self.plan, self.mesh)
+    def _feed(self, batch: Any) -> Feed:
+        cut = cut_batch(batch, self.graph, self.plan)
+        dp, dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
+        parts = [cut.split.part(m, dp, dp_rank) for m in range(cut.split.num_microbatches)]
+        wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
+        metas = [self.graph.tensor[name] for name in sorted(wanted)]
+        microbatches = [
+            {
+                meta.name: cut.tensor(meta.fqn, samples).to(
+                    self.mesh.device, getattr(torch, meta.dtype), non_blocking=True
+                )
+                for meta in metas
+            }
+            for samples in parts
+        ]
 
         def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
             names = self.stages[stage_index].wiring.side_inputs
-            values = self._preambles[stage_index](microbatches[microbatch_index])
+            values = self._preambles[stage_index](
+                microbatches[microbatch_index], len(parts[microbatch_index])
+            )
             return tuple(values[name] for name in names)
 
-        return side_inputs
+        return Feed(
+            split=cut.split,
+            num_samples=tuple(map(len, parts)),
+            side_inputs=side_inputs,
+            loss_weights=self._loss_weights.of(cut),
+        )
 
-    def _after_forward(self, stage_index: int) -> None:
+    def _after_forward(self, stage_index: int, num_samples: int) -> None:
         if self._statistics is not None:
-            self._statistics.add(stage_index, self._microbatch_size)
+            self._statistics.add(stage_index, num_samples)
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
             zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
 
-    def _mean_loss(self, losses: list[Tensor]) -> Tensor:
-        total = torch.zeros_like(self._loss_scale)
+    def _mean_loss(self, losses: list[Tensor], feed: Feed) -> Tensor:
+        total = torch.zeros((), dtype=self._loss_dtype, device=self.mesh.device)
         if losses and self.mesh.rank("tp") == self.mesh.rank("cp") == 0:
-            total = torch.stack(losses).sum() * self._loss_scale
+            weights = torch.stack(tuple(feed.loss_weights))
+            # A part in which nothing counts has no mean: its loss may be NaN.
+            shares = torch.where(weights == 0, weights, torch.stack(losses) * weights)
+            total = shares.sum()
         if self.plan.world_size > 1:
             dist.all_reduce(total)
         return total

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from planner.runtime.feed import Feed
 from planner.runtime.p2p import Message, Post, messages
 from planner.runtime.recorder import Recorder, job_name
 from planner.runtime.stage import StageModule
@@ -24,10 +25,6 @@ from planner.runtime.watchdog import Status
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
-
-SideInputs = Callable[[int, int], tuple[Tensor, ...]]
-"""From (stage, microbatch) to the stage's side inputs."""
-
 
 _NOTHING = nullcontext()
 
@@ -63,12 +60,12 @@ class Live:
 class Hooks:
     """What others want to know of a step: all are called on this rank, in job order.
 
-    `after_forward(stage)` comes after a forward in training, `before_backward(stage,
+    `after_forward(stage, num_samples)` comes after a forward in training, `before_backward(stage,
     is_last)` before a job that makes weight gradients, `after_gradients(stage)` once all of
     a stage's weight gradients are there.
     """
 
-    after_forward: Callable[[int], None]
+    after_forward: Callable[[int, int], None]
     before_backward: Callable[[int, bool], None]
     after_gradients: Callable[[int], None]
 
@@ -116,27 +113,25 @@ class Executor:
         forwards = {j.stage_index: j for j in self.jobs if j.kind is JobKind.FORWARD}
         self._last_forwards = frozenset(forwards.values())
 
-    def train(self, side_inputs: SideInputs, loss_scale: Tensor) -> list[Tensor]:
+    def train(self, feed: Feed) -> list[Tensor]:
         """Run every job; gradients accumulate in the stages' parameters.
 
-        `loss_scale` is the gradient each microbatch's loss starts from. Returns the losses
-        of the microbatches if this rank has the loss, detached, in microbatch order.
+        Returns the losses of the microbatches if this rank has the loss, detached, in
+        microbatch order.
         """
-        return self._run(range(len(self.jobs)), side_inputs, loss_scale)
+        return self._run(range(len(self.jobs)), feed, with_grads=True)
 
     @torch.no_grad()
-    def evaluate(self, side_inputs: SideInputs) -> list[Tensor]:
+    def evaluate(self, feed: Feed) -> list[Tensor]:
         """Run the forward jobs alone, keeping no activation. Returns losses like `train`."""
         forwards = [i for i, job in enumerate(self.jobs) if job.kind is JobKind.FORWARD]
-        return self._run(forwards, side_inputs, None)
+        return self._run(forwards, feed, with_grads=False)
 
-    def _run(
-        self, positions: Iterable[int], side_inputs: SideInputs, loss_scale: Tensor | None
-    ) -> list[Tensor]:
+    def _run(self, positions: Iterable[int], feed: Feed, *, with_grads: bool) -> list[Tensor]:
         order = list(positions)
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
-        self._post.open(with_grads=loss_scale is not None)
+        self._post.open(with_grads=with_grads, split=feed.split)
         for position in islice(ahead, self._lookahead):
             self._post.expect(self._taken[position])
         for position in order:
@@ -145,7 +140,7 @@ class Executor:
             job = self._current = self.jobs[position]
             self._progress += 1
             try:
-                self._do(job, side_inputs, loss_scale, losses, position in self._last_gradients)
+                self._do(job, feed, losses, position in self._last_gradients)
             except Exception as error:
                 error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
                 raise
@@ -153,27 +148,19 @@ class Executor:
         self._current = None
         return [losses[m] for m in sorted(losses)]
 
-    def _do(
-        self,
-        job: Job,
-        side_inputs: SideInputs,
-        loss_scale: Tensor | None,
-        losses: dict[int, Tensor],
-        is_last: bool,
-    ) -> None:
+    def _do(self, job: Job, feed: Feed, losses: dict[int, Tensor], is_last: bool) -> None:
         if job.kind is JobKind.FORWARD:
-            self._forward(job, side_inputs, losses)
+            self._forward(job, feed, losses)
             return
-        assert loss_scale is not None
         if job.kind is not JobKind.BACKWARD_WEIGHT:
-            self._backward(job, loss_scale, is_last=is_last)
+            self._backward(job, feed, is_last=is_last)
         elif self._queue is not None:
             with self._computing(job):
                 self._queue.flush((job.stage_index, job.microbatch_index))
         if is_last:
             self._hooks.after_gradients(job.stage_index)
 
-    def _forward(self, job: Job, side_inputs: SideInputs, losses: dict[int, Tensor]) -> None:
+    def _forward(self, job: Job, feed: Feed, losses: dict[int, Tensor]) -> None:
         stage, m = self._stages[job.stage_index], job.microbatch_index
         wiring = stage.wiring
         leaves = []
@@ -186,12 +173,13 @@ class Executor:
         with self._computing(job), self._collecting(job):
             outputs = stage(
                 *arrived,
-                *side_inputs(job.stage_index, m),
+                *feed.side_inputs(job.stage_index, m),
+                num_samples=feed.num_samples[m],
                 is_last=job in self._last_forwards,
             )
         del arrived
         if torch.is_grad_enabled():
-            self._hooks.after_forward(job.stage_index)
+            self._hooks.after_forward(job.stage_index, feed.num_samples[m])
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             self._post.put(Message(edge.index, m, False), outputs[index].detach())
         if wiring.has_loss:
@@ -202,7 +190,7 @@ class Executor:
             sent = roots[:-1] if wiring.has_loss else roots
             self.live[job.stage_index, m] = Live(tuple(leaves), sent, loss)
 
-    def _backward(self, job: Job, loss_scale: Tensor, *, is_last: bool) -> None:
+    def _backward(self, job: Job, feed: Feed, *, is_last: bool) -> None:
         m = job.microbatch_index
         wiring = self._stages[job.stage_index].wiring
         live = self.live.pop((job.stage_index, m))
@@ -214,7 +202,7 @@ class Executor:
                 grads[index] = grad if total is None else total + grad
         pairs = [(r, g) for r, g in zip(live.roots, grads, strict=True) if r is not None]
         if live.loss is not None:
-            pairs.append((live.loss, loss_scale))
+            pairs.append((live.loss, feed.loss_weights[m]))
         if pairs:
             self._hooks.before_backward(job.stage_index, is_last)
             with self._computing(job), self._collecting(job):

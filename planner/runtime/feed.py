@@ -2,52 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from planner.batch import flatten_batch
+from planner.batch import Tree, flatten_batch, plain_values, unflatten_batch
 from planner.batch_split import BatchSplit
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.plan import Plan
 from planner.program_fx import to_graph_module
-from planner.runtime.mesh import Mesh
+
+SideInputs = Callable[[int, int], tuple[Tensor, ...]]
+"""From (stage, microbatch) to the stage's side inputs."""
 
 
-def split_batch(batch: Any, graph: ModelGraph, plan: Plan, mesh: Mesh) -> list[dict[str, Tensor]]:
-    """Return this dp rank's microbatches as tensors by graph name, on the mesh's device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """One step's batch as this rank takes it.
 
-    Every rank is given the same global batch of dp * num_microbatches * microbatch_size
-    samples; `BatchSplit` says which are whose. A tensor without a batch dim goes to every
-    microbatch. Raises ModelError when a tensor is missing or of another shape.
+    `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
+    mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
+    all microbatches and dp ranks they sum to one.
     """
-    leaves, _ = flatten_batch(batch)
-    metas = [graph.tensor[name] for name in graph.batch_inputs]
-    missing = [meta.fqn for meta in metas if meta.fqn not in leaves]
-    if missing:
+
+    split: BatchSplit
+    num_samples: tuple[int, ...]
+    side_inputs: SideInputs
+    loss_weights: Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """A global batch found to be one the plan can take, and where it is cut."""
+
+    split: BatchSplit
+    tree: Tree
+    leaves: Mapping[str, Tensor]
+    metas: Mapping[str, TensorMeta]
+
+    def tensor(self, path: str, samples: range) -> Tensor:
+        """Return some samples of a tensor; one without a batch dim is in every part."""
+        return _piece(self.leaves[path], self.metas[path], samples)
+
+    def part(self, samples: range) -> Any:
+        """Return some samples as a batch of the user's own structure."""
+        return unflatten_batch(self.tree, {p: self.tensor(p, samples) for p in self.leaves})
+
+
+def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
+    """Return a batch with its cut into microbatches, whose sizes differ by at most one.
+
+    Every rank is given the same global batch, of up to ``plan.global_batch`` samples and at
+    least one for each microbatch and replica. Raises ModelError for another number, and for
+    a batch whose structure, plain values or shapes are not those of the captured one.
+    """
+    leaves, tree = flatten_batch(batch)
+    metas = {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
+    _check_structure(tree, leaves, graph.batch_tree, metas)
+    num_samples = _num_samples(leaves, metas, plan)
+    most_replicas = max(plan.stage_dp(index) for index in range(len(plan.stages)))
+    least = plan.num_microbatches * most_replicas
+    if not least <= num_samples <= plan.global_batch:
         raise ModelError(
-            f"the batch lacks {', '.join(missing)}; it has {', '.join(leaves)}; "
-            "give batches of the structure the plan was made with"
+            f"the batch has {num_samples} samples and the plan takes {least} "
+            f"({plan.num_microbatches} microbatches on {most_replicas} replicas) to "
+            f"{plan.global_batch}; give between {least} and {plan.global_batch}"
         )
-    split = BatchSplit(num_samples=plan.global_batch, num_microbatches=plan.num_microbatches)
-    microbatches: list[dict[str, Tensor]] = [{} for _ in range(plan.num_microbatches)]
-    for meta in metas:
-        tensor = leaves[meta.fqn]
-        expected = meta.shape_at(plan.global_batch)
-        if tuple(tensor.shape) != expected:
+    split = BatchSplit(num_samples=num_samples, num_microbatches=plan.num_microbatches)
+    return CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)
+
+
+def _check_structure(
+    tree: Tree, leaves: Iterable[str], captured: Tree, metas: Iterable[str]
+) -> None:
+    found, expected = set(leaves), set(metas)
+    if found != expected:
+        lacking, strange = sorted(expected - found), sorted(found - expected)
+        what = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(strange)} in addition"
+        raise ModelError(
+            f"the batch {what}; the plan was made with the tensors {', '.join(sorted(expected))}; "
+            "give batches of that structure, or search again with this one"
+        )
+    given, planned = plain_values(tree), plain_values(captured)
+    for path in sorted(given | planned):
+        if given.get(path) != planned.get(path):
             raise ModelError(
-                f"batch tensor {meta.fqn} has shape {tuple(tensor.shape)}; the plan's global "
-                f"batch of {plan.global_batch} samples needs {expected}"
+                f"batch value {path} is {given.get(path)!r} and the plan was made with "
+                f"{planned.get(path)!r}, which is part of the captured model; search again"
             )
-        dtype = getattr(torch, meta.dtype)
-        for index, microbatch in enumerate(microbatches):
-            samples = split.part(index, mesh.size("dp"), mesh.rank("dp"))
-            piece = _piece(tensor, meta, samples)
-            microbatch[meta.name] = piece.to(mesh.device, dtype, non_blocking=True)
-    return microbatches
+
+
+def _num_samples(leaves: Mapping[str, Tensor], metas: Mapping[str, TensorMeta], plan: Plan) -> int:
+    """The number of samples that the shapes of all tensors agree on."""
+    first, found = "", plan.global_batch
+    for path, meta in metas.items():
+        shape = tuple(leaves[path].shape)
+        for dim, size in enumerate(meta.shape):
+            if isinstance(size, Affine) and not first and dim < len(shape):
+                first, found = path, (shape[dim] - size.fixed) // size.per_sample
+        if shape != meta.shape_at(found):
+            raise ModelError(
+                f"batch tensor {path} has shape {shape}; for {found} samples"
+                f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
+                f"{meta.shape_at(found)}"
+            )
+    return found
 
 
 def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
@@ -67,30 +130,42 @@ def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
 class Preamble:
     """The parameter-free values a stage needs, computed where they are used.
 
-    Values that depend on no batch tensor are computed once and kept.
+    Values that depend on no batch tensor are computed once for each number of samples and
+    kept. Mutable for that reason. `inputs` are the batch tensors the stage needs, by name.
     """
 
     def __init__(
         self,
         graph: ModelGraph,
-        microbatch_size: int,
         wanted: Iterable[str],
         tensors: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
-        made = [name for name in wanted if name in graph.preamble.outputs]
-        program = graph.preamble.bind(microbatch_size)
-        fixed = tuple(n for n in made if not program.only((n,)).inputs)
-        moving = tuple(n for n in made if n not in fixed)
-        self._fixed = _Part(program.only(fixed), tensors, device)({}) if fixed else {}
-        self._moving = _Part(program.only(moving), tensors, device) if moving else None
+        wanted = tuple(wanted)
+        self._preamble, self._tensors, self._device = graph.preamble, tensors, device
+        self._made = tuple(name for name in wanted if name in graph.preamble.outputs)
+        direct = (name for name in wanted if name not in self._made)
+        self.inputs = tuple(dict.fromkeys((*direct, *graph.preamble.only(self._made).inputs)))
+        self._parts: dict[int, tuple[dict[str, Tensor], _Part | None]] = {}
 
-    def __call__(self, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, microbatch: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
         """Return the batch tensors of a microbatch and the values made from them."""
-        values = {**microbatch, **self._fixed}
-        if self._moving is not None:
-            values |= self._moving(microbatch)
+        if num_samples not in self._parts:
+            self._parts[num_samples] = self._build(num_samples)
+        fixed, moving = self._parts[num_samples]
+        values = {**microbatch, **fixed}
+        if moving is not None:
+            values |= moving(microbatch)
         return values
+
+    def _build(self, num_samples: int) -> tuple[dict[str, Tensor], _Part | None]:
+        program = self._preamble.bind(num_samples)
+        fixed = tuple(n for n in self._made if not program.only((n,)).inputs)
+        moving = tuple(n for n in self._made if n not in fixed)
+        return (
+            _Part(program.only(fixed), self._tensors, self._device)({}) if fixed else {},
+            _Part(program.only(moving), self._tensors, self._device) if moving else None,
+        )
 
 
 class _Part:

@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from planner.lowering import local_program, made_as
 from planner.placement import Partial, Placement, Shard
 from planner.program_fx import to_graph_module
 from planner.runtime.collectives import run_step
+from planner.runtime.programs import Run
 from planner.runtime.wiring import Placements, stage_of
 from planner.schedule.jobs import JobKind
 
@@ -106,12 +108,12 @@ def _watching(
             if stage in engine.stages:
                 position = index - engine.plan.stages[stage].first_block
                 block: Any = engine.stages[stage].blocks[position]
-                changed.append((block, block._run))
-                block._run = _handing_out(engine, stage, index, here, seen)
+                changed.append((block, block._program))
+                block._program = _handing_out(engine, stage, index, here, seen)
         yield
     finally:
-        for block, run in changed:
-            block._run = run
+        for block, program in changed:
+            block._program = program
 
 
 def _handing_out(
@@ -120,33 +122,36 @@ def _handing_out(
     block_index: int,
     watched: list[Watched],
     seen: dict[tuple[str, int], Tensor],
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Return what runs in place of a block's program and notes the watched tensors."""
+) -> Callable[[int], Run]:
+    """Return what gives, by number of samples, a program that notes the watched tensors."""
     mesh = engine.mesh
-    program = local_program(
-        engine.graph,
-        engine.plan,
-        engine.graph.blocks[block_index].class_index,
-        tp=mesh.size("tp"),
-        microbatch_size=engine.plan.stage_microbatch_size(stage),
-        watched=tuple(w.tensor for w in watched),
-    )
-    groups = {axis: mesh.group(axis) for axis in ("tp", "cp")}
-    run = to_graph_module(program, groups, mesh.device)
+
+    @cache
+    def program_of(num_samples: int) -> tuple[Run, int]:
+        program = local_program(
+            engine.graph,
+            engine.plan,
+            engine.graph.blocks[block_index].class_index,
+            tp=mesh.size("tp"),
+            microbatch_size=num_samples,
+            watched=tuple(w.tensor for w in watched),
+        )
+        groups = {axis: mesh.group(axis) for axis in ("tp", "cp")}
+        return to_graph_module(program, groups, mesh.device), len(program.outputs) - len(watched)
+
     jobs = engine.schedule.jobs[mesh.rank("pp")]
     order = iter(
         [j.microbatch_index for j in jobs if j.kind is JobKind.FORWARD and j.stage_index == stage]
     )
-    count = len(program.outputs) - len(watched)
 
-    def noted(*tensors: Tensor) -> tuple[Tensor, ...]:
+    def noted(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         made = run(*tensors)
         microbatch = next(order)
         for one, value in zip(watched, made[count:], strict=True):
             seen[one.name, microbatch] = value
         return made[:count]
 
-    return noted
+    return lambda num_samples: partial(noted, *program_of(num_samples))
 
 
 def _made_as(engine: Engine, watched: Watched) -> Placements:

@@ -91,7 +91,7 @@ class Recomputed:
         self.again = False
 
     def __call__(self, *inputs: Any) -> Outputs:
-        """Run the block on its inputs: tensors, or tuples of tensors that live anyway."""
+        """Run the block on its inputs: tensors, or numbers and tuples of tensors that live on."""
         if not torch.is_grad_enabled():
             return self.run(*inputs)
         return _Call(self, inputs).first_run(*inputs)

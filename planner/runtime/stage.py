@@ -23,10 +23,9 @@ from planner.graph import ModelGraph
 from planner.placement import Placement, Replicate, Shard
 from planner.plan import StagePlan
 from planner.runtime.collectives import redistribute
+from planner.runtime.programs import Programs, Run
 from planner.runtime.recompute import Keeper, Recomputed
 from planner.runtime.wiring import BlockPlacements, Placements, StageWiring
-
-Run = Callable[..., tuple[Tensor, ...]]
 
 
 def attribute(fqn: str) -> str:
@@ -37,33 +36,39 @@ def attribute(fqn: str) -> str:
 class BlockModule(nn.Module):
     """One block: the class's program called with this block's parameters.
 
-    `slots` gives, for each of the program's params, the attribute holding it here, or the
-    position of a tensor that the stage passes (a shared parameter, a buffer, a constant).
-    `recomputed` makes a run one that keeps little. `params_are_dtensors` is set by whoever
-    makes them so.
+    `program` gives the class's program for a number of samples. `slots` gives, for each of
+    its params, the attribute holding it here, or the position of a tensor that the stage
+    passes (a shared parameter, a buffer, a constant). `recomputed` makes a run one that
+    keeps little. `params_are_dtensors` is set by whoever makes them so.
     """
 
     def __init__(
         self,
-        run: Run,
+        program: Callable[[int], Run],
         slots: tuple[str | int, ...],
         *,
         recomputed: Callable[[Run], Recomputed] | None = None,
     ) -> None:
         super().__init__()
-        self._run, self._slots = run, slots
+        self._program, self._slots = program, slots
         self.params_are_dtensors = False
         self._recomputed = None if recomputed is None else recomputed(self._with_params)
 
     def forward(
-        self, inputs: tuple[Tensor, ...], passed: tuple[Tensor, ...], keep_all: bool = False
+        self,
+        inputs: tuple[Tensor, ...],
+        passed: tuple[Tensor, ...],
+        num_samples: int,
+        keep_all: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
         if self._recomputed is not None and not keep_all:
-            return self._recomputed(passed, *inputs)
-        return self._with_params(passed, *inputs)
+            return self._recomputed(num_samples, passed, *inputs)
+        return self._with_params(num_samples, passed, *inputs)
 
-    def _with_params(self, passed: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def _with_params(
+        self, num_samples: int, passed: tuple[Tensor, ...], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         # Parameters are looked up here and not by the caller: when a block is recomputed
         # under FSDP2, the gathered parameter of that moment is the one to use.
         again = self._recomputed is not None and self._recomputed.again
@@ -75,7 +80,7 @@ class BlockModule(nn.Module):
         params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
         if self.params_are_dtensors:
             params = [_local(param) for param in params]
-        return self._run(*inputs, *params)
+        return self._program(num_samples)(*inputs, *params)
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:
@@ -111,13 +116,12 @@ class StageModule(nn.Module):
         plan: StagePlan,
         wiring: StageWiring,
         placements: Callable[[int], BlockPlacements],
-        programs: Mapping[int, Run],
+        programs: Programs,
         tensors: Mapping[str, Tensor],
         groups: tuple[str, str],
         keeper: Keeper,
     ) -> None:
-        """`programs` holds a class's program by class index, `tensors` local weights by name,
-        `groups` the names of the tp and cp groups;
+        """`tensors` holds local weights by name, `groups` the names of the tp and cp groups;
         with selective recomputation the programs' kept ops listen to `keeper`.
         """
         super().__init__()
@@ -154,7 +158,8 @@ class StageModule(nn.Module):
                     keeper=keeper if plan.recompute == "selective" else None,
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
-            module = BlockModule(programs[block.class_index], slots, recomputed=recomputed)
+            program = programs.of_class(block.class_index)
+            module = BlockModule(program, slots, recomputed=recomputed)
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
                 self._register(
@@ -185,8 +190,12 @@ class StageModule(nn.Module):
         module.register_parameter(attribute(fqn), nn.Parameter(tensor, requires_grad=requires_grad))
         self.fqns[prefix + attribute(fqn)] = fqn
 
-    def forward(self, *inputs: Tensor, is_last: bool = False) -> tuple[Tensor, ...]:
-        """Run the stage on one microbatch; `is_last` says that it is the step's last."""
+    def forward(
+        self, *inputs: Tensor, num_samples: int, is_last: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Run the stage on one microbatch, of which this rank has `num_samples`; `is_last` says
+        that it is the step's last.
+        """
         keep_all = is_last and self._keeps_last
         values = dict(zip(self._inputs, inputs, strict=True))
         del inputs
@@ -194,7 +203,7 @@ class StageModule(nn.Module):
         held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
         for block, step in zip(self.blocks, self._steps, strict=True):
             taken = tuple(self._as(values[name], src, dst) for name, src, dst in step.inputs)
-            made = block(taken, tuple(held[name] for name in step.passed), keep_all)
+            made = block(taken, tuple(held[name] for name in step.passed), num_samples, keep_all)
             del taken
             values.update(zip(step.outputs, made, strict=True))
             for name in step.free:

@@ -27,7 +27,8 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.model_file import ModelSource, load_model_file
 from planner.plan import Plan, load_plan
-from planner.runtime.engine import Engine, shared_capture
+from planner.runtime.apply import shared_capture
+from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
 

@@ -1,0 +1,244 @@
+"""Batches that do not divide evenly, and losses that are means over tokens (fp64, 1e-10).
+
+P23 (batches cut: structure, None and plain values, ids in range), G4 (a batch that the
+microbatches do not divide), M6 (mean and token-weighted mean over replicas).
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import planner
+from planner.batch_split import BatchSplit
+from planner.capture import capture_module
+from planner.errors import LayoutError, ModelError
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from tests.builders import PlainGPT, gpt_batch
+from tests.runtime.scenarios import capture, models
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a plan, given batches of these sizes; with labels that do not count."""
+
+    model: str
+    plan: Plan
+    sizes: tuple[int, ...]
+    counts_tokens: bool = False
+
+
+def batch_of(case: Case, size: int) -> dict[str, torch.Tensor]:
+    batch = models()[case.model].batch(size)
+    if case.counts_tokens:
+        # Sample i has i labels that count: the first microbatch has none at all.
+        labels = batch["labels"].clone()
+        for i in range(size):
+            labels[i, i:] = -100
+        batch["labels"] = labels
+    return {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def gaps_to_one_process(cases: list[Case]) -> list[float]:
+    """The largest relative gap of loss, gradients and updated parameters of each case."""
+    torch.set_default_dtype(torch.float64)
+    return [_gap_of(case) for case in cases]
+
+
+def _gap_of(case: Case) -> float:
+    torch.manual_seed(0)
+    module = models()[case.model].build()
+    alone = copy.deepcopy(module)
+    engine = planner.apply(
+        case.plan,
+        module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        loss_weight=planner.count_tokens("labels") if case.counts_tokens else None,
+    )
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    worst = 0.0
+    for size in case.sizes:
+        batch = batch_of(case, size)
+        optimizer.zero_grad()
+        expected = alone(**batch)
+        expected.backward()
+        assert engine.evaluate(batch).item() == pytest.approx(expected.item(), rel=RTOL)
+        worst = max(worst, abs(engine.step(batch).item() / expected.item() - 1))
+        grads = {n: p.grad for n, p in alone.named_parameters()}
+        worst = max(worst, _gap(engine.full_gradients(), grads))
+        optimizer.step()
+    return max(worst, _gap(engine.full_state_dict(), dict(alone.named_parameters())))
+
+
+def _gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    largest = max(t.abs().max().item() for t in expected.values())
+    gaps = [(found[n] - t).abs().max().item() for n, t in expected.items()] if found else [0.0]
+    return max(gaps) / largest
+
+
+def _plan(model: str, **choices: Any) -> Plan:
+    return default_plan(capture(model, torch.float64), **choices)
+
+
+def test_uneven_batches_equal_one_process():
+    """P23, G4, M6: every sample counts the same, whatever microbatch and replica it is in."""
+    cases = [
+        Case("gpt", _plan("gpt", pp=2, num_microbatches=3, microbatch_size=2), (6, 5, 4, 3, 5)),
+        Case("gpt", _plan("gpt", dp=2, num_microbatches=2, microbatch_size=2), (7, 5, 8)),
+        Case("gpt", _plan("gpt", tp=2, num_microbatches=2, microbatch_size=3), (5,)),
+        Case(
+            "gpt",
+            _plan("gpt", dp=2, num_microbatches=2, microbatch_size=2, zero_stage=2),
+            (5,),
+        ),
+        Case(
+            "unet",
+            _plan("unet", pp=2, num_microbatches=2, microbatch_size=3, recompute="full"),
+            (5, 6),
+        ),
+        Case(
+            "gpt",
+            _plan("gpt", pp=2, num_microbatches=3, microbatch_size=2, recompute="selective"),
+            (5,),
+        ),
+        Case(
+            "gpt",
+            _plan("gpt", pp=2, num_microbatches=3, microbatch_size=2, schedule="zb_h1"),
+            (4,),
+        ),
+        Case("tied-gpt", _plan("tied-gpt", pp=2, num_microbatches=3, microbatch_size=2), (5,)),
+    ]
+    gaps = run_ranks(gaps_to_one_process, 2, cases)[0]
+    for case, gap in zip(cases, gaps, strict=True):
+        assert gap < RTOL, f"{case.sizes} under {case.plan.schedule} {case.plan.dp=}: {gap}"
+
+
+def test_token_weighted_loss_equals_one_process():
+    """M6: uneven counts between microbatches and replicas, and a part in which none counts."""
+    layouts: list[dict[str, Any]] = [{"pp": 2}, {"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 1}]
+    cases = []
+    for layout in layouts:
+        full = 12 // layout.get("dp", 1)
+        plan = _plan("gpt", num_microbatches=3, microbatch_size=full // 3, **layout)
+        # (On tp the default layout cuts some tensors by sample, which 11 samples don't allow.)
+        cases.append(Case("gpt", plan, (12,) if "tp" in layout else (12, 11), counts_tokens=True))
+    gaps = run_ranks(gaps_to_one_process, 2, cases)[0]
+    for case, gap in zip(cases, gaps, strict=True):
+        assert gap < RTOL, f"{case.plan.dp=} {case.plan.tp=} {case.plan.pp=}: {gap}"
+
+
+def test_means_over_tokens_and_over_samples_differ():
+    """M6: the switch does something: without it each sample counts the same."""
+    torch.manual_seed(0)
+    plan = default_plan(capture("gpt"), num_microbatches=4)
+    batch = gpt_batch(4)
+    batch["labels"][0, 1:] = -100
+    module = PlainGPT()
+    expected = module(**batch).item()
+    by_sample = torch.stack(
+        [module(**{k: v[i : i + 1] for k, v in batch.items()}) for i in range(4)]
+    )
+    plain = planner.apply(plan, copy.deepcopy(module)).step(batch).item()
+    weighted = planner.apply(plan, module, loss_weight=planner.count_tokens("labels"))
+    assert plain == pytest.approx(by_sample.mean().item(), rel=1e-6)
+    assert weighted.step(batch).item() == pytest.approx(expected, rel=1e-6)
+    assert abs(plain - expected) > 1e-3
+    with pytest.raises(ModelError, match="nor all zero"):
+        weighted.step(batch | {"labels": torch.full_like(batch["labels"], -100)})
+    with pytest.raises(ModelError, match=r"no such tensor in the batch, which has ids, labels"):
+        planner.count_tokens("targets")(batch)
+
+
+def test_tokens_are_counted_as_the_loss_counts_them():
+    labels = torch.tensor([[1, -100, 3], [-100, 5, 0]])
+    assert planner.count_tokens("labels")({"labels": labels}) == 4
+    assert planner.count_tokens("labels", skip_first=True)({"labels": labels}) == 3
+    assert planner.count_tokens("1", ignore_index=0)((None, labels)) == 5
+
+
+def step_of_another_size(plan: Plan) -> str:
+    engine = planner.apply(plan, PlainGPT())
+    try:
+        engine.step(gpt_batch(3))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layout_that_cuts_samples_refuses_what_does_not_divide():
+    """M8: refused on every rank alike, saying what was asked and what would do."""
+    plan = default_plan(capture("gpt"), tp=2, num_microbatches=1, microbatch_size=4)
+    said = run_ranks(step_of_another_size, 2, plan)
+    assert said[0] == said[1]
+    assert said[0].startswith("a microbatch of 3 instead of 4 samples a rank can't be run")
+    assert said[0].endswith("give batches of 4")
+
+
+class Options(nn.Module):
+    """Takes what batches of real loaders hold: nothing, numbers, strings, nested tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, pair, mask=None, scale=1, mode="mean"):
+        x, target = pair
+        x = self.fc(x) * scale
+        if mask is not None:
+            x = x * mask
+        return F.mse_loss(x, target, reduction=mode)
+
+
+def options(size: int) -> dict[str, Any]:
+    x = torch.linspace(-1, 1, 3 * size).view(size, 3)
+    return {"pair": (x, x.flip(0)), "mask": None, "scale": 2, "mode": "mean"}
+
+
+def test_batches_keep_their_structure():
+    """P23: nested tuples in dicts, None, numbers and strings; another value is refused."""
+    module = Options()
+    graph = capture_module(module, options(2), options(3))
+    plan = default_plan(graph, num_microbatches=3, microbatch_size=2)
+    expected = module(**options(5)).item()
+    engine = planner.apply(plan, module)
+    assert engine.evaluate(options(5)).item() == pytest.approx(expected, rel=1e-6)
+    reordered = dict(reversed(options(5).items()))
+    del reordered["mask"]  # as good as None
+    assert engine.evaluate(reordered).item() == pytest.approx(expected, rel=1e-6)
+    x = torch.ones(5, 3)
+    for change, complaint in [
+        ({"scale": 3}, r"batch value scale is 3 and the plan was made with 2"),
+        ({"mode": None}, r"batch value mode is None and the plan was made with 'mean'"),
+        ({"mask": x}, r"the batch has mask in addition; the plan was made with .*pair\.0, pair\.1"),
+        ({"pair": (x,)}, r"the batch lacks pair\.1"),
+        ({"pair": (x, x[:4])}, r"pair\.1 has shape \(4, 3\); for 5 samples, as pair\.0 has"),
+        ({"pair": (x[:2], x[:2])}, r"has 2 samples and the plan takes 3 .* to 6; give between"),
+        ({"pair": (x.repeat(2, 1),) * 2}, r"has 10 samples .*; give between 3 and 6"),
+        ({"pair": (x, object())}, r"'pair\.1' is a object; use tensors, numbers"),
+    ]:
+        with pytest.raises(ModelError, match=complaint):
+            engine.step(options(5) | change)
+
+
+def test_microbatches_are_balanced_and_ids_are_checked():
+    """P23: sizes differ by at most one, parts are runs in order, ids out of range raise."""
+    for num_samples, num_microbatches, dp in [(7, 3, 1), (8, 4, 2), (11, 3, 2), (29, 4, 4)]:
+        split = BatchSplit(num_samples=num_samples, num_microbatches=num_microbatches)
+        parts = [split.part(m, dp, d) for m in range(num_microbatches) for d in range(dp)]
+        assert [i for part in parts for i in part] == list(range(num_samples))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for bad in (-1, 4):
+        with pytest.raises(IndexError, match=r"microbatch -?\d is not one of 0..3"):
+            split.microbatch(bad)
+        with pytest.raises(IndexError, match=r"dp rank -?\d is not one of 0..3"):
+            split.part(0, 4, bad)
