@@ -163,9 +163,8 @@ def adamw_seconds(
             param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
         ).seconds
     masters = MASTER_FACTOR * param_bytes
-    cast = (masters + param_bytes) / profile.cluster.memory_bytes_per_s
-    launches = num_tensors * profile.launch_overhead_s
+    cast = profile.step_seconds("cast", num_bytes=masters, num_tensors=num_tensors).seconds
     update = profile.optimizer_seconds(
         param_bytes=masters, num_tensors=num_tensors, sharded=sharded
     ).seconds
-    return update + max(cast, launches)
+    return update + cast

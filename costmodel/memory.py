@@ -101,7 +101,6 @@ def stage_memory(
         zero_stage=zero_stage,
         profile=profile,
         receive_bytes=receive_bytes,
-        recompute=recompute,
         batch_bytes=batch_bytes,
     )
 
@@ -115,7 +114,6 @@ def rank_memory(
     zero_stage: int,
     profile: Profile,
     receive_bytes: Amount = 0,
-    recompute: Recompute = "none",
     batch_bytes: int = 0,
     gradients_then: Amount | None = None,
     precision: Precision = "model",
@@ -128,7 +126,7 @@ def rank_memory(
     masters beside its state.
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
     within one; ZeRO 3 gathers a block at a time, with the next one on its way. That and the
-    gradients not yet reduced are guessed from the largest block, unless `transient` is of a
+    messages not yet reduced are guessed from the largest block, unless `transient` is of a
     walk that counted them.
     """
     trained, frozen = weights.param_bytes, weights.frozen_bytes
@@ -147,10 +145,10 @@ def rank_memory(
     gradients = every_gradient
     if gradients_then is not None:
         gradients = np.minimum(wide * gradients_then, every_gradient)
-    # Gradients of a block, whole until they are reduced at the end of its backward. Without
-    # recompute the worst moment is before that: all activations are still there.
-    guesses = sharded and zero_stage >= 2 and recompute != "none" and not walked
-    buckets = weights.largest_param_bytes if guesses else 0
+    buckets: Amount = 0
+    if sharded and zero_stage >= 2 and not walked:
+        # The message that the block before was reduced from.
+        buckets = wide * weights.largest_param_bytes
     masters = wide * shard if precision == "bf16" else 0
     states = ADAMW_STATES * wide * shard + masters
     # Fused or foreach steps hold one more copy of what they update.

@@ -115,9 +115,13 @@ def price_program(
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
-    param_bytes = _bytes(local, [n for n in local.params if _is_trainable(local, n)])
-    # Each microbatch's gradients are added to the sum so far: two are read, one is written.
-    accumulate_s = 3 * param_bytes / profile.cluster.memory_bytes_per_s
+    trainable = [n for n in local.params if _is_trainable(local, n)]
+    # Each microbatch's gradients are added to the sum so far.
+    accumulate_s = profile.step_seconds(
+        "accumulate",
+        num_bytes=sum(4 * prod(tensor[name].shape_at(1)) for name in trainable),
+        num_tensors=len(trainable),
+    ).seconds
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     peaks = find_peaks(local, saved)
     selective = selective_bytes(local, saved, remade)
@@ -153,9 +157,9 @@ def price_program(
         split_peak_bytes=peaks.input_gradient_bytes - side_bytes,
         pending_bytes=peaks.pending_bytes,
         gradient_rise_bytes=peaks.owning_bytes - peaks.backward_bytes,
-        param_bytes=param_bytes,
+        param_bytes=_bytes(local, trainable),
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
-        num_params=sum(_is_trainable(local, n) for n in local.params),
+        num_params=len(trainable),
     )
 
 

@@ -43,7 +43,6 @@ def peak_bytes(
             zero_stage=zero,
             profile=profile,
             receive_bytes=receive_bytes,
-            recompute=recompute,
             batch_bytes=batch_bytes,
             gradients_then=gradients,
         ).total

@@ -242,9 +242,10 @@ def test_the_quick_price_is_the_estimate(name):
         if one.vpp == 1:
             problem = candidates.problem(one, table, float("inf"))
             peak = cut_peak(Paths.of_all(problem), cut.cuts, cut.choices)
-            # A table with W jobs frees activations earlier than the search supposes.
-            over = 0.02 if one.schedule != "zb_h1" else 0.08
-            assert 0.98 <= peak / answer.peak_bytes <= 1 + over
+            # Tables with W jobs free activations earlier than the search supposes, and the
+            # blocks FSDP holds whole are walked one by one only in the estimate.
+            off = 0.08 if one.schedule == "zb_h1" or one.zero == 3 else 0.02
+            assert peak == pytest.approx(answer.peak_bytes, rel=off)
 
 
 @pytest.mark.parametrize("solver", ["recursive", "cpsat", "brute_force"])
