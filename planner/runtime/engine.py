@@ -8,7 +8,6 @@ takes the same path.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
