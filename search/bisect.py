@@ -61,7 +61,7 @@ def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
 
 def _valued(problem: ChainProblem, cuts: list[int]) -> Cut:
     """Return the cut with each stage's first choice that fits, and its bound."""
-    paths = Paths(problem, max(end - first for first, end in pairwise(cuts)))
+    paths = Paths.of_all(problem, max(end - first for first, end in pairwise(cuts)))
     choices = []
     for stage, (first, end) in enumerate(pairwise(cuts)):
         fitting = [

@@ -18,7 +18,7 @@ def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int
 
 def solve_by_brute_force(problem: ChainProblem) -> Cut | None:
     """Return the best cut by trying all, or None when none fits."""
-    paths = Paths(problem, problem.num_blocks)
+    paths = Paths.of_all(problem)
     best: Cut | None = None
     for cuts, choices in all_cuts(problem):
         value = cut_value(paths, cuts, choices)
@@ -29,7 +29,7 @@ def solve_by_brute_force(problem: ChainProblem) -> Cut | None:
 
 def smallest_peak_by_brute_force(problem: ChainProblem) -> float:
     """Return the fewest bytes that the largest rank of any cut needs."""
-    paths = Paths(problem, problem.num_blocks)
+    paths = Paths.of_all(problem)
     return min(
         (cut_peak(paths, cuts, choices) for cuts, choices in all_cuts(problem)),
         default=float("inf"),

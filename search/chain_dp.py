@@ -35,20 +35,23 @@ Recurrence, from the last stage to the first, for a given first cut k_1 (it sets
     V[S, n] = 0
     V[s, j] = min over k > j, c of  max(V[s+1, k], path(s, j, k, c))      where memory fits
 
-It is exact for the problem above. One pass without tails bounds every k_1 from below, and
-only those k_1 are solved whose bound is under the best value so far, usually one or two.
+It is exact for the problem above. One pass without tails bounds every k_1 from below, a pass
+with one k_1's tail bounds all with longer tails, and only those k_1 are solved whose bound is
+under the best value so far, usually one or two.
 
-Complexity: O(S n w) array cells a pass, w the longest stage worth looking at: a stage whose
-m t alone exceeds the value found cannot be part of a better answer. Stages of a balanced
-pipeline hold about n / S blocks, so a chain of 1,000 blocks costs about n^2 cells whatever S
-is. Identical blocks are priced once, by class, before they get here.
+Complexity. A stage whose m t alone exceeds the value found cannot be part of a better answer,
+so stages hold at most w blocks, w little more than n / S. Stage s then starts at one of the
+S w - n blocks or so that leave both sides enough room (`Window`), and a pass looks at
+O(S w (S w - n)) runs: a few for two stages of a thousand blocks, about n^2 / 10 for many.
+Identical blocks are priced once, by class, before they get here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import gt
 from typing import Protocol
 
 import numpy as np
@@ -60,11 +63,100 @@ FAMILIES = ("any", "1F1B", "FThenB", "split")
 """What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
 
 
-class Band(Protocol):
-    """All runs of 1 .. w consecutive blocks, by (length - 1, first block).
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The runs that one stage may hold: starts and ends within bounds, of so many blocks.
 
-    Entries whose run would pass the end of the chain hold anything. `forward_s` and
-    `backward_s` have a leading axis for the recompute choice.
+    Arrays have a column for each start. Rows are ends, or lengths where those are fewer.
+    """
+
+    first_start: int
+    last_start: int
+    first_end: int
+    last_end: int
+    width: int
+    shortest: int = 1
+
+    @classmethod
+    def all_runs(cls, num_blocks: int, width: int) -> Window:
+        """Return every run of at most `width` blocks, by (length - 1, first block)."""
+        return cls(
+            first_start=0,
+            last_start=num_blocks - 1,
+            first_end=1,
+            last_end=num_blocks,
+            width=width,
+        )
+
+    @cached_property
+    def start(self) -> NDArray[np.intp]:
+        """First block of each column (1, columns)."""
+        return np.arange(self.first_start, self.last_start + 1)[None, :]
+
+    @cached_property
+    def _wanted(self) -> NDArray[np.intp]:
+        by_end = self.last_end - self.first_end < self.width - self.shortest
+        if by_end:
+            ends = np.arange(self.first_end, self.last_end + 1)[:, None]
+            return np.broadcast_to(ends, (len(ends), self.start.shape[1]))
+        return self.start + np.arange(self.shortest, self.width + 1)[:, None]
+
+    @cached_property
+    def end(self) -> NDArray[np.intp]:
+        """The block after each run (rows, columns); of those that are not valid, some other."""
+        return np.clip(self._wanted, self.start + 1, self.last_end)
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """Which entries are runs of the window."""
+        length = self.end - self.start
+        return (
+            (self._wanted == self.end)
+            & (self.end >= self.first_end)
+            & (length >= self.shortest)
+            & (length <= self.width)
+        )
+
+
+def stage_windows(reach: NDArray[np.intp], num_stages: int) -> tuple[Window, ...] | None:
+    """Return the runs that leave the other stages enough blocks, and not too many.
+
+    reach[i] (n + 1, never falling) is where a stage that starts at block i ends at the latest.
+    None where no cut of so many stages is left.
+    """
+    n = len(reach) - 1
+    latest, earliest = [0], [n]
+    for stage in range(num_stages):
+        latest.append(min(n - (num_stages - stage - 1), int(reach[latest[-1]])))
+        earliest.append(
+            max(num_stages - stage - 1, int(np.searchsorted(reach, earliest[-1], side="left")))
+        )
+    earliest.reverse()
+    if earliest[0] > 0 or latest[-1] < n or any(map(gt, earliest, latest)):
+        return None
+    return tuple(
+        Window(
+            first_start=earliest[s],
+            last_start=latest[s],
+            first_end=earliest[s + 1],
+            last_end=latest[s + 1],
+            width=int(
+                (reach[earliest[s] : latest[s] + 1] - np.arange(earliest[s], latest[s] + 1)).max()
+            ),
+        )
+        for s in range(num_stages)
+    )
+
+
+def even_reach(num_blocks: int, width: int) -> NDArray[np.intp]:
+    """Return `reach` of stages of at most `width` blocks."""
+    return np.minimum(num_blocks, np.arange(num_blocks + 1) + width)
+
+
+class Band(Protocol):
+    """The costs of a window's runs, in its shape; of those that are not valid, anything.
+
+    `forward_s` and `backward_s` have a leading axis for the recompute choice.
     """
 
     @property
@@ -95,8 +187,8 @@ class Stages(Protocol):
         """Length of the chain."""
         ...
 
-    def band(self, width: int) -> Band:
-        """Return the costs of every run of at most `width` blocks."""
+    def band(self, window: Window) -> Band:
+        """Return the costs of every run of a window."""
         ...
 
 
@@ -166,24 +258,28 @@ class Cut:
 
 
 class Paths:
-    """`path` of the header for every run of a band, without and with the tails."""
+    """`path` of the header for every run of a window, without and with the tails."""
 
-    def __init__(self, problem: ChainProblem, width: int) -> None:
+    def __init__(self, problem: ChainProblem, window: Window) -> None:
         self.problem = problem
-        self.width = width
-        self.band = problem.stages.band(width)
-        n = problem.num_blocks
-        start = np.arange(n)[None, :]
-        end = start + np.arange(1, width + 1)[:, None]
-        self.valid = end <= n
-        self.end = np.minimum(end, n)
+        self.window = window
+        self.band = problem.stages.band(window)
+        self.end = window.end
+        start = window.start[0]
         before_f, before_b = problem.before_f, problem.before_b
-        after_f, after_b = before_f[-1] - before_f, before_b[-1] - before_b
-        self.after = (after_f + after_b)[self.end]
-        self.hop_in = problem.hop_s[:n][None, :]
+        self.before_f, self.before_b = before_f[start][None, :], before_b[start][None, :]
+        after = before_f[-1] - before_f + before_b[-1] - before_b
+        self.after = after[self.end]
+        self.hop_in = problem.hop_s[start][None, :]
         self.hop_out = problem.hop_s[self.end]
         self._seconds: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self._bytes: dict[tuple[int, int], Floats] = {}
+
+    @classmethod
+    def of_all(cls, problem: ChainProblem, width: int | None = None) -> Paths:
+        """Return the paths of every run of at most `width` blocks, by (length - 1, first)."""
+        n = problem.num_blocks
+        return cls(problem, Window.all_runs(n, width or n))
 
     def parts(self, stage: int, choice: int) -> tuple[Floats, Floats]:
         """Return (seconds until the stage's last job ends, backward part of before)."""
@@ -194,13 +290,13 @@ class Paths:
 
     def _parts(self, stage: int, choice: int) -> tuple[Floats, Floats]:
         problem = self.problem
-        n, m, depth = problem.num_blocks, problem.num_microbatches, problem.num_stages - 1 - stage
+        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
         f, b = self.band.forward_s[choice], self.band.backward_s[choice]
         # The hop next to the stage is known; farther ones cost at least the cheapest.
         hops_in = (self.hop_in + max(0, stage - 1) * problem.least_hop) if stage else 0.0
-        until = problem.before_f[:n][None, :] + hops_in + m * (f + b)
+        until = self.before_f + hops_in + m * (f + b)
         if problem.family == "split":
-            half = (problem.before_b[:n][None, :] - m * b) / 2
+            half = (self.before_b - m * b) / 2
             return until, np.where(stage > 0, half + hops_in, 0.0)
         if depth:
             after = self.after + 2 * (self.hop_out + (depth - 1) * problem.least_hop)
@@ -210,7 +306,7 @@ class Paths:
                 until = until + np.maximum(0.0, after - warmup * b)
             elif problem.family == "FThenB":
                 until = until + after
-        return until, problem.before_b[:n][None, :] + hops_in
+        return until, self.before_b + hops_in
 
     def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
         """Path of every run, inf where it does not fit; without tails when first_tail is None."""
@@ -222,15 +318,15 @@ class Paths:
         return np.where(self.fits(stage, choice), path, np.inf)
 
     def peak(self, stage: int, choice: int) -> Floats:
-        """Peak bytes of every run on this stage, inf past the end of the chain."""
+        """Peak bytes of every run on this stage, inf where there is none."""
         key = (self.problem.in_flight[stage], choice)
         if key not in self._bytes:
-            self._bytes[key] = np.where(self.valid, self.band.peak_bytes(*key), np.inf)
+            self._bytes[key] = np.where(self.window.valid, self.band.peak_bytes(*key), np.inf)
         return self._bytes[key]
 
     def fits(self, stage: int, choice: int) -> NDArray[np.bool_]:
         """Whether each run stays within the memory limit."""
-        return self.valid & (self.peak(stage, choice) <= self.problem.memory_limit_bytes)
+        return self.window.valid & (self.peak(stage, choice) <= self.problem.memory_limit_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,97 +346,144 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
     if stages > n or longest * stages < n:
         return Solved(cut=None, fits=False)
-    width = min(longest, -(-5 * n // (4 * stages)) + 3)
+    width = min(longest, -(-11 * n // (10 * stages)) + 3)
+    reach = even_reach(n, width)
     while True:
-        found = _solve_band(problem, Paths(problem, width), ceiling)
+        found = _solve_within(problem, reach, ceiling)
         bound = min(ceiling, found.cut.value) if found.cut else ceiling
         needed = _longest_within(problem, bound, longest)
         if needed <= width or width == longest:
             return found
-        width = min(longest, needed if found.cut else max(2 * width, min(needed, 4 * width)))
+        proved = bool(np.isfinite(bound))
+        width = needed if proved else min(longest, max(2 * width, min(needed, 4 * width)))
+        reach = np.minimum(even_reach(n, width), _reach_within(problem, bound))
+        if proved:
+            return _better(found, _solve_within(problem, reach, bound))
+
+
+def _better(one: Solved, other: Solved) -> Solved:
+    cut = min((s.cut for s in (one, other) if s.cut), key=lambda cut: cut.value, default=None)
+    return Solved(cut=cut, fits=one.fits or other.fits)
+
+
+def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
+    """Return where a stage from each block on must end to have before + m t <= bound."""
+    if not np.isfinite(bound):
+        return np.full(problem.num_blocks + 1, problem.num_blocks)
+    least = problem.num_microbatches * (problem.before_f + problem.before_b)
+    budget = bound * (1 + 1e-12) - problem.before_f
+    return np.searchsorted(least, least + budget, side="right") - 1
 
 
 def _longest_within(problem: ChainProblem, bound: float, longest: int) -> int:
-    """Return the most blocks a stage may hold with m t <= bound."""
+    """Return the most blocks a stage may hold with m t + tail <= bound."""
     if not np.isfinite(bound):
         return longest
-    least = problem.before_f + problem.before_b
-    budget = bound / problem.num_microbatches
-    ends = np.searchsorted(least, least + budget * (1 + 1e-12), side="right") - 1
-    return int(min(longest, (ends - np.arange(len(least))).max()))
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if least_with(problem, middle) <= bound * (1 + 1e-12):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-def _solve_band(problem: ChainProblem, paths: Paths, ceiling: float) -> Solved:
-    """Solve for each first cut whose bound is under the best found."""
-    stages, choices = problem.num_stages, range(len(problem.choices))
-    tail = paths.band.tail_s[:, 0]
+def least_with(problem: ChainProblem, num_blocks: int) -> float:
+    """Return a time that no stage of so many blocks, or more, can beat: m t + tail."""
+    n = problem.num_blocks
+    window = Window(
+        first_start=0,
+        last_start=n - num_blocks,
+        first_end=num_blocks,
+        last_end=n,
+        width=num_blocks,
+        shortest=num_blocks,
+    )
+    band = problem.stages.band(window)
+    seconds = band.forward_s + band.backward_s
+    return float((problem.num_microbatches * seconds + band.tail_s).min())
+
+
+def _solve_within(problem: ChainProblem, reach: NDArray[np.intp], ceiling: float) -> Solved:
+    """Solve for stages that end within `reach`, each first cut whose bound is under the best."""
+    choices = range(len(problem.choices))
+    windows = stage_windows(reach, problem.num_stages)
+    if windows is None:
+        return Solved(cut=None, fits=False)
+    paths = [Paths(problem, window) for window in windows]
+    tail, ends = paths[0].band.tail_s[:, 0], paths[0].end[:, 0]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
-        own = np.stack([paths.own(0, choice, first_tail)[:, 0] for choice in choices])
+        own = np.stack([paths[0].own(0, choice, first_tail)[:, 0] for choice in choices])
         return own.min(axis=0), own.argmin(axis=0)
-
-    if stages == 1:
-        if paths.width < problem.num_blocks:
-            return Solved(cut=None, fits=False)
-        last = problem.num_blocks - 1
-        values, picks = first_stage(float(tail[last]))
-        value = float(values[last])
-        if not np.isfinite(value) or value > ceiling:
-            return Solved(cut=None, fits=bool(np.isfinite(value)))
-        cut = Cut(cuts=(0, problem.num_blocks), choices=(int(picks[last]),), value=value)
-        return Solved(cut=cut, fits=True)
 
     rest, _ = _sweep(paths, first_tail=None)
     bare, _ = first_stage(None)
-    bounds = np.maximum(bare, rest[paths.end[:, 0]]) + tail
+    bounds = np.maximum(bare, rest[ends]) + tail
+    fits = bool(np.isfinite(bounds).any())
+    for row in range(len(tail)):
+        bounds[row] = max(bounds[row], first_stage(float(tail[row]))[0][row])
     best: Cut | None = None
-    for row in np.argsort(bounds, kind="stable"):
-        if bounds[row] > ceiling or bounds[row] >= (best.value if best else np.inf):
-            break
-        first_tail = float(tail[row])
-        values, steps = _sweep(paths, first_tail=first_tail)
-        own, picks = first_stage(first_tail)
-        end = int(paths.end[row, 0])
-        value = max(float(own[row]), float(values[end]))
+    sweeps = 0
+    while True:
+        limit = np.nextafter(best.value, 0) if best else ceiling
+        open_rows = np.flatnonzero(np.isfinite(bounds) & (bounds <= min(ceiling, limit)))
+        if not len(open_rows):
+            return Solved(cut=best, fits=fits)
+        # The shortest tail bounds all others; when that is done, the most promising one.
+        row = int(open_rows[(tail if sweeps == 0 else bounds)[open_rows].argmin()])
+        sweeps += 1
+        own, picks = first_stage(float(tail[row]))
+        values, steps = _sweep(paths, first_tail=float(tail[row]))
+        value = max(float(own[row]), float(values[ends[row]]))
         if value <= ceiling and value < (best.value if best else np.inf):
-            best = _read_cut(problem, steps, end, int(picks[row]), value)
-    return Solved(cut=best, fits=bool(np.isfinite(bounds).any()))
+            best = _read_cut(steps, int(ends[row]), int(picks[row]), value)
+        # What a tail costs the stages after, a longer one does too.
+        longer = tail >= tail[row]
+        bounds[longer] = np.maximum(bounds[longer], values[ends[longer]])
+        bounds[row] = np.inf
 
 
-def _sweep(
-    paths: Paths, first_tail: float | None
-) -> tuple[Floats, list[tuple[NDArray[np.intp], NDArray[np.intp]]]]:
-    """Return V[1, .] of the header and, for stages S-1 .. 1, the best (length row, choice)."""
-    problem = paths.problem
-    n = problem.num_blocks
-    columns = np.arange(n)
-    value = np.full(n + 1, np.inf)
-    value[n] = 0.0
+Step = tuple[int, NDArray[np.intp], NDArray[np.intp]]
+"""A stage's first possible start, and from each start on its best end and choice."""
+
+
+def _sweep(paths: Sequence[Paths], first_tail: float | None) -> tuple[Floats, list[Step]]:
+    """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
+
+    def cost(stage: int, choice: int) -> Floats:
+        return paths[stage].own(stage, choice, first_tail)
+
+    return _fold(paths, range(len(paths) - 1, 0, -1), cost)
+
+
+def _fold(
+    paths: Sequence[Paths], stages: Sequence[int], cost: Callable[[int, int], Floats]
+) -> tuple[Floats, list[Step]]:
+    """Minimise the largest cost of the stages, from the last one on."""
+    problem = paths[0].problem
+    value = np.full(problem.num_blocks + 1, np.inf)
+    value[-1] = 0.0
     steps = []
-    for stage in range(problem.num_stages - 1, 0, -1):
-        own = np.stack(
-            [paths.own(stage, choice, first_tail) for choice in range(len(problem.choices))]
-        )
-        choice = own.argmin(axis=0)
-        total = np.maximum(own.min(axis=0), value[paths.end])
-        row = total.argmin(axis=0)
-        value = np.append(total[row, columns], np.inf)
-        steps.append((row, choice[row, columns]))
+    for stage in stages:
+        window = paths[stage].window
+        costs = np.stack([cost(stage, choice) for choice in range(len(problem.choices))])
+        choice = costs.argmin(axis=0)
+        total = np.maximum(costs.min(axis=0), value[window.end])
+        row, columns = total.argmin(axis=0), np.arange(total.shape[1])
+        value = np.full(problem.num_blocks + 1, np.inf)
+        value[window.start[0]] = total[row, columns]
+        steps.append((window.first_start, window.end[row, columns], choice[row, columns]))
     return value, steps
 
 
-def _read_cut(
-    problem: ChainProblem,
-    steps: list[tuple[NDArray[np.intp], NDArray[np.intp]]],
-    first_cut: int,
-    first_choice: int,
-    value: float,
-) -> Cut:
-    cuts, choices, at = [0, first_cut], [first_choice], first_cut
-    for row, choice in reversed(steps):
-        choices.append(int(choice[at]))
-        at += int(row[at]) + 1
-        cuts.append(at)
+def _read_cut(steps: Sequence[Step], first_cut: int, first_choice: int, value: float) -> Cut:
+    cuts, choices = [0, first_cut], [first_choice]
+    for first_start, ends, choice in reversed(steps):
+        column = cuts[-1] - first_start
+        choices.append(int(choice[column]))
+        cuts.append(int(ends[column]))
     return Cut(cuts=tuple(cuts), choices=tuple(choices), value=value)
 
 
@@ -350,22 +493,18 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     if stages > n:
         return None
     width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
-    paths = Paths(problem, width)
-    columns = np.arange(n)
-    value = np.full(n + 1, np.inf)
-    value[n] = 0.0
-    steps = []
-    for stage in range(stages - 1, -1, -1):
-        peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
-        choice = peaks.argmin(axis=0)
-        total = np.maximum(peaks.min(axis=0), value[paths.end])
-        row = total.argmin(axis=0)
-        value = np.append(total[row, columns], np.inf)
-        steps.append((row, choice[row, columns]))
+    windows = stage_windows(even_reach(n, width), stages)
+    assert windows is not None, "stages that hold half as much again as the average cover all"
+    paths = [Paths(problem, window) for window in windows]
+
+    def cost(stage: int, choice: int) -> Floats:
+        return paths[stage].peak(stage, choice)
+
+    value, steps = _fold(paths, range(stages - 1, -1, -1), cost)
     if not np.isfinite(value[0]):
         return None
-    row, choice = steps.pop()
-    return _read_cut(problem, steps, int(row[0]) + 1, int(choice[0]), float(value[0]))
+    _, ends, choice = steps.pop()
+    return _read_cut(steps, int(ends[0]), int(choice[0]), float(value[0]))
 
 
 def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:

@@ -44,7 +44,7 @@ def solve_by_joint_program(problem: ChainProblem, *, time_limit_s: float = 60.0)
             f"a joint program of {n} blocks on {stages} stages needs {size} variables, more than "
             f"{MOST_VARIABLES}; use --solver dp"
         )
-    paths = Paths(problem, width)
+    paths = Paths.of_all(problem, width)
     best: Cut | None = None
     for first_cut in range(1, width + 1):
         found = _solve(problem, paths, first_cut, time_limit_s)

@@ -8,7 +8,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,16 +29,14 @@ from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import ClassLayout, Recompute
 from profiles import Group, Profile
+from search.chain_dp import Window
 from search.rank_bytes import peak_bytes
+from search.runs import Runs, distinct, used_fields
 
 Floats = NDArray[np.float64]
 
-# Fields of a load that no search decision needs; left zero to save memory and time.
-_UNUSED = ("host_forward_s", "host_backward_s", "forward_flop", "backward_flop")
-
-
-def _used_fields() -> list[Field]:
-    return [f for f in fields(StageLoad) if f.name not in _UNUSED]
+_MOST_KEPT_RUNS = 100_000
+"""Loads kept by a table, in runs: about 20 MB."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,8 +57,7 @@ class StageTable:
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _kinds: tuple[Floats, NDArray[np.int32]] | None = None
-    _bands: dict[int, StageLoad] = field(default_factory=dict)
+    _bands: dict[Window, StageLoad] = field(default_factory=dict)
     _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
@@ -95,7 +92,7 @@ class StageTable:
         classes = [block.class_index for block in self.graph.blocks]
         columns: dict[str, Any] = {
             f.name: np.array([getattr(loads[index], f.name) for index in classes], dtype=float)
-            for f in _used_fields()
+            for f in used_fields()
         }
         sides = [
             frozenset(block.inputs[at] for at in prices[block.class_index].side_positions)
@@ -177,7 +174,7 @@ class StageTable:
     @cached_property
     def whole(self) -> StageLoad:
         """The load of all blocks as one stage."""
-        columns = {f.name: getattr(self.blocks, f.name).tolist() for f in _used_fields()}
+        columns = {f.name: getattr(self.blocks, f.name).tolist() for f in used_fields()}
         total = join(
             StageLoad(**{name: values[block] for name, values in columns.items()})
             for block in range(self.num_blocks)
@@ -188,36 +185,19 @@ class StageTable:
             frozen_bytes=total.frozen_bytes + self.once_bytes.max(initial=0.0),
         )
 
-    def band(self, width: int) -> StageLoad:
-        """Return loads of all runs of up to `width` blocks, arrays by (length - 1, first)."""
-        widest = max(self._bands, default=0)
-        if width > widest:
-            self._bands = {width: self._build_band(width)}
-        elif width not in self._bands:
-            # A narrower band is the top of a wider one; numpy slices share its memory.
-            wide = self._bands[widest]
-            self._bands[width] = StageLoad(
-                **{f.name: getattr(wide, f.name)[:width] for f in _used_fields()}
-            )
-        return self._bands[width]
+    def band(self, window: Window) -> StageLoad:
+        """Return the loads of a window's runs, in its shape; the last ones asked are kept."""
+        if window not in self._bands:
+            if sum(load.param_bytes.size for load in self._bands.values()) > _MOST_KEPT_RUNS:
+                self._bands.clear()
+                self.replica_seconds.clear()
+            self._bands[window] = self.runs.loads(window.start, window.end)
+        return self._bands[window]
 
-    def _build_band(self, width: int) -> StageLoad:
-        n = self.num_blocks
-        run = self.blocks
-        rows = [run]
-        for length in range(1, width):
-            # The block that a run starting at column j takes in; past the end any will do.
-            index = np.minimum(np.arange(n) + length, n - 1)
-            run = run + StageLoad(
-                **{f.name: getattr(self.blocks, f.name)[index] for f in _used_fields()}
-            )
-            rows.append(run)
-        stacked = {f.name: np.stack([getattr(row, f.name) for row in rows]) for f in _used_fields()}
-        start = np.arange(n)[None, :]
-        end = start + np.arange(1, width + 1)[:, None]
-        for i, j, size in self.ties:
-            stacked["param_bytes"] = stacked["param_bytes"] - size * ((start <= i) & (end > j))
-        return StageLoad(**stacked)
+    @cached_property
+    def runs(self) -> Runs:
+        """The loads of any runs of blocks."""
+        return Runs(blocks=self.blocks, ties=self.ties)
 
     @cached_property
     def _arrivals(self) -> tuple[Floats, Floats]:
@@ -255,27 +235,10 @@ class StageTable:
             self._hops[group] = there, back
         return self._hops[group]
 
-    def kinds(self, load: StageLoad) -> tuple[Floats, NDArray[np.int32]]:
-        """Return the distinct (parameter bytes, blocks, tensors) of runs, and which is whose.
-
-        A chain of few classes has few kinds of runs however long it is. Runs past the end of
-        the chain hold anything; they count as the first block.
-        """
-        width, n = load.param_bytes.shape
-        if self._kinds is None or self._kinds[1].shape[0] < width:
-            kinds = np.stack([load.param_bytes, load.num_blocks, load.num_params])
-            beyond = np.arange(n)[None, :] + np.arange(width)[:, None] >= n
-            kinds[:, beyond] = kinds[:, 0, 0][:, None]
-            unique, inverse = np.unique(kinds.reshape(3, -1), axis=1, return_inverse=True)
-            self._kinds = unique, np.reshape(inverse, (width, n)).astype(np.int32)
-        return self._kinds[0], self._kinds[1][:width]
-
-    def receive_bytes(self, width: int) -> Floats:
+    def receive_bytes(self, window: Window) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""
         there, back = self._arrivals
-        start = np.arange(self.num_blocks)[None, :]
-        end = np.minimum(start + np.arange(1, width + 1)[:, None], self.num_blocks)
-        return there[start] + back[end]
+        return there[window.start] + back[window.end]
 
     def with_replicas(
         self,
@@ -357,10 +320,10 @@ class RankStages:
         """Number of blocks in the chain."""
         return self.table.num_blocks
 
-    def band(self, width: int) -> RankBand:
-        """Return the costs of every run of at most `width` blocks."""
-        load = self.table.band(width)
-        exchange, update = self._replica_seconds(load)
+    def band(self, window: Window) -> RankBand:
+        """Return the costs of every run of a window."""
+        load = self.table.band(window)
+        exchange, update = self._replica_seconds(window, load)
         forward = load.forward_s + load.comm_forward_s
         backward = load.backward_s + load.comm_backward_s
         bare = exchange.hidden_behind(
@@ -376,7 +339,7 @@ class RankStages:
                 ]
             ),
             tail_s=bare.once_s + update,
-            receive_bytes=self.table.receive_bytes(width),
+            receive_bytes=self.table.receive_bytes(window),
             stages=self,
         )
 
@@ -411,18 +374,18 @@ class RankStages:
             sharded=bool(self.zero) and self.dp > 1,
         )
 
-    def _replica_seconds(self, load: StageLoad) -> tuple[DataParallelSeconds, Floats]:
+    def _replica_seconds(
+        self, window: Window, load: StageLoad
+    ) -> tuple[DataParallelSeconds, Floats]:
         """Return what each run exchanges with its replicas, nothing hidden, and its update.
 
         Runs of equal bytes, blocks and tensors cost the same, so each kind is asked once.
         """
         table = self.table
-        key = (self.dp, self.cp, self.zero, load.param_bytes.shape[0])
+        key = (self.dp, self.cp, self.zero, window)
         if key not in table.replica_seconds:
-            unique, inverse = table.kinds(load)
-            answers = np.array(
-                [self._replica_seconds_of(*map(float, column)) for column in unique.T]
-            )
+            unique, inverse = distinct(load.param_bytes, load.num_blocks, load.num_params)
+            answers = np.array([self._replica_seconds_of(*map(float, kind)) for kind in unique])
             *exchange, update = answers.T[:, inverse]
             table.replica_seconds[key] = _exchange(exchange), update
         return table.replica_seconds[key]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from search.chain_dp import FAMILIES, ChainProblem
+from search.chain_dp import FAMILIES, ChainProblem, Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,28 +41,27 @@ class SumStages:
     def num_blocks(self) -> int:
         return self.forward_s.shape[-1]
 
-    def band(self, width: int) -> SumBand:
-        n = self.num_blocks
+    @cached_property
+    def _largest_working(self) -> np.ndarray:
+        """By (choice, first block, last block)."""
+        rows = [np.maximum.accumulate(self.working[:, i:], -1) for i in range(self.num_blocks)]
+        return np.stack([np.pad(row, ((0, 0), (i, 0))) for i, row in enumerate(rows)], axis=1)
 
-        def runs(values: np.ndarray, combine) -> np.ndarray:
-            result = np.zeros((*values.shape[:-1], width, n))
-            result[..., 0, :] = values
-            for row in range(1, width):
-                result[..., row, : n - row] = combine(
-                    result[..., row - 1, : n - row], values[..., row:]
-                )
-            return result
+    def band(self, window: Window) -> SumBand:
+        start, end = np.broadcast_arrays(window.start, window.end)
 
-        resident = runs(self.resident, np.add)
-        if width == n:
-            resident[n - 1, 0] -= self.tied
+        def sums(values: np.ndarray) -> np.ndarray:
+            total = np.concatenate([0 * values[..., :1], np.cumsum(values, axis=-1)], axis=-1)
+            return total[..., end] - total[..., start]
+
+        whole = (start == 0) & (end == self.num_blocks)
         return SumBand(
-            forward_s=runs(self.forward_s, np.add),
-            backward_s=runs(self.backward_s, np.add),
-            tail_s=runs(self.tail_s, np.add),
-            kept=runs(self.kept, np.add),
-            working=runs(self.working, np.maximum),
-            resident=resident,
+            forward_s=sums(self.forward_s),
+            backward_s=sums(self.backward_s),
+            tail_s=sums(self.tail_s),
+            kept=sums(self.kept),
+            working=self._largest_working[:, start, end - 1],
+            resident=sums(self.resident) - self.tied * whole,
         )
 
 
