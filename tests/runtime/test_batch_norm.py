@@ -17,6 +17,8 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
+from planner.runtime.engine import Engine
+from planner.runtime.mesh import build_mesh
 from planner.sharding import propagate_graph
 from planner.sharding.pins import parse_pin
 from tests.spawn import run_ranks
@@ -47,8 +49,13 @@ def batch(size: int, step: int = 0) -> dict[str, torch.Tensor]:
     return {"image": image, "label": torch.randint(0, 3, (size,), generator=generator)}
 
 
-def captured() -> ModelGraph:
-    return capture_module(ConvNet(), batch(2), batch(3), name="convnet")
+def captured(dtype: torch.dtype = torch.float32) -> ModelGraph:
+    two, three = ({k: _cast(t, dtype) for k, t in batch(size).items()} for size in (2, 3))
+    return capture_module(ConvNet().to(dtype), two, three, name="convnet")
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def expected_statistics(module: nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
@@ -98,10 +105,9 @@ def plan_of(graph: ModelGraph, layout: dict) -> Plan:
     return plan.model_copy(update={"layouts": layouts})
 
 
-def gaps_on_ranks(layouts: dict[str, dict]) -> dict[str, dict[str, float]]:
+def gaps_on_ranks(graph: ModelGraph, layouts: dict[str, dict]) -> dict[str, dict[str, float]]:
     """By layout and buffer: how far deferred statistics are from those of the definition."""
     torch.set_default_dtype(torch.float64)
-    graph = captured()
     found = {}
     for label, layout in layouts.items():
         plan = plan_of(graph, layout)
@@ -109,7 +115,8 @@ def gaps_on_ranks(layouts: dict[str, dict]) -> dict[str, dict[str, float]]:
         module = ConvNet()
         alone = copy.deepcopy(module)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        engine = planner.apply(plan, module, optimizer=optimizer, deferred_batch_norm=True)
+        mesh = build_mesh(plan, torch.device("cpu"))
+        engine = Engine(plan, graph, module, mesh, optimizer=optimizer, deferred_batch_norm=True)
         for step in range(STEPS):
             engine.step(batch(plan.global_batch, step))
             engine.evaluate(batch(plan.global_batch, step + 7))
@@ -136,7 +143,7 @@ def test_deferred_statistics_are_those_of_the_whole_batch():
     The first layer's equal those of one device on the whole batch. A later layer's input was
     normalised by microbatch: there they are those of all values that it was given.
     """
-    gaps = run_ranks(gaps_on_ranks, 2, LAYOUTS)[0]
+    gaps = run_ranks(gaps_on_ranks, 2, captured(torch.float64), LAYOUTS)[0]
     assert gaps.keys() == LAYOUTS.keys()
     for label, by_buffer in gaps.items():
         assert len(by_buffer) == 9, by_buffer
