@@ -1,9 +1,10 @@
 """`planner verify`: a plan computes what one process computes, shown by training both.
 
 A few steps are trained under the plan, and in one process by the user's unmodified module
-called on the whole batch, from the same weights and data, in fp64 and without dropout. The
-one process knows nothing of capture, lowering, schedules or collectives. Reported is the
-largest relative difference of losses, of gradients and of updated parameters.
+called on the whole batch, from the same weights and data, in fp64 and without dropout,
+whatever the plan's precision. The one process knows nothing of capture, lowering,
+schedules or collectives. Reported is the largest relative difference of losses, of
+gradients and of updated parameters.
 """
 
 from __future__ import annotations
@@ -174,6 +175,13 @@ def compare_with_one_process(
     module = source.build()
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
+    if smaller.precision == "bf16":
+        # The capture of the cast model, whose blocks and layouts these are, in fp64.
+        smaller = smaller.model_copy(update={"precision": "model"})
+        notes.append(
+            "the plan's bf16 was run in fp64: what is shown is that its layout computes what one "
+            "process computes, to the last digits; rounding to bf16 is no part of it"
+        )
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")
     module = module.double()

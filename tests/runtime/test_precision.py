@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch.nn import functional as F
 
 import planner
 from planner.capture import capture_module
+from planner.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
 from planner.runtime.engine import Engine
+from planner.runtime.verify import VerifyReport, compare_with_one_process
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch
 from tests.spawn import run_ranks
 
@@ -243,3 +246,19 @@ def test_the_users_optimizer_and_scheduler_act_on_the_masters():
 
 def _parameters(engine: Engine) -> dict[str, nn.Parameter]:
     return {n: p for stage in engine.stages.values() for n, p in stage.named_params().items()}
+
+
+def verify_in_bf16(plan: Plan) -> VerifyReport | None:
+    source = ModelSource(
+        path=Path("gpt.py"), build=GPT, batch=gpt_batch, loss=None, dependencies=()
+    )
+    return compare_with_one_process(plan, source, steps=2)
+
+
+def test_verify_proves_the_layout_of_a_bf16_plan():
+    """In fp64 with the plan's own cut and layouts, and it says so."""
+    report, other = run_ranks(verify_in_bf16, 2, plan_for(tp=2, num_microbatches=2))
+    assert other is None
+    assert report.passed
+    assert report.largest < 1e-10
+    assert any(note.startswith("the plan's bf16 was run in fp64") for note in report.notes)
