@@ -22,6 +22,7 @@ from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from costmodel import JobSeconds, Timeline
+    from planner.plan import Precision
     from planner.timeline import RankTimeline
     from profiles import Profile
     from search import SearchRequest
@@ -275,7 +276,7 @@ def show(
     from planner.plan import load_plan
 
     loaded = load_plan(plan)
-    graph = None if model is None else _graph(model)
+    graph = None if model is None else _graph(model, loaded.precision)
     _print(*describe_plan(loaded, graph))
 
 
@@ -352,7 +353,7 @@ def estimate(
     loaded = load_plan(plan)
     cluster, note = _profile(profile)
     with _progress("estimating"):
-        graph = _graph(model)
+        graph = _graph(model, loaded.precision)
         validate_model(loaded, graph)
         result = estimate_plan(graph, cluster, loaded)
     _note(note)
@@ -399,7 +400,7 @@ def dryrun(
     loaded = load_plan(plan)
     with _progress("dry run") as progress:
         progress(0.0, "capturing the model")
-        graph = _graph(model)
+        graph = _graph(model, loaded.precision)
         validate_model(loaded, graph)
         progress(0.5, f"running rank {rank} on fake tensors")
         run = dry_run(loaded, graph, load_model_file(model).build, rank=rank)
@@ -424,7 +425,7 @@ def verify(
     loaded = load_plan(plan)
     with _progress("verifying") as progress:
         progress(0.0, "capturing the model")
-        validate_model(loaded, _graph(model))
+        validate_model(loaded, _graph(model, loaded.precision))
         try:
             report = verify_plan(plan, model, steps=steps, device=device, progress=progress)
         except RuntimeError as error:  # a rank failed and has shown its traceback
@@ -546,10 +547,10 @@ def _pins(graph: Any, texts: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
     )
 
 
-def _graph(model: Path) -> Any:
+def _graph(model: Path, precision: Precision = "model") -> Any:
     from planner.capture_cache import load_graph
 
-    return load_graph(model)
+    return load_graph(model, precision=precision)
 
 
 def _profile(name: str | None, device: str | None = None) -> tuple[Profile, str]:
@@ -576,7 +577,7 @@ def _simulate(
     loaded = load_plan(plan)
     cluster, note = _profile(profile)
     with _progress("simulating"):
-        graph = _graph(model)
+        graph = _graph(model, loaded.precision)
         validate_model(loaded, graph)
         costs = CostCache(graph, cluster)
         result = estimate_plan(graph, cluster, loaded, costs=costs)
