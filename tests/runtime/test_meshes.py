@@ -270,8 +270,8 @@ def test_between_nodes_a_whole_tensor_goes_in_pieces():
     tensor = graph.tensor[whole.tensor].bytes_at(plan.microbatch_size) * plan.num_microbatches
     assert [found[0][1] for found in by_rank] == [tensor] * 4
     assert [found[1][1] for found in by_rank] == [tensor // 2] * 4
-    # Here dp 2 holds samples whole, and sends each tp rank its half of them.
-    assert [found[2][1] for found in by_rank] == [tensor] * 4
+    # With dp 2 a rank holds half of the samples, and sends each tp rank its half of those.
+    assert [found[2][1] for found in by_rank] == [tensor // 2] * 4
 
 
 # -- two meshes of 2 x 2 --------------------------------------------------------------------------
