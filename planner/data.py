@@ -1,0 +1,67 @@
+"""The order in which samples are read: the same on every rank, whatever its random state.
+
+Every rank of a plan passes the same global batch to `Engine.step`, so its loader must give
+the same samples in the same order everywhere. Free of torch; any DataLoader takes it:
+
+    sampler = planner.ShardedSampler(len(dataset), batch_size=plan.global_batch)
+    loader = DataLoader(dataset, batch_size=plan.global_batch, sampler=sampler)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from planner.errors import ModelError
+
+
+class ShardedSampler:
+    """Indices of one shard of a dataset, in an order drawn anew each epoch. Mutable: the epoch.
+
+    Sample i of an epoch's order goes to shard i % num_shards. Where the data run short of
+    whole batches on every shard, the order begins again (as often as it takes), so that all
+    shards and all batches are equally long and no sample is left out.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int = 1,
+        num_shards: int = 1,
+        shard_id: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """`batch_size` is what the loader draws from this shard at a time. Raises ModelError for
+        an empty dataset, or a shard that there is not.
+        """
+        if num_samples < 1 or batch_size < 1:
+            raise ModelError(
+                f"num_samples={num_samples} and batch_size={batch_size} must both be at least 1"
+            )
+        if not 0 <= shard_id < num_shards:
+            raise ModelError(
+                f"shard_id={shard_id} is not one of the {num_shards} shards; use 0 to "
+                f"{num_shards - 1}"
+            )
+        self._num_samples, self._batch_size = num_samples, batch_size
+        self._num_shards, self._shard_id = num_shards, shard_id
+        self._shuffle, self._seed, self._epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; without it every pass has the same."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Samples of one pass over this shard."""
+        together = self._num_shards * self._batch_size
+        return -(-self._num_samples // together) * self._batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of one pass."""
+        order = list(range(self._num_samples))
+        if self._shuffle:
+            random.Random(f"{self._seed} {self._epoch}").shuffle(order)
+        for turn in range(len(self)):
+            yield order[(turn * self._num_shards + self._shard_id) % self._num_samples]
