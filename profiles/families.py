@@ -40,7 +40,7 @@ def family_of(target: str) -> str:
     if target == BLOCK_TARGET:
         return BLOCK
     name = packet_of(target)
-    if name in MATMULS:
+    if name in MATMULS or name == "_scaled_mm":  # of 8-bit floats
         return MATMUL
     if name in CONVOLUTIONS:
         return CONVOLUTION

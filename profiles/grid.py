@@ -7,7 +7,7 @@ from itertools import product
 
 from planner.graph import Ref
 from planner.units import GIB, KIB, MIB
-from profiles.probes import CollectiveProbe, OpProbe, meta, plain_probe
+from profiles.probes import CollectiveProbe, OpProbe, float8_probe, meta, plain_probe
 from profiles.records import COLLECTIVE_KINDS, Group
 
 COPY_BYTES = 32 * MIB
@@ -82,13 +82,20 @@ _BATCHES = {"cpu": (1, 4), "cuda": (1, 4)}
 _VOCABULARIES = {"cpu": (256, 8192), "cuda": (32768, 131072)}
 
 
-def standard_grid(device: str) -> tuple[OpProbe, ...]:
+def standard_grid(device: str, *, float8: bool = False) -> tuple[OpProbe, ...]:
     """Return matmuls tall, wide and square, attention, and memory-bound ops.
+
+    `float8` adds matmuls of 8-bit floats.
 
     The backward of a linear layer covers the transposed layouts of its input's and its
     weight's gradient.
     """
     probes = []
+    if float8:
+        probes += [
+            float8_probe(m, n, k)
+            for m, n, k in product(_ROWS[device], _WIDTHS[device], _WIDTHS[device])
+        ]
     for dtype in _DTYPES[device]:
         probes += [
             _linear(m, n, k, dtype)

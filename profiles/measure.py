@@ -76,6 +76,7 @@ def measure_profile(
     models: Sequence[ModelGraph] = (),
     gpus: int | None = None,
     budget_s: float | None = None,
+    compiled: bool | None = None,
     progress: Progress | None = None,
 ) -> Profile | None:
     """Measure with `nproc` ranks on this machine, write the profile to `out`, return it.
@@ -84,9 +85,9 @@ def measure_profile(
     per rank, whatever `nproc` says; the others serve until it is done and return None.
 
     With models, measures each distinct op signature that a search of them on `gpus`
-    devices (default: the ranks) can ask for; without, a standard grid. Records already in
-    `out` are kept. Raises ProfileError when `out` holds another machine's records, can't
-    be written, or the workers can't start.
+    devices (default: the ranks) can ask for, and whole blocks, also `compiled` (default: on
+    GPUs); without, a standard grid. Records already in `out` are kept. Raises ProfileError
+    when `out` holds another machine's records, can't be written, or the workers can't start.
     """
     place = cluster_rank(os.environ)
     if place is not None and place.rank > 0:
@@ -117,8 +118,13 @@ def measure_profile(
             progress=progress or (lambda fraction, doing: None),
         )
         num_devices = gpus or len(about)
-        grid = signatures(models, num_devices=num_devices) if models else standard_grid(device)
-        whole = blocks(models)
+        grid = (
+            signatures(models, num_devices=num_devices)
+            if models
+            else standard_grid(device, float8=all(answer["float8"] for answer in about))
+        )
+        # Compiling a block for a CPU takes longer than measuring all its ops.
+        whole = blocks(models, compiled=device == "cuda" if compiled is None else compiled)
         asked = _Asked.of(
             [*base_probes(), *grid],
             blocks=whole,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner.flops import backward_work, op_work
-from planner.graph import Op, Program, Ref, TensorMeta, map_refs, to_json
+from planner.graph import Op, Program, Ref, Symbol, TensorMeta, map_refs, to_json
 from profiles.families import BLOCK_TARGET, canonical_shapes
 from profiles.records import CollectiveKind, Direction, Group, OpQuery
 
@@ -174,7 +174,41 @@ def probe_of(op: Op, tensor: Mapping[str, TensorMeta], *, weight: float = 1.0) -
     )
 
 
-def block_probe(program: Program, *, weight: float) -> BlockProbe | None:
+def float8_probe(m: int, n: int, k: int) -> OpProbe:
+    """Return an 8-bit matmul (m, k) @ (k, n) with one scale per operand, results in bfloat16.
+
+    Forward only: gradients of 8-bit products are products of their own. The second operand
+    lies column by column, as tensor cores want it.
+    """
+    float8 = "float8_e4m3fn"
+    op = Op(
+        name="op",
+        target="aten._scaled_mm.default",
+        args=tuple(Ref(f"t{position}") for position in range(4)),
+        kwargs=(("out_dtype", Symbol(kind="dtype", value="bfloat16")),),
+        outputs=("out0",),
+    )
+    shapes: tuple[tuple[int, ...], ...] = ((m, k), (k, n), (), ())
+    dtypes = (float8, float8, "float32", "float32")
+    return OpProbe(
+        op=op,
+        tensors=tuple(
+            ProbeTensor(shape=shape, dtype=dtype, requires_grad=False, transposed=position == 1)
+            for position, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        ),
+        forward=OpQuery(
+            target=op.target,
+            shapes=shapes,
+            dtype=float8,
+            direction="forward",
+            flop=2.0 * m * n * k,
+            num_bytes=float(m * k + k * n + 2 * m * n),
+        ),
+        backward=None,
+    )
+
+
+def block_probe(program: Program, *, weight: float, compiled: bool = False) -> BlockProbe | None:
     """Return the probe of a bound program; None if it has ops that need a process group."""
     if any(op.target.startswith("planner.") for op in program.ops):
         return None
@@ -200,6 +234,7 @@ def block_probe(program: Program, *, weight: float) -> BlockProbe | None:
         backward=backward if backward.num_bytes else None,
         parts=tuple(parts),
         weight=weight,
+        compiled=compiled,
     )
 
 

@@ -127,7 +127,7 @@ class Provenance(_Record):
 
 
 class OpRecord(Provenance):
-    """One measured operator: the median time with all ranks of the node at work.
+    """One measured operator: the lower quartile of its visits, all ranks of the node at work.
 
     `arguments` tells apart probes that differ only in what is not a tensor, such as a flag.
     `warm_seconds` is the time on inputs that stay in cache, where that was measured.

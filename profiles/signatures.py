@@ -54,14 +54,21 @@ def signatures(
 BLOCK_MICROBATCH_SIZES = (1, 4)
 
 
-def blocks(models: Iterable[ModelGraph]) -> tuple[BlockProbe, ...]:
-    """Return a probe of every block class as a whole, at two microbatch sizes."""
+def blocks(models: Iterable[ModelGraph], *, compiled: bool = False) -> tuple[BlockProbe, ...]:
+    """Return a probe of every block class as a whole, at two microbatch sizes.
+
+    `compiled` adds one through torch.compile, which takes long, at the larger size.
+    """
     found: dict[tuple, BlockProbe] = {}
     for graph in models:
         for index, program in enumerate(graph.classes):
             uses = sum(block.class_index == index for block in graph.blocks)
-            for size in BLOCK_MICROBATCH_SIZES:
-                probe = block_probe(program.bind(size), weight=float(uses))
+            forms = [(size, False) for size in BLOCK_MICROBATCH_SIZES]
+            forms += [(BLOCK_MICROBATCH_SIZES[-1], True)] if compiled else []
+            for size, through_compiler in forms:
+                probe = block_probe(
+                    program.bind(size), weight=float(uses), compiled=through_compiler
+                )
                 if probe is not None:
                     found[probe.key] = probe
     return tuple(found.values())

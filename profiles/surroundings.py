@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from profiles.driver import gpu_links
 from profiles.records import StepWork
 from profiles.session import Session
 from profiles.topology import (
@@ -16,7 +17,6 @@ from profiles.topology import (
     PAIR_RATE_BYTES,
     PairRate,
     describe_links,
-    nvidia_links,
     pairs_to_measure,
 )
 from profiles.workers import ProbeFailed, WorkerGroup
@@ -154,7 +154,7 @@ def _links(
         pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=rate))
     found = describe_links(pairs, session.ranks.hosts) if pairs else []
     if session.conditions["device_type"] == "cuda":
-        found += nvidia_links()
+        found += gpu_links()
     return tuple(found)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -127,33 +126,3 @@ def describe_stragglers(seconds: Mapping[int, float], hosts: Sequence[str]) -> l
         for rank, s in sorted(seconds.items())
         if s > SLOW_RANK * usual
     ]
-
-
-def nvidia_links() -> list[str]:
-    """Return how the driver says this node's GPUs are linked (NVLink or PCIe), a line a GPU."""
-    try:
-        report = subprocess.run(
-            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except FileNotFoundError:
-        return ["nvidia-smi is not installed here: links are known only as measured"]
-    except (subprocess.SubprocessError, OSError) as error:
-        return [f"nvidia-smi topo -m failed ({error}): links are known only as measured"]
-    return parse_nvidia_topology(report.stdout)
-
-
-def parse_nvidia_topology(text: str) -> list[str]:
-    """Return the GPU rows of ``nvidia-smi topo -m`` in words.
-
-    NV18 is 18 NVLinks; PIX, PXB, PHB, NODE and SYS are PCIe paths of growing length.
-    """
-    rows = [line.split() for line in text.splitlines()]
-    # A GPU's row crosses itself with an X; the header has none.
-    rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
-    names = [row[0] for row in rows]
-    lines = []
-    for row in rows:
-        links = zip(row[1 : 1 + len(names)], names, strict=True)
-        kinds = [f"{cell} to {name}" for cell, name in links if cell != "X"]
-        lines.append(f"{row[0]}: {', '.join(kinds) or 'alone'}")
-    return lines

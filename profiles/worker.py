@@ -20,10 +20,14 @@ import torch.distributed as dist
 
 from profiles.clock import Clock, available_cores, own_cores, settle_clocks, stay_on
 from profiles.collective_timing import time_collective
+from profiles.driver import driver_version
 from profiles.memory import allocator_overheads, load_training, used_bytes
 from profiles.overlap_timing import measure_overlap
 from profiles.step_timing import time_launch, time_step_work
 from profiles.timing import OpTimer
+
+FLOAT8_CAPABILITY = (8, 9)
+"""Compute capability from which on tensor cores multiply 8-bit floats."""
 
 
 def main() -> None:
@@ -139,7 +143,8 @@ def describe(device: torch.device) -> dict[str, Any]:
             "device": properties.name,
             "memory_bytes": properties.total_memory,
             "shares_memory": False,
-            "driver": f"CUDA {torch.version.cuda}",
+            "driver": f"{driver_version() or 'unknown driver'}, CUDA {torch.version.cuda}",
+            "float8": torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY,
             "torch": torch.__version__,
             "node": socket.gethostname(),
         }
@@ -148,6 +153,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "memory_bytes": _host_memory_bytes(),
         "shares_memory": True,
         "driver": f"{sys.platform} {os.uname().release}",
+        "float8": False,
         "torch": torch.__version__,
         "node": socket.gethostname(),
     }

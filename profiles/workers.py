@@ -17,6 +17,8 @@ from typing import IO, Any
 from profiles.launchers import Launcher, new_token
 
 START_TIMEOUT_S = 120.0
+FAILURE_GRACE_S = 5.0
+END_TIMEOUT_S = 5.0
 
 
 class ProbeFailed(Exception):
@@ -141,21 +143,29 @@ class WorkerGroup:
             while len(answers) < self._num_ranks:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
-                    raise TimeoutError("time limit reached")
+                    failed = [answer["error"] for answer in answers.values() if "error" in answer]
+                    raise TimeoutError(failed[0] if failed else "time limit reached")
                 for key, _ in ready:
                     # An answer is one short line, written at once, so this does not block long.
                     line = self._peers[key.data].lines.readline()
                     if not line:
                         raise EOFError(f"rank {key.data} ended")
                     answers[key.data] = json.loads(line)
+                    if "error" in answers[key.data]:
+                        # Peers may wait for it in vain; they get a moment to fail likewise.
+                        deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
                     selector.unregister(key.fileobj)
         return [answers[rank] for rank in range(self._num_ranks)]
 
     def _obituary(self, error: BaseException) -> str:
         """Say what happened: exit codes and the last line the workers wrote."""
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.2)
+        # A rank that hung up is about to end; who ran out of time may never.
+        patience = 0.2 if isinstance(error, TimeoutError) else END_TIMEOUT_S
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and not any(
+            process.poll() for process in self._processes
+        ):
+            time.sleep(0.02)
         codes = [p.returncode for p in self._processes if p.returncode not in (None, 0)]
         last = ""
         if self._log is not None:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from planner.capture import capture_module
 from planner.errors import ProfileError
@@ -22,7 +23,7 @@ from profiles.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 
 
-def a_few_probes(device):
+def a_few_probes(device, *, float8=False):
     """Return the lightest probe of each target of the standard grid."""
     lightest = {}
     for probe in standard_grid(device):
@@ -42,6 +43,8 @@ def small():
         patch.setattr(measuring, "standard_grid", a_few_probes)
         patch.setattr(measuring, "collective_probes", few_collectives)
         patch.setattr(measuring, "VISIT_S", 0.01)
+        patch.setattr(measuring, "PASSES", 2)
+        patch.setattr(measuring, "MOST_VISITS", 2)
         yield
 
 
@@ -97,6 +100,14 @@ def test_no_processes_is_refused(tmp_path):
         measure_profile(tmp_path, nproc=0)
 
 
+def test_a_rank_without_a_gpu_is_named(tmp_path):
+    """D, bad input: one line that says which rank on which host misses which GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("every rank has a GPU here")
+    with pytest.raises(ProfileError, match=r"can't measure on cuda: .*rank 0 on .* needs GPU 0"):
+        measure_profile(tmp_path, nproc=1, device="cuda")
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ProfileError, match="can't write"):
@@ -146,7 +157,7 @@ import sys
 from profiles import measure as measuring
 from tests.profiles.test_measure import a_few_probes, few_collectives
 measuring.standard_grid, measuring.collective_probes = a_few_probes, few_collectives
-measuring.VISIT_S = 0.01
+measuring.VISIT_S, measuring.PASSES, measuring.MOST_VISITS = 0.01, 2, 2
 measuring.measure_profile(sys.argv[1], nproc=1)
 """
 

@@ -1,9 +1,12 @@
 """Groups, links and stragglers from made-up clusters, and what launchers tell a process."""
 
+import sys
+
 import pytest
 
 from planner.errors import ProfileError
 from profiles import Group
+from profiles.driver import gpu_links, links_by_library, parse_topology
 from profiles.launchers import ClusterRank, cluster_rank
 from profiles.topology import (
     PairRate,
@@ -14,7 +17,6 @@ from profiles.topology import (
     link_levels,
     nodes_of,
     pairs_to_measure,
-    parse_nvidia_topology,
 )
 
 TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
@@ -84,7 +86,57 @@ def test_the_driver_report_is_read():
         "GPU1\tNV18\t X \tSYS\t0-47\n"
         "NIC0\tPXB\tSYS\t X \n"
     )
-    assert parse_nvidia_topology(report) == ["GPU0: NV18 to GPU1", "GPU1: NV18 to GPU0"]
+    assert parse_topology(report) == ["GPU0: NV18 to GPU1", "GPU1: NV18 to GPU0"]
+
+
+class FakeLibrary:
+    """pynvml of a node of three GPUs: 0 and 1 share 18 NVLinks, 2 hangs on another socket."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_NVLINK_MAX_LINKS, NVML_FEATURE_ENABLED = 36, 1
+    NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 2, 0
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlShutdown(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if handle == 2 or link >= 18:
+            raise self.NVMLError("not supported")
+        return 1
+
+    def nvmlDeviceGetP2PStatus(self, a, b, index):
+        return 0 if {a, b} == {0, 1} else 1
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, a, b):
+        return 50
+
+
+def test_the_driver_library_tells_nvlink_from_pcie():
+    assert links_by_library(FakeLibrary()) == [
+        "GPU0: 18 NVLinks; NVLink to GPU1, the link between sockets to GPU2",
+        "GPU1: 18 NVLinks; NVLink to GPU0, the link between sockets to GPU2",
+        "GPU2: the link between sockets to GPU0, the link between sockets to GPU1",
+    ]
+
+
+def test_a_missing_nvidia_smi_is_one_line(monkeypatch):
+    """D, bad input: the measurement goes on with the links as measured."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setenv("PATH", "")
+    (line,) = gpu_links()
+    assert "nvidia-smi is installed" in line
+    assert "known only as measured" in line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Workers that answer at once with made-up, repeatable times, for tests of everything else."""
+
+import time
+import zlib
+
+from profiles.workers import ProbeFailed
+
+
+class FakeWorkers:
+    """Takes the place of `profiles.workers.WorkerGroup`. `devices` has a name per rank, and
+    an op takes `pause_s`.
+    """
+
+    devices = ("test device", "test device")
+    pause_s = 0.0
+    refuses = staticmethod(lambda task: False)
+
+    def __init__(self, launcher):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def call(self, task, *, timeout_s):
+        if self.refuses(task):
+            raise ProbeFailed("group can't be formed: no route to host")
+        return [self._answer(task, device) for device in self.devices]
+
+    def _answer(self, task, device):
+        match task["task"]:
+            case "describe":
+                return {
+                    "device": device,
+                    "memory_bytes": 2**31,
+                    "shares_memory": True,
+                    "driver": "none",
+                    "torch": "2.13",
+                    "node": "host",
+                    "float8": False,
+                }
+            case "memory":
+                return {"context_bytes": 1e8, "allocator_overheads": [0.05, 0.07]}
+            case "overlap":
+                return {"compute": 1.1, "communication": 1.2}
+            case "op":
+                time.sleep(self.pause_s)
+                slower = 2.0 if device == "slow device" else 1.0
+                each = slower * (1e-5 + zlib.crc32(str(task["probe"]).encode()) / 2**32 * 1e-4)
+                names = ("forward", "backward", "forward_warm", "backward_warm")
+                return {name: [each] * 3 for name in names}
+            case "collective":
+                return {"seconds": [1e-5 + task["num_bytes"] / 1e9] * 3}
+            case "step":
+                return {"seconds": [1e-6 * task["num_tensors"] + 1e-9 * task["numel"]] * 3}

@@ -1,0 +1,158 @@
+"""What goes wrong while measuring: kills, full disks, mixed machines; nothing is lost (X7)."""
+
+import errno
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from planner.errors import ProfileError
+from profiles import load_profile, measure_profile, store
+from profiles import measure as measuring
+from profiles.grid import collective_probes, standard_grid
+from tests.profiles.fake_workers import FakeWorkers
+
+KILLS = 20
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch):
+    """Few probes, answered at once; fresh settings of the workers for every test."""
+
+    class Workers(FakeWorkers):
+        pass
+
+    monkeypatch.setattr(measuring, "WorkerGroup", Workers)
+    monkeypatch.setattr(
+        measuring, "standard_grid", lambda device, float8: standard_grid("cpu")[::5]
+    )
+    monkeypatch.setattr(
+        measuring, "collective_probes", lambda groups, most_bytes: collective_probes(groups)[:18]
+    )
+    return Workers
+
+
+def told(profile):
+    """Return all that records say but the date."""
+    records = (*profile.ops, *profile.collectives)
+    return sorted(
+        str({k: v for k, v in record.model_dump().items() if k != "measured_at"})
+        for record in records
+    )
+
+
+def test_killed_at_twenty_random_moments_it_resumes_to_the_same_records(tmp_path, fake):
+    """X7: kill -9 each time; at the end the files say what an undisturbed run's say."""
+    undisturbed = measure_profile(tmp_path / "whole", nproc=2)
+    fake.pause_s = 0.005
+    chance, kills = random.Random(0), 0
+    fork = multiprocessing.get_context("fork")
+    while kills < KILLS:
+        child = fork.Process(target=measure_profile, args=(tmp_path / "p",), kwargs={"nproc": 2})
+        child.start()
+        child.join(chance.uniform(0.0, 0.12))
+        assert child.exitcode is None, "it ended before it was killed twenty times"
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        kills += 1
+    assert len(store.read_ops(tmp_path / "p")) > 0, "the kills came before any record"
+    resumed = measure_profile(tmp_path / "p", nproc=2)
+    assert told(resumed) == told(undisturbed) == told(load_profile(tmp_path / "p"))
+    assert resumed.file.complete
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch):
+    undisturbed = measure_profile(tmp_path / "whole", nproc=2)
+    replace, writes = os.replace, iter(range(10**6))
+
+    def full(source, target):
+        if next(writes) > 40:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(store.os, "replace", full)
+        with pytest.raises(ProfileError, match=r"can't write .*No space left on device; free some"):
+            measure_profile(tmp_path / "p", nproc=2)
+    assert len(store.read_ops(tmp_path / "p")) > 0
+    assert not list((tmp_path / "p").glob("*.tmp"))
+    assert told(measure_profile(tmp_path / "p", nproc=2)) == told(undisturbed)
+
+
+def test_several_kinds_of_devices_have_a_section_each(tmp_path, fake):
+    """The slowest stands for the cluster; the records of both are kept apart."""
+    fake.devices = ("fast device", "slow device")
+    measured = measure_profile(tmp_path, nproc=2)
+    assert measured.cluster.device == "slow device"
+    (other,) = measured.file.other_devices
+    assert (other.device, other.num_ranks) == ("fast device", 1)
+    fast, slow = (
+        {
+            (r.target, r.shapes, r.direction, r.arguments): r.seconds
+            for r in measured.ops
+            if r.device == d
+        }
+        for d in ("fast device", "slow device")
+    )
+    assert fast.keys() == slow.keys()
+    assert all(slow[key] == pytest.approx(2 * fast[key], rel=1e-3) for key in fast)
+    assert any(note.startswith("mixed devices: slow device") for note in measured.file.notes)
+    assert any(note.startswith("slow device: rank 1 on host") for note in measured.file.notes)
+    assert load_profile(tmp_path).file == measured.file
+
+
+def test_a_group_that_cannot_be_formed_is_noted_and_the_rest_is_measured(tmp_path, fake):
+    fake.refuses = staticmethod(
+        lambda task: task["task"] == "collective" and task["kind"] == "all_to_all"
+    )
+    measured = measure_profile(tmp_path, nproc=2)
+    kinds = {record.kind for record in measured.collectives}
+    assert "all_to_all" not in kinds
+    assert len(kinds) == 5
+    refused = [skip for skip in measured.file.skipped if skip.probe.startswith("all_to_all")]
+    assert len(refused) == 3
+    assert all("can't be formed" in skip.reason for skip in refused)
+
+
+def test_uncertain_probes_are_visited_further_and_steady_ones_are_not(tmp_path, fake):
+    """One op wavers: it gets more visits than the four that all get, within the limit."""
+    plain = fake._answer
+    count = iter(range(10**6))
+
+    def wavering(self, task, device):
+        answer = plain(self, task, device)
+        if task["task"] == "op" and "layer_norm" in str(task["probe"]):
+            answer = {
+                name: [s * (1 + next(count) % 7) for s in found] for name, found in answer.items()
+            }
+        return answer
+
+    fake._answer = wavering
+    measured = measure_profile(tmp_path, nproc=2)
+    visits = {record.target: len(record.visits) for record in measured.ops}
+    assert visits.pop("aten.layer_norm.default") > measuring.PASSES
+    assert set(visits.values()) == {measuring.PASSES}
+    assert max(len(record.visits) for record in measured.ops) <= measuring.MOST_VISITS
+
+
+def test_progress_never_goes_back_and_says_what_is_left(tmp_path):
+    seen = []
+    measure_profile(
+        tmp_path, nproc=2, progress=lambda fraction, doing: seen.append((fraction, doing))
+    )
+    fractions = [fraction for fraction, _ in seen]
+    assert fractions == sorted(fractions)
+    assert any("visits left" in doing for _, doing in seen)
+
+
+def test_a_budget_is_kept(tmp_path, fake):
+    """Half a second is not enough for four visits of each; all the same every op has one."""
+    fake.pause_s = 0.005
+    began = time.monotonic()
+    measured = measure_profile(tmp_path, nproc=2, budget_s=0.5)
+    assert time.monotonic() - began < 2.0
+    targets = {probe.forward.target for probe in standard_grid("cpu")[::5]}
+    assert targets <= {record.target for record in measured.ops}
