@@ -13,7 +13,7 @@ from statistics import median
 
 from costmodel.simulate import Timeline
 from planner.errors import PlannerError
-from planner.timeline import JOB_KINDS, RankTimeline, Span, bubbles
+from planner.timeline import JOB_KINDS, REMAKE, RankTimeline, Span, bubbles
 
 WARM_UP_STEPS = 3
 """First steps that are left out of medians, where there are more: they allocate and trace."""
@@ -115,12 +115,19 @@ def _in_table_order(item: tuple[tuple[int, str], object]) -> tuple[int, int]:
 def _job_seconds(
     lines: Iterable[RankTimeline], *, first_step: int
 ) -> dict[tuple[int, str], list[float]]:
-    """Seconds of all jobs by (stage, kind)."""
+    """Seconds of all jobs by (stage, kind); what a backward recomputed ahead is part of it."""
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for line in lines:
+        ahead_s = 0.0
         for span in line.spans:
-            if span.kind in JOB_KINDS and span.step >= first_step:
-                found[span.stage, span.kind].append(span.end_s - span.start_s)
+            if span.step < first_step:
+                continue
+            seconds = span.end_s - span.start_s
+            if span.kind == REMAKE:
+                ahead_s = seconds
+            elif span.kind in JOB_KINDS:
+                found[span.stage, span.kind].append(seconds + ahead_s)
+                ahead_s = 0.0
     return dict(found)
 
 

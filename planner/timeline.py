@@ -6,9 +6,10 @@ its last line readable:
     {"format": "planner-timeline", "version": 1, "rank": 1, "pp_rank": 1, "clock_offset_s": 0.0}
     {"kind": "F", "name": "F1.0", "step": 0, "stage": 1, "microbatch": 0, "start_s": …, "end_s": …}
 
-Kinds are the job kinds F, B, I, W; REDUCE and OPTIMIZE; and WAIT, for a tensor that has not
-come yet. Times are on the rank's own clock; adding its offset gives rank 0's. A simulated
-timetable is written the same way, so prediction and measurement load side by side.
+Kinds are the job kinds F, B, I, W; R, what a backward recomputes before its gradient has come;
+REDUCE and OPTIMIZE; and WAIT, for a tensor that has not come yet. Times are on the rank's own
+clock; adding its offset gives rank 0's. A simulated timetable is written the same way, so
+prediction and measurement load side by side.
 Torch-free.
 """
 
@@ -26,7 +27,8 @@ from planner.errors import PlannerError
 FORMAT, VERSION = "planner-timeline", 1
 
 JOB_KINDS = ("F", "B", "I", "W")
-KINDS = (*JOB_KINDS, "REDUCE", "OPTIMIZE", "WAIT")
+REMAKE = "R"
+KINDS = (*JOB_KINDS, REMAKE, "REDUCE", "OPTIMIZE", "WAIT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,4 +240,4 @@ def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
 
 
 def _is_job(span: Span) -> bool:
-    return span.kind in JOB_KINDS
+    return span.kind in JOB_KINDS or span.kind == REMAKE

@@ -25,6 +25,7 @@ from planner.runtime.watchdog import Status
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
+from planner.timeline import REMAKE
 
 _NOTHING = nullcontext()
 
@@ -49,11 +50,13 @@ class Live:
     `leaves` are the incoming tensors that need a gradient, by edge; `roots` the outputs'
     places in the autograd graph (None for one without gradient): holding no tensor, they
     let an output's memory go once it is sent. `loss` is the last root of a loss stage.
+    `make_again` runs the stage's last block again, where it is recomputed.
     """
 
     leaves: tuple[tuple[Edge, Tensor], ...]
     roots: tuple[GradientEdge | None, ...]
     loss: GradientEdge | None
+    make_again: Callable[[], None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,12 +191,18 @@ class Executor:
             roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outputs)
             loss = roots[-1] if wiring.has_loss else None
             sent = roots[:-1] if wiring.has_loss else roots
-            self.live[job.stage_index, m] = Live(tuple(leaves), sent, loss)
+            again = stage.take_again()
+            self.live[job.stage_index, m] = Live(tuple(leaves), sent, loss, again)
 
     def _backward(self, job: Job, feed: Feed, *, is_last: bool) -> None:
         m = job.microbatch_index
         wiring = self._stages[job.stage_index].wiring
         live = self.live.pop((job.stage_index, m))
+        if live.make_again is not None and live.roots:
+            # Needs no gradient, so it need not wait for one; nor does it take memory that the
+            # backward would not, which begins with this block.
+            with self._computing(job, REMAKE), self._collecting(job):
+                live.make_again()
         grads: list[Tensor | None] = [None] * len(live.roots)
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             if edge.requires_grad:
@@ -231,21 +240,24 @@ class Executor:
         with self._recorder.span("WAIT", name, stage, message.microbatch):
             return self._post.get(message)
 
-    def _computing(self, job: Job) -> AbstractContextManager[None]:
-        """Name a job's computation for profilers, and record when it ran, if anyone looks."""
+    def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[None]:
+        """Name a job's computation for profilers, and record when it ran, if anyone looks.
+
+        `kind` is another than the job's for what it does ahead of its inputs.
+        """
         if self._recorder is None and not torch.autograd._profiler_enabled():
             return _NOTHING
-        return self._watched(job)
+        return self._watched(job, kind or str(job.kind))
 
     @contextmanager
-    def _watched(self, job: Job) -> Iterator[None]:
-        name = job_name(job)
+    def _watched(self, job: Job, kind: str) -> Iterator[None]:
+        name = job_name(job, kind)
         with ExitStack() as around:
             if torch.autograd._profiler_enabled():
                 around.enter_context(torch.profiler.record_function(name))
             if self._recorder is not None:
                 around.enter_context(
-                    self._recorder.span(str(job.kind), name, job.stage_index, job.microbatch_index)
+                    self._recorder.span(kind, name, job.stage_index, job.microbatch_index)
                 )
             yield
 

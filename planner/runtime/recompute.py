@@ -14,6 +14,7 @@ and neither the kernels inside one op nor a result that nobody reads is held.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,12 +90,21 @@ class Recomputed:
     ) -> None:
         self.run, self.keeper, self.draws = run, keeper, draws
         self.again = False
+        self._latest: weakref.ref[_Call] | None = None
 
     def __call__(self, *inputs: Any) -> Outputs:
         """Run the block on its inputs: tensors, or numbers and tuples of tensors that live on."""
         if not torch.is_grad_enabled():
             return self.run(*inputs)
-        return _Call(self, inputs).first_run(*inputs)
+        call = _Call(self, inputs)
+        self._latest = weakref.ref(call)  # The graph that the run makes is what keeps it.
+        return call.first_run(*inputs)
+
+    def take_latest(self) -> Callable[[], None] | None:
+        """Return what makes the last call's tensors again ahead of its backward, once."""
+        call = self._latest and self._latest()
+        self._latest = None
+        return call and call.make_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +198,11 @@ class _Call:
         if saved not in self._made:
             self._second_run()
         return self._made.pop(saved)
+
+    def make_again(self) -> None:
+        """Make the tensors that autograd will ask for, if there are any."""
+        if self._num_saved and not self._made:
+            self._second_run()
 
     def _second_run(self) -> None:
         self._made.clear()

@@ -27,9 +27,9 @@ from planner.timeline import Span, rank_file, write_header, write_spans
 _CLOCK_ROUNDS = 8
 
 
-def job_name(job: Job) -> str:
+def job_name(job: Job, kind: str | None = None) -> str:
     """Return a job's name in traces and profilers: kind, stage, microbatch, as ``F3.2``."""
-    return f"{job.kind}{job.stage_index}.{job.microbatch_index}"
+    return f"{kind or job.kind}{job.stage_index}.{job.microbatch_index}"
 
 
 class Recorder:

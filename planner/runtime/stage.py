@@ -52,7 +52,7 @@ class BlockModule(nn.Module):
         super().__init__()
         self._program, self._slots = program, slots
         self.params_are_dtensors = False
-        self._recomputed = None if recomputed is None else recomputed(self._with_params)
+        self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
     def forward(
         self,
@@ -62,8 +62,8 @@ class BlockModule(nn.Module):
         keep_all: bool = False,
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
-        if self._recomputed is not None and not keep_all:
-            return self._recomputed(num_samples, passed, *inputs)
+        if self.recomputed is not None and not keep_all:
+            return self.recomputed(num_samples, passed, *inputs)
         return self._with_params(num_samples, passed, *inputs)
 
     def _with_params(
@@ -71,7 +71,7 @@ class BlockModule(nn.Module):
     ) -> tuple[Tensor, ...]:
         # Parameters are looked up here and not by the caller: when a block is recomputed
         # under FSDP2, the gathered parameter of that moment is the one to use.
-        again = self._recomputed is not None and self._recomputed.again
+        again = self.recomputed is not None and self.recomputed.again
         if again or not torch.is_grad_enabled():
             # Neither a second run nor an evaluation may move running statistics.
             passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in passed)
@@ -225,9 +225,27 @@ class StageModule(nn.Module):
             tensor = redistribute(tensor, on_tp, str(src.tp), str(dst.tp), False)
         return redistribute(tensor, on_cp, str(between), str(dst.cp), False)
 
+    def take_again(self) -> Callable[[], None] | None:
+        """Return what makes the last block's tensors again: its backward will begin with it.
+
+        Call it right after `forward`. None where nothing is recomputed, or the block's
+        parameters are gathered (ZeRO 3) only when its backward begins.
+        """
+        block = self.blocks[-1]
+        assert isinstance(block, BlockModule)
+        return (
+            None
+            if block.recomputed is None or _is_sharded(block)
+            else (block.recomputed.take_latest())
+        )
+
     def named_params(self) -> dict[str, nn.Parameter]:
         """Return the stage's parameters by the user's own names."""
         return {self.fqns[name]: param for name, param in self.named_parameters()}
+
+
+def _is_sharded(block: BlockModule) -> bool:
+    return any(isinstance(param, DTensor) for param in block.parameters())
 
 
 def _cut_one_dim(a: Placement, b: Placement) -> bool:

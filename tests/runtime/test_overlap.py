@@ -1,18 +1,23 @@
 """Communication goes on while jobs compute: exposed is what the simulator says, no more.
 
-P15, G13, D18, and what ZB-H1 gains where links are slow. Jobs sleep, so the machine's own
-speed does not matter; links hold messages back (`benchmarks/delays.py`).
+P15, G13, D18, G18 (recomputation), and what ZB-H1 gains where links are slow. Jobs sleep, so
+the machine's own speed does not matter; links hold messages back (`benchmarks/delays.py`).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.delays import BLOCKING, Case, Row, measure_rows
+import planner
+from benchmarks.delays import BLOCKING, Case, Row, measure_rows, slow_down_links
 from costmodel import CostCache, estimate
+from planner.plan import Plan
 from planner.plan_defaults import default_plan
+from planner.timeline import load_timeline
 from profiles import load_profile
-from tests.runtime.scenarios import capture
+from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
 JOB_S, HOP_S = 0.03, 0.03
@@ -20,15 +25,34 @@ SCHEDULES = ["1f1b", BLOCKING, "eager_1f1b", "zb_h1"]
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    """Six microbatches on two ranks, by schedule."""
+def ran(tmp_path_factory) -> tuple[list[Row], Path]:
+    """Both runs on two ranks: the schedules' rows, and a folder of timelines."""
+    folder = tmp_path_factory.mktemp("timelines")
     cases = [Case(schedule=name, hop_s=HOP_S) for name in SCHEDULES]
-    found, _ = run_ranks(_measure, 2, cases)
-    return {row.schedule: row for row in found}
+    plans = [
+        default_plan(capture("gpt"), pp=2, num_microbatches=4, schedule=name, recompute="full")
+        for name in ("1f1b", "zb_h1")
+    ]
+    found, _ = run_ranks(_run, 2, cases, plans, folder)
+    return found, folder
 
 
-def _measure(cases: list[Case]) -> list[Row]:
-    return measure_rows(cases, ranks=2, num_microbatches=6, job_s=JOB_S, steps=3)
+def _run(cases: list[Case], plans: list[Plan], folder: Path) -> list[Row]:
+    rows = measure_rows(cases, ranks=2, num_microbatches=6, job_s=JOB_S, steps=2)
+    for plan in plans:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PLANNER_TIMELINE", str(folder / plan.schedule))
+            tiny, module = build("gpt")
+            engine = planner.apply(plan, module)
+        slow_down_links(engine, HOP_S)
+        engine.step(tiny.batch(plan.global_batch))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rows(ran) -> dict[str, Row]:
+    """Six microbatches, by schedule."""
+    return {row.schedule: row for row in ran[0]}
 
 
 def test_steps_take_what_the_simulator_says(rows):
@@ -66,3 +90,19 @@ def test_zero_bubble_gains_what_is_predicted(rows):
     row = rows["zb_h1"]
     assert row.predicted_gain > 0.08
     assert row.measured_gain == pytest.approx(row.predicted_gain, abs=0.07)
+
+
+@pytest.mark.parametrize(("schedule", "backward"), [("1f1b", "B"), ("zb_h1", "I")])
+def test_recomputation_does_not_wait_for_its_gradient(ran, schedule, backward):
+    """G18: on the rank that waits for gradients, each backward has a recomputation of its own,
+    which is over before the gradient is there. (That the gradients stay right: `test_recompute`.)
+    """
+    first, last = load_timeline(ran[1] / schedule)
+    spans = [s for s in first.spans if s.kind in ("R", "WAIT", backward)]
+    assert [s.kind for s in spans] == ["R", "WAIT", backward] * 4
+    assert [s.name for s in spans if s.kind == "R"] == [f"R0.{m}" for m in range(4)]
+    remade, waited = spans[0], spans[1]
+    assert remade.end_s <= waited.start_s
+    assert waited.end_s - waited.start_s > HOP_S / 2
+    # The rank of the loss has no gradient to wait for.
+    assert not [s for s in last.spans if s.kind == "R"]

@@ -1,0 +1,204 @@
+"""Activation memory of 1F1B against FThenB over a grid of pp and microbatches.
+
+    python benchmarks/activation_memory.py [--pp 2 4] [--microbatches 4 8 16] [--json [rows.json]]
+
+Measured: the real engine on fake tensors (`planner.runtime.dryrun`), every pp rank: the bytes
+alive after each forward, without weights, gradients, optimizer state and batch; what is left are
+saved tensors and posted receive buffers. Predicted: the memory model's activations and buffers.
+Both on the pp rank that has most, of a small GPT; needs neither ranks nor a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from costmodel import CostCache, estimate
+from planner.capture import capture_module
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from planner.runtime.dryrun import DryRun, dry_run
+from planner.runtime.wiring import stage_params
+from profiles import load_profile
+
+SCHEDULES = ("fthenb", "1f1b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Peak activation bytes of both schedules, and how much less 1F1B needs."""
+
+    pp: int
+    num_microbatches: int
+    fthenb_measured_bytes: int
+    fthenb_predicted_bytes: float
+    one_f_one_b_measured_bytes: int
+    one_f_one_b_predicted_bytes: float
+
+    @property
+    def measured_saving(self) -> float:
+        """The part of FThenB's bytes that 1F1B does without."""
+        return 1 - self.one_f_one_b_measured_bytes / self.fthenb_measured_bytes
+
+    @property
+    def predicted_saving(self) -> float:
+        """The same, predicted."""
+        return 1 - self.one_f_one_b_predicted_bytes / self.fthenb_predicted_bytes
+
+    @property
+    def largest_error(self) -> float:
+        """The larger relative error of the two predictions."""
+        return max(
+            abs(self.fthenb_predicted_bytes / self.fthenb_measured_bytes - 1),
+            abs(self.one_f_one_b_predicted_bytes / self.one_f_one_b_measured_bytes - 1),
+        )
+
+
+def measured_bytes(plan: Plan, graph: ModelGraph, build: Callable[[], nn.Module]) -> int:
+    """Return the most bytes of activations and receive buffers that a pp rank holds."""
+    return max(_held(plan, graph, dry_run(plan, graph, build, rank=r)) for r in range(plan.pp))
+
+
+def _held(plan: Plan, graph: ModelGraph, run: DryRun) -> int:
+    # A step begins without gradients, and the first backward makes all of the rank's.
+    gradients = sum(
+        graph.tensor[name].bytes_at(1)
+        for name in stage_params(graph, plan)[run.pp_rank]
+        if graph.tensor[name].requires_grad
+    )
+    held, made = [], 0
+    for moment in run.moments:
+        if moment.kind == "B":
+            made = gradients
+        elif moment.kind == "F":
+            held.append(moment.end_bytes - (run.rest_bytes - gradients) - made)
+    return max(held)
+
+
+def grid(
+    graph: ModelGraph,
+    build: Callable[[], nn.Module],
+    sizes: Iterable[tuple[int, int]],
+    *,
+    microbatch_size: int = 4,
+) -> list[Row]:
+    """Return a row for each (pp, num_microbatches)."""
+    costs = CostCache(graph, _CpuProfile())
+    rows = []
+    for pp, num_microbatches in sizes:
+        found: dict[str, tuple[int, float]] = {}
+        for schedule in SCHEDULES:
+            plan = default_plan(
+                graph,
+                pp=pp,
+                num_microbatches=num_microbatches,
+                microbatch_size=microbatch_size,
+                schedule=schedule,
+            )
+            memory = estimate(graph, costs.profile, plan, costs=costs).memory
+            predicted = max(float(m.activation_bytes + m.communication_bytes) for m in memory)
+            found[schedule] = measured_bytes(plan, graph, build), predicted
+        rows.append(
+            Row(
+                pp=pp,
+                num_microbatches=num_microbatches,
+                fthenb_measured_bytes=found["fthenb"][0],
+                fthenb_predicted_bytes=found["fthenb"][1],
+                one_f_one_b_measured_bytes=found["1f1b"][0],
+                one_f_one_b_predicted_bytes=found["1f1b"][1],
+            )
+        )
+    return rows
+
+
+class _CpuProfile:
+    """A shipped profile that says its devices are CPUs, whose kernels a dry run imitates."""
+
+    def __init__(self) -> None:
+        self._profile = load_profile("h100-sxm5-80gb")
+        self.cluster = replace(self._profile.cluster, device_type="cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profile, name)
+
+
+class Block(nn.Module):
+    """A transformer layer of plain PyTorch."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, sequence, hidden] to the same."""
+        b, s, h = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, 2, h // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Chain(nn.Module):
+    """Layers with a mean square loss at their end."""
+
+    def __init__(self, layers: int = 8, hidden: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the loss."""
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(x, target)
+
+
+def model_graph() -> ModelGraph:
+    """Return the capture of the benchmark's model."""
+    two, three = (dict.fromkeys(("x", "target"), torch.randn(n, 16, 32)) for n in (2, 3))
+    return capture_module(Chain(), two, three)
+
+
+def main() -> None:
+    """Print the grid, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pp", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--json", nargs="?", const="-", help="print rows, or write them here")
+    options = parser.parse_args()
+    sizes = [(pp, m) for pp in options.pp for m in options.microbatches if m >= pp]
+    rows = grid(model_graph(), Chain, sizes)
+    if options.json:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        print(text) if options.json == "-" else Path(options.json).write_text(text)
+        return
+    print("KiB of activations       fthenb: measured predicted  1f1b: measured predicted")
+    for row in rows:
+        kib = [
+            bytes_ / 1024
+            for bytes_ in (
+                row.fthenb_measured_bytes,
+                row.fthenb_predicted_bytes,
+                row.one_f_one_b_measured_bytes,
+                row.one_f_one_b_predicted_bytes,
+            )
+        ]
+        print(
+            f"pp {row.pp} microbatches {row.num_microbatches:3}        {kib[0]:9.0f} {kib[1]:9.0f}"
+            f"       {kib[2]:9.0f} {kib[3]:9.0f}   1f1b saves {row.measured_saving:.1%}, "
+            f"predicted {row.predicted_saving:.1%}; largest error {row.largest_error:.2%}"
+        )
+
+
+if __name__ == "__main__":
+    main()
