@@ -29,12 +29,12 @@ from typing import Any
 import numpy as np
 
 from costmodel.memory import kept_bytes
-from costmodel.stage import StageLoad
+from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule, stage_to_pp_rank
 from search.chain_dp import Floats
 from search.rank_bytes import peak_bytes
-from search.space import Configuration, Shape
+from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
 
 
@@ -50,7 +50,9 @@ class TableBounds:
         """Return one microbatch's seconds through all blocks, and through the longest one."""
         if recompute not in self._seconds:
             forward = self.table.forward_s
-            block = forward + self.table.backward_s + (forward if recompute == "full" else 0.0)
+            load = self.table.blocks
+            again = [again_seconds(load, choice) for choice in recompute_choices(recompute)]
+            block = forward + self.table.backward_s + np.min(again, axis=0)
             self._seconds[recompute] = (float(block.sum()), float(block.max()))
         return self._seconds[recompute]
 
@@ -91,7 +93,7 @@ class TableBounds:
     def _blocks(self, configuration: Configuration) -> float:
         peaks = [
             self._peak(self.table.blocks, configuration, recompute=recompute)
-            for recompute in _choices(configuration)
+            for recompute in recompute_choices(configuration.recompute)
         ]
         return float(np.min(peaks, axis=0).max())
 
@@ -104,6 +106,7 @@ class TableBounds:
             replicas=configuration.dp * configuration.cp,
             zero=configuration.zero,
             profile=self.table.profile,
+            precision=self.table.precision,
         )
 
     def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
@@ -111,20 +114,12 @@ class TableBounds:
         key = ("kept", configuration.recompute)
         if key not in self._memory:
             load = self.table.blocks
-            kept = np.min(
-                [kept_bytes(load, recompute=choice) for choice in _choices(configuration)], axis=0
-            )
+            choices = recompute_choices(configuration.recompute)
+            kept = np.min([kept_bytes(load, recompute=choice) for choice in choices], axis=0)
             # Neighbours in one stage share what one keeps of its outputs.
             self._memory[key] = float(np.sum(np.maximum(0.0, kept - load.tail_bytes)))
         context = float(self.table.profile.context_bytes)
         return context + self._memory[key] / sum(1.0 / k for k in in_flight)
-
-
-def _choices(configuration: Configuration) -> tuple[Recompute, ...]:
-    """What each stage may choose between."""
-    if configuration.recompute == "mixed":
-        return ("none", "full")
-    return (configuration.recompute,)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)
@@ -156,14 +151,14 @@ def virtual_stage_bound(
     table: StageTable,
     cuts: Sequence[int],
     hop_s: Floats,
-    recomputed: Sequence[bool],
+    recomputed: Sequence[Recompute],
 ) -> float:
     """Return a step time that these stages cannot beat under any table of the schedule's kind.
 
     A rank starts when the first microbatch has passed the stages before its first one, does
     all its work, and (unless backward is split, when weight gradients may come last) sends
     the last gradient back through those stages to rank 0. Then follow gradient sync and
-    optimizer. `recomputed` says which stages compute their forward again.
+    optimizer. `recomputed` says what each stage computes again.
     """
     one = configuration
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
@@ -173,7 +168,7 @@ def virtual_stage_bound(
     forward = np.array([run.forward_s + run.per_forward_s for run in runs])
     backward = np.array(
         [
-            run.backward_s + run.per_backward_s + again * run.forward_s
+            run.backward_s + run.per_backward_s + run.again_s(again)
             for run, again in zip(runs, recomputed, strict=True)
         ]
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from costmodel import CostCache, Estimate, StageLoad, estimate, stage_memory
+from costmodel import CostCache, Estimate, StageLoad, estimate, rank_memory
 from costmodel.memory import kept_bytes
+from costmodel.stage import again_seconds
 from planner.graph import ModelGraph
-from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan
+from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
     find_schedule,
@@ -22,11 +23,11 @@ from planner.schedule import (
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
-from search.chain_dp import ChainProblem, Cut
+from search.chain_dp import ChainProblem, Cut, Floats
 from search.layouts import LayoutSolver
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import peak_bytes
-from search.space import Configuration
+from search.space import Configuration, recompute_choices
 from search.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
@@ -42,6 +43,8 @@ class Candidates:
     solver: LayoutSolver
     costs: CostCache
     model_file: str = ""
+    precision: Precision = "model"
+    cuts: tuple[int, ...] = ()
     _tables: dict[tuple[int, int], tuple[StageTable, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Candidates:
                     layouts=by_class,
                     tp=tp,
                     microbatch_size=microbatch_size,
+                    precision=self.precision,
                     replica_memo=self._replica_memo,
                 )
                 for by_class in layouts
@@ -80,8 +84,8 @@ class Candidates:
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank."""
         one = configuration
-        choices = recompute_choices(one)
-        again = table.forward_s if choices == ("full",) else 0.0
+        choices = recompute_choices(one.recompute)
+        again = least_again_s(table, choices)
         splits = find_schedule(one.schedule).splits_backward
         known = "split" if splits else _FAMILIES.get(one.schedule, "any")
         return ChainProblem(
@@ -101,6 +105,7 @@ class Candidates:
             family=known,
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),
+            cuts=self.cuts,
         )
 
     def _most_blocks(
@@ -117,9 +122,10 @@ class Candidates:
 
             def peak(param_bytes: float) -> float:
                 return float(
-                    stage_memory(
-                        StageLoad(param_bytes=param_bytes), in_flight=1, recompute="none",
+                    rank_memory(
+                        StageLoad(param_bytes=param_bytes), kept=0, transient=0,
                         dp=one.dp * one.cp, zero_stage=one.zero, profile=self.profile,
+                        precision=self.precision,
                     ).total
                 )  # fmt: skip
 
@@ -134,7 +140,7 @@ class Candidates:
         self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
-        for index, choice in enumerate(recompute_choices(configuration)):
+        for index, choice in enumerate(recompute_choices(configuration.recompute)):
             peak = peak_bytes(
                 table.whole,
                 in_flight=1,
@@ -143,6 +149,7 @@ class Candidates:
                 replicas=configuration.dp * configuration.cp,
                 zero=configuration.zero,
                 profile=self.profile,
+                precision=self.precision,
             )
             if peak <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
@@ -168,18 +175,19 @@ class Candidates:
         load = table.blocks
         live = np.asarray(live_stages_of(one), dtype=float)
         params = np.bincount(homes, weights=np.add.reduceat(load.param_bytes, first))
-        choices = recompute_choices(one)
+        choices = recompute_choices(one.recompute)
         fits = []
         for choice in choices:
             kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
             held = np.bincount(homes, weights=np.add.reduceat(kept, first)) / one.vpp
-            peak = stage_memory(
-                StageLoad(param_bytes=params, saved_bytes=held),
-                in_flight=live,
-                recompute="none",
+            peak = rank_memory(
+                StageLoad(param_bytes=params),
+                kept=live * held,
+                transient=0,
                 dp=one.dp * one.cp,
                 zero_stage=one.zero,
                 profile=self.profile,
+                precision=self.precision,
             ).total
             fits.append(peak <= memory_limit_bytes)
         if not np.all(np.any(fits, axis=0)):
@@ -198,28 +206,28 @@ class Candidates:
         key = (id(table), stages)
         if key not in self._even_cuts:
             seconds = table.forward_s + table.backward_s
-            self._even_cuts[key] = balanced_cut(seconds.tolist(), stages)
+            self._even_cuts[key] = self.cuts or balanced_cut(seconds.tolist(), stages)
         cuts = self._even_cuts[key]
         choices = self._even_choices(configuration, table, cuts, memory_limit_bytes)
         if choices is None:
             return None
-        names = recompute_choices(configuration)
+        names = recompute_choices(configuration.recompute)
         bound = virtual_stage_bound(
             configuration,
             table,
             cuts,
             table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
-            [names[choice] == "full" for choice in choices],
+            [names[choice] for choice in choices],
         )
         return Cut(cuts=cuts, choices=choices, value=bound)
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
-        return quick_step_s(configuration, table, cut, recompute_choices(configuration))
+        return quick_step_s(configuration, table, cut, recompute_choices(configuration.recompute))
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""
-        choices = recompute_choices(configuration)
+        choices = recompute_choices(configuration.recompute)
         homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
         return Plan(
             model=self.model,
@@ -236,6 +244,7 @@ class Candidates:
             microbatch_size=configuration.microbatch_size,
             num_microbatches=configuration.num_microbatches,
             schedule=configuration.schedule,
+            precision=self.precision,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
             stages=tuple(
                 StagePlan(
@@ -285,11 +294,9 @@ def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
     return tuple(result)
 
 
-def recompute_choices(configuration: Configuration) -> tuple[Recompute, ...]:
-    """Return what each stage may choose between."""
-    if configuration.recompute == "mixed":
-        return ("none", "full")
-    return (configuration.recompute,)  # type: ignore[return-value]
+def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:
+    """Return the least that any of the choices adds to each block's backward."""
+    return np.min([again_seconds(table.blocks, choice) for choice in choices], axis=0)
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

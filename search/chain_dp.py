@@ -51,6 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import gt
 from typing import Protocol
 
@@ -153,6 +154,14 @@ def even_reach(num_blocks: int, width: int) -> NDArray[np.intp]:
     return np.minimum(num_blocks, np.arange(num_blocks + 1) + width)
 
 
+def fixed_windows(cuts: Sequence[int]) -> tuple[Window, ...]:
+    """Return the one run of each stage between given cuts."""
+    return tuple(
+        Window(first_start=a, last_start=a, first_end=b, last_end=b, width=b - a)
+        for a, b in pairwise(cuts)
+    )
+
+
 class Band(Protocol):
     """The costs of a window's runs, in its shape; of those that are not valid, anything.
 
@@ -199,7 +208,8 @@ class ChainProblem:
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
     gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
-    most_blocks: no run of more blocks fits the memory (None: not known).
+    most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
+    that are fixed, so that recompute alone is chosen (empty: free).
     """
 
     stages: Stages
@@ -212,6 +222,7 @@ class ChainProblem:
     family: str = "any"
     choices: tuple[str, ...] = ("none",)
     most_blocks: int | None = None
+    cuts: tuple[int, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -344,12 +355,14 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     be in a better one.
     """
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if problem.cuts:
+        return _solve_within(problem, fixed_windows(problem.cuts), ceiling)
     if stages > n or longest * stages < n:
         return Solved(cut=None, fits=False)
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     reach = even_reach(n, width)
     while True:
-        found = _solve_within(problem, reach, ceiling)
+        found = _solve_within(problem, stage_windows(reach, stages), ceiling)
         bound = min(ceiling, found.cut.value) if found.cut else ceiling
         needed = _longest_within(problem, bound, longest)
         if needed <= width or width == longest:
@@ -358,7 +371,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         width = needed if proved else min(longest, max(2 * width, min(needed, 4 * width)))
         reach = np.minimum(even_reach(n, width), _reach_within(problem, bound))
         if proved:
-            return _better(found, _solve_within(problem, reach, bound))
+            return _better(found, _solve_within(problem, stage_windows(reach, stages), bound))
 
 
 def _better(one: Solved, other: Solved) -> Solved:
@@ -405,10 +418,11 @@ def least_with(problem: ChainProblem, num_blocks: int) -> float:
     return float((problem.num_microbatches * seconds + band.tail_s).min())
 
 
-def _solve_within(problem: ChainProblem, reach: NDArray[np.intp], ceiling: float) -> Solved:
-    """Solve for stages that end within `reach`, each first cut whose bound is under the best."""
+def _solve_within(
+    problem: ChainProblem, windows: Sequence[Window] | None, ceiling: float
+) -> Solved:
+    """Solve for stages of these windows, each first cut whose bound is under the best."""
     choices = range(len(problem.choices))
-    windows = stage_windows(reach, problem.num_stages)
     if windows is None:
         return Solved(cut=None, fits=False)
     paths = [Paths(problem, window) for window in windows]
@@ -493,7 +507,9 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     if stages > n:
         return None
     width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
-    windows = stage_windows(even_reach(n, width), stages)
+    windows: Sequence[Window] | None = (
+        fixed_windows(problem.cuts) if problem.cuts else stage_windows(even_reach(n, width), stages)
+    )
     assert windows is not None, "stages that hold half as much again as the average cover all"
     paths = [Paths(problem, window) for window in windows]
 

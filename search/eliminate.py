@@ -83,7 +83,7 @@ def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
     source = np.array(link.source)
     if len(link.uses) == 1 and None not in (link.producer, link.uses[0][0]):
         user, asks = link.uses[0]
-        total = link.seconds[np.ix_(source, asks)]
+        total = link.seconds[np.ix_(source, np.array(asks))]
         return variables, total if variables == (link.producer, user) else total.T
     total = np.zeros(shape)
     for column in range(link.seconds.shape[1]):

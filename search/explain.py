@@ -54,6 +54,7 @@ def compare_choices(
         zero=None,
         recompute=None,
         pins=(),
+        balance=(),
     )
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:

@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import accumulate, count
 from operator import ge
 
 from costmodel import Estimate
@@ -55,6 +55,10 @@ PLAIN = ("1f1b", 1)
 _MOST_OWN_TABLES = 4
 """How many of the best plans get a table of their own where the request asks for one."""
 
+_MOST_REFUSALS = 8
+"""How often a configuration is cut again when its estimate is over the memory limit."""
+_LEAST_TIGHTENING = 0.002
+
 # A microbatch size that gains less than this per sample ends the list of sizes.
 _LEAST_GAIN = 0.002
 
@@ -70,12 +74,18 @@ class Unopened:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Entry:
-    """A configuration with one layout, at some gate; `bound` is below its step time."""
+    """A configuration with one layout, at some gate; `bound` is below its step time.
+
+    `tighter_bytes` is the memory limit to cut under where the estimate refused what was cut
+    under the request's own: gate 2 counts bytes more roughly than the estimate.
+    """
 
     configuration: Configuration
     table: StageTable
     bound: float
     cut: Cut | None = None
+    tighter_bytes: float | None = None
+    refusals: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,6 +158,8 @@ def find_plan(
         solver=solver,
         costs=CostCache(graph, profile),
         model_file=request.model_file,
+        precision=request.precision,
+        cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
     )
     refusals = Refusals()
     shapes = list_shapes(
@@ -304,14 +316,13 @@ def _walk(search: _Search, progress: Progress | None) -> None:
 def _second_gate(search: _Search, entry: Entry) -> None:
     """Cut the chain; push the configuration back with its cut and a tighter bound."""
     one, table = entry.configuration, entry.table
-    limit = search.memory_limit_bytes
+    limit = entry.tighter_bytes or search.memory_limit_bytes
     if one.vpp > 1 or one.pp == 1:
         cut = _only_cut(search, entry)
         if cut is None:
             search.pruned["memory: the even cut or the whole chain does not fit"] += 1
             return
-        bound = max(entry.bound, cut.value)
-        search.push(Entry(configuration=one, table=table, bound=bound, cut=cut))
+        search.push(replace(entry, bound=max(entry.bound, cut.value), cut=cut))
         return
     in_flight = in_flight_of(one)
     if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
@@ -328,18 +339,18 @@ def _second_gate(search: _Search, entry: Entry) -> None:
             search.pruned[f"memory: {search.request.solver} found no stage boundaries"] += 1
             return
         bound = entry.bound if search.request.solver == "recursive" else cut.value
-        search.push(Entry(configuration=one, table=table, bound=max(entry.bound, bound), cut=cut))
+        search.push(replace(entry, bound=max(entry.bound, bound), cut=cut))
         return
     solved = solve_chain(problem, ceiling=search.best_s)
     if not solved.fits:
-        search.too_many.setdefault(key, []).append(in_flight)
+        if entry.tighter_bytes is None:
+            search.too_many.setdefault(key, []).append(in_flight)
         search.pruned["memory: no stage boundaries fit"] += 1
         return
     if solved.cut is None:
         search.pruned["stage boundaries: the best cut cannot beat the best"] += 1
         return
-    bound = max(entry.bound, solved.cut.value)
-    search.push(Entry(configuration=one, table=table, bound=bound, cut=solved.cut))
+    search.push(replace(entry, bound=max(entry.bound, solved.cut.value), cut=solved.cut))
 
 
 _SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
@@ -353,9 +364,10 @@ _SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
 def _only_cut(search: _Search, entry: Entry) -> Cut | None:
     """Return the one cut there is to try: a single stage, or even virtual ones; None if too big."""
     one, table, candidates = entry.configuration, entry.table, search.candidates
+    limit = entry.tighter_bytes or search.memory_limit_bytes
     if one.vpp == 1:
-        return candidates.one_stage(one, table, search.memory_limit_bytes)
-    return candidates.even_cut(one, table, search.memory_limit_bytes)
+        return candidates.one_stage(one, table, limit)
+    return candidates.even_cut(one, table, limit)
 
 
 def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
@@ -368,10 +380,11 @@ def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
         search.open_bounds.append(bound)
         search.losers.append((step_s, next(search.ticket), entry))
         return
-    done = _estimate(search, entry, cut)
-    if done is None:
+    done = _price(search, entry, cut)
+    over = done.answer.peak_bytes - search.memory_limit_bytes
+    if over > 0:
         search.simulated -= 1
-        search.pruned["memory: the whole plan, rank by rank"] += 1
+        _cut_tighter(search, entry, over)
         return
     search.open_bounds.append(bound)
     search.finished.append(done)
@@ -379,14 +392,23 @@ def _third_gate(search: _Search, entry: Entry, cut: Cut) -> None:
         search.best = done
 
 
-def _estimate(search: _Search, entry: Entry, cut: Cut) -> Finished | None:
-    """Return the cost model's answer, or None when a rank does not fit after all."""
-    one, limit, candidates = entry.configuration, search.memory_limit_bytes, search.candidates
-    plan = candidates.plan(one, entry.table, cut)
-    answer = candidates.estimate(plan)
-    if answer.peak_bytes > limit:
-        return None
-    return Finished(configuration=_as_chosen(one, plan), plan=plan, answer=answer)
+def _cut_tighter(search: _Search, entry: Entry, over_bytes: float) -> None:
+    """Push the configuration back, to be cut under a limit that makes up for what it was over."""
+    if entry.refusals == _MOST_REFUSALS:
+        search.pruned["memory: the whole plan, rank by rank"] += 1
+        return
+    limit = entry.tighter_bytes or search.memory_limit_bytes
+    tighter = min(limit - over_bytes, limit * (1 - _LEAST_TIGHTENING))
+    search.push(
+        replace(entry, cut=None, tighter_bytes=max(1.0, tighter), refusals=entry.refusals + 1)
+    )
+
+
+def _price(search: _Search, entry: Entry, cut: Cut) -> Finished:
+    """Return the cost model's answer."""
+    plan = search.candidates.plan(entry.configuration, entry.table, cut)
+    answer = search.candidates.estimate(plan)
+    return Finished(configuration=_as_chosen(entry.configuration, plan), plan=plan, answer=answer)
 
 
 def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
@@ -453,8 +475,8 @@ def _runners_up(search: _Search, best: Finished) -> tuple[RunnerUp, ...]:
             continue
         tries += 1
         cut = entry.cut or _cut(search, entry)
-        priced = _estimate(search, entry, cut) if cut else None
-        if priced is not None:
+        priced = _price(search, entry, cut) if cut else None
+        if priced is not None and priced.answer.peak_bytes <= search.memory_limit_bytes:
             found[_degrees_of(priced.configuration)] = priced
     rest = sorted(list(found.values())[1:], key=lambda one: one.answer.step_s)
     return tuple(

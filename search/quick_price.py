@@ -29,7 +29,7 @@ def quick_step_s(
     one = configuration
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
     runs = [ranks.run(first, end) for first, end in zip(cut.cuts[:-1], cut.cuts[1:], strict=True)]
-    full = tuple(choices[choice] == "full" for choice in cut.choices)
+    again = tuple(choices[choice] for choice in cut.choices)
     # ZeRO 0 and 1 differ only after the last job, so they share a simulation.
     key = (
         one.schedule,
@@ -39,10 +39,10 @@ def quick_step_s(
         one.dp,
         one.zero // 2,
         cut.cuts,
-        full,
+        again,
     )
     if key not in table.rank_ends:
-        table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, full)
+        table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, again)
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
     ends = []
     for rank, end in enumerate(table.rank_ends[key]):
@@ -59,15 +59,15 @@ def _simulated_rank_ends(
     table: StageTable,
     cut: Cut,
     runs: Sequence[Run],
-    full: Sequence[bool],
+    recomputed: Sequence[Recompute],
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
     starts = list(cut.cuts[:-1])
     hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     inputs = [
-        run.backward_s + run.per_backward_s + again * run.forward_s - run.weight_s
-        for run, again in zip(runs, full, strict=True)
+        run.backward_s + run.per_backward_s + run.again_s(again) - run.weight_s
+        for run, again in zip(runs, recomputed, strict=True)
     ]
     timeline = simulate(
         job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),

@@ -14,7 +14,7 @@ import numpy as np
 
 from costmodel import StageLoad, rank_memory
 from costmodel.memory import job_peak_bytes, kept_bytes
-from planner.plan import Recompute
+from planner.plan import Precision, Recompute
 from profiles import Profile
 
 
@@ -27,6 +27,7 @@ def peak_bytes(
     replicas: int,
     zero: int,
     profile: Profile,
+    precision: Precision = "model",
     receive_bytes: Any = 0,
     batch_bytes: int = 0,
 ) -> Any:
@@ -45,6 +46,7 @@ def peak_bytes(
             receive_bytes=receive_bytes,
             batch_bytes=batch_bytes,
             gradients_then=gradients,
+            precision=precision,
         ).total
 
     in_buckets = zero == 0 and replicas > 1

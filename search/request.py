@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import get_args
 
 from planner.errors import LayoutError
-from planner.plan import Plan
+from planner.plan import Plan, Precision, Recompute
 
 SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
-RECOMPUTE_CHOICES = ("none", "full")
+RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class SearchRequest:
     ``cpsat`` or ``brute_force`` (referees, for small models).
     `forbid` holds (choice, value) pairs that no answer may use; `pins` holds
     (class_index, tensor name, placement text) triples that every layout must respect.
+    `precision` is what the graph was captured in, not searched. `balance`, if not empty, fixes
+    the stages: so many blocks each, in order.
     """
 
     num_devices: int
@@ -45,6 +48,8 @@ class SearchRequest:
     solver: str = "dp"
     forbid: tuple[tuple[str, str], ...] = ()
     pins: tuple[tuple[int, str, str], ...] = ()
+    precision: Precision = "model"
+    balance: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -70,11 +75,16 @@ class SearchRequest:
             raise LayoutError(f"--zero {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
         if self.recompute not in (None, *RECOMPUTE_CHOICES):
             raise LayoutError(
-                f"--recompute {self.recompute} was given; use {' or '.join(RECOMPUTE_CHOICES)}"
+                f"--recompute {self.recompute} was given; use {', '.join(RECOMPUTE_CHOICES[:-1])} "
+                f"or {RECOMPUTE_CHOICES[-1]}"
             )
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise LayoutError(
                 f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
+            )
+        if self.precision not in get_args(Precision):
+            raise LayoutError(
+                f"--precision {self.precision} was given; use {' or '.join(get_args(Precision))}"
             )
         if self.solver not in SOLVERS:
             raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")

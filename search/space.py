@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.plan import Recompute
+from planner.plan_defaults import check_balance
 from planner.schedule import find_schedule
-from search.request import SearchRequest
+from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
@@ -29,7 +32,7 @@ backward, or go through them breadth first, keep more memory for no less time.""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One point of the space. `recompute` is ``none``, ``full`` or ``mixed`` (by stage)."""
+    """One point of the space. `recompute` is one for all stages, or ``mixed`` (by stage)."""
 
     dp: int
     cp: int
@@ -100,6 +103,13 @@ class Refusals:
         self.example.setdefault(rule, example)
 
 
+def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
+    """Return what each stage may choose between."""
+    if recompute == "mixed":
+        return RECOMPUTE_CHOICES
+    return (cast("Recompute", recompute),)
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
@@ -117,7 +127,8 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         )
     if request.cp is not None and request.cp > 1:
         raise LayoutError(
-            f"--cp {request.cp} was given; context parallelism is not supported yet, so use --cp 1"
+            f"--cp {request.cp} was given; the search does not price context parallelism yet, "
+            "so use --cp 1 (planner.plan_defaults.default_plan makes a plan with cp)"
         )
     fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
     given = {name: value for name, value in fixed.items() if value is not None}
@@ -136,6 +147,11 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"leave one of them out or use --gpus {product}"
         )
     blocks = len(graph.blocks)
+    if request.balance:
+        stages = len(request.balance)
+        if request.pp:
+            stages = request.pp * (request.vpp or max(1, stages // request.pp))
+        check_balance(request.balance, num_blocks=blocks, num_stages=stages)
     stages = (request.pp or 1) * (request.vpp or 1)
     if stages > blocks:
         raise LayoutError(
@@ -240,7 +256,8 @@ def _shapes(
                 options_of[key] = tuple(
                     (schedule, vpp)
                     for schedule, vpp in _schedules(request, graph, *key, refusals)
-                    if not request.is_forbidden("schedule", schedule)
+                    if not (request.balance and pp * vpp != len(request.balance))
+                    and not request.is_forbidden("schedule", schedule)
                     and not request.is_forbidden("vpp", vpp)
                 )
             zeros = tuple(z for z in _zeros(request, dp) if not request.is_forbidden("zero", z))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from costmodel.boundary import block_entry_seconds, output_placements
 from costmodel.cache import CostCache
 from costmodel.communication import (
+    MASTER_FACTOR,
     DataParallelSeconds,
     adamw_seconds,
     data_parallel_seconds,
@@ -27,7 +28,7 @@ from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.topology import dp_group, hop_group, tp_group
 from planner.graph import ModelGraph
 from planner.placement import Shard
-from planner.plan import ClassLayout, Recompute
+from planner.plan import ClassLayout, Precision, Recompute
 from profiles import Group, Profile
 from search.chain_dp import Window
 from search.rank_bytes import peak_bytes
@@ -53,6 +54,7 @@ class StageTable:
     layouts: tuple[ClassLayout, ...]
     tp: int
     microbatch_size: int
+    precision: Precision = "model"
     once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
@@ -147,6 +149,7 @@ class StageTable:
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
             "weight_s": self.weight_s,
+            "remade_s": self.blocks.remade_s,
             "param_bytes": self.blocks.param_bytes,
             "num_params": self.blocks.num_params,
         }
@@ -262,11 +265,16 @@ class Run:
     forward_s: float
     backward_s: float
     weight_s: float
+    remade_s: float
     param_bytes: float
     num_params: float
     per_forward_s: float
     per_backward_s: float
     after_s: float
+
+    def again_s(self, recompute: Recompute) -> float:
+        """Return what recomputation adds to each backward."""
+        return {"none": 0.0, "selective": self.remade_s, "full": self.forward_s}[recompute]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -292,6 +300,7 @@ class RankBand:
             replicas=stages.dp * stages.cp,
             zero=stages.zero,
             profile=stages.table.profile,
+            precision=stages.table.precision,
             receive_bytes=self.receive_bytes,
             batch_bytes=stages.batch_bytes,
         )
@@ -372,6 +381,7 @@ class RankStages:
             param_bytes=param_bytes / (self.dp if self.zero else 1),
             num_tensors=int(num_params),
             sharded=bool(self.zero) and self.dp > 1,
+            precision=self.table.precision,
         )
 
     def _replica_seconds(
@@ -404,12 +414,18 @@ class RankStages:
                 zero_stage=self.zero,
                 param_bytes=param_bytes,
                 num_blocks=int(num_blocks),
+                gradient_bytes=param_bytes * gradient_factor(self.table.precision),
             )
             memo[key] = (
                 *(float(getattr(seconds, name)) for name in _EXCHANGE),
                 self.optimizer_s(param_bytes, num_params),
             )
         return memo[key]
+
+
+def gradient_factor(precision: Precision) -> int:
+    """Return the bytes of a gradient sum over those of its parameter."""
+    return MASTER_FACTOR if precision == "bf16" else 1
 
 
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
