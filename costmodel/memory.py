@@ -141,6 +141,8 @@ def rank_memory(
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
     wide = MASTER_FACTOR if precision == "bf16" else 1
+    if sharded and precision == "bf16":
+        parameters = parameters - shard  # what FSDP shards are the masters
     every_gradient = wide * (shard if zero_stage >= 2 and dp > 1 else trained)
     gradients = every_gradient
     if gradients_then is not None:

@@ -122,3 +122,24 @@ def test_a_plan_for_thousands_runs_on_one_machine(gpt):
     run = dry_run(plan, graph, model.build, rank=777)
     assert run.pp_rank == 1
     assert run.peak_bytes > run.rest_bytes
+
+
+@pytest.fixture(scope="module")
+def gpt_bf16():
+    model = tiny_models()["gpt"]
+    graph = capture_module(
+        model.build(), model.batch(2), model.batch(3), name="gpt", precision="bf16"
+    )
+    return model, graph, CostCache(graph, CpuProfile())
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 2, "zero_stage": 3}], ids=str)
+def test_bf16_with_fp32_masters(gpt_bf16, layout):
+    """V14, X10: weights in bf16, sums of gradients, masters and state in fp32; with ZeRO the
+    masters are what is sharded."""
+    model, graph, costs = gpt_bf16
+    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    plan = plan.model_copy(update={"precision": "bf16"})
+    (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, model.build)
+    assert float(parts.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
