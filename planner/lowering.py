@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
-from planner.placement import OpSharding, Placement, Replicate, parse_placement
+from planner.graph import Affine, ModelGraph, Op, Program, Ref, TensorMeta, map_refs
+from planner.placement import OpSharding, Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout, Plan
 from planner.redistribute import redistribute_op
 from planner.sharding import grad_is_partial, is_linear, local_ops, local_shape
@@ -37,11 +37,14 @@ def local_program(
     tensors become further outputs, in the placements in which their ops make them.
     """
     whole = graph.classes[class_index]
+    full_size = plan.microbatch_size * tp // plan.tp
     program = whole.bind(microbatch_size)
     program = replace(program, outputs=(*program.outputs, *watched))
     layouts = []
     for axis in ("tp", "cp"):
         layout = plan.layout(class_index, axis=axis, tp=tp)
+        if layout is not None and microbatch_size != full_size:
+            layout = _resized(layout, whole, full_size, microbatch_size)
         if layout is not None and watched:
             made = (str(made_as(whole, layout, name)) for name in watched)
             layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
@@ -49,6 +52,44 @@ def local_program(
     on_tp, on_cp = layouts
     program = lower(program, on_tp, axis="tp", axis_size=tp)
     return lower(program, on_cp, axis="cp", axis_size=plan.cp, sum_later=True)
+
+
+def _resized(
+    layout: ClassLayout, program: Program, full_size: int, microbatch_size: int
+) -> ClassLayout:
+    """Return a layout made for microbatches of `full_size` for those of another size.
+
+    Where a dim of rows counts samples and each is cut (`Shard` with segments that are the
+    samples or parts of them), there are as many segments as there are samples.
+    """
+    ops = {op.name: op for op in program.ops}
+
+    def resize(name: str, placement: Placement) -> Placement:
+        if not isinstance(placement, Shard) or placement.segments % full_size:
+            return placement
+        meta = program.tensor.get(name)  # None: made by a lowering on another axis
+        if meta is not None and not isinstance(meta.shape[placement.dim], Affine):
+            return placement
+        return Shard(placement.dim, placement.segments // full_size * microbatch_size)
+
+    resized = []
+    for name, sharding in layout.op_shardings.items():
+        op = ops.get(name)
+        inputs = op.inputs if op else ("",) * len(sharding.inputs)
+        outputs = op.outputs if op else ("",) * len(sharding.outputs)
+        changed = OpSharding(
+            inputs=tuple(map(resize, inputs, sharding.inputs)),
+            outputs=tuple(map(resize, outputs, sharding.outputs)),
+        )
+        resized.append((name, str(changed)))
+    ends = {
+        what: tuple(
+            str(resize(name, parse_placement(text)))
+            for name, text in zip(getattr(program, what), getattr(layout, what), strict=True)
+        )
+        for what in ("inputs", "outputs")
+    }
+    return layout.model_copy(update={"ops": tuple(resized), **ends})
 
 
 def made_as(program: Program, layout: ClassLayout | None, name: str) -> Placement:

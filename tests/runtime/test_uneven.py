@@ -123,6 +123,20 @@ def test_uneven_batches_equal_one_process():
         assert gap < RTOL, f"{case.sizes} under {case.plan.schedule} {case.plan.dp=}: {gap}"
 
 
+def test_uneven_batches_on_other_axes_equal_one_process():
+    """G4, D12, D19: sequences cut in every sample, however many; stages of their own mesh."""
+    graph = capture("gpt", torch.float64)
+    two = {"cp": 2, "dp": 2, "microbatch_size": 2}
+    own = default_plan(graph, tp=2, pp=2, stage_tps=(2, 1), microbatch_size=4)
+    cases = [
+        Case("gpt", default_plan(graph, **two), (5,)),
+        # (Every op on all tp ranks: layouts found for four samples may cut by sample.)
+        Case("gpt", own.model_copy(update={"layouts": ()}), (13,)),
+    ]
+    for case, gap in zip(cases, run_ranks(gaps_to_one_process, 4, cases)[0], strict=True):
+        assert gap < RTOL, case
+
+
 def test_token_weighted_loss_equals_one_process():
     """M6: uneven counts between microbatches and replicas, and a part in which none counts."""
     layouts: list[dict[str, Any]] = [{"pp": 2}, {"dp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 1}]
