@@ -63,7 +63,15 @@ CpOption = Annotated[int | None, typer.Option(help="Fix the context-parallel deg
 MicrobatchSizeOption = Annotated[int | None, typer.Option(help="Fix samples per microbatch.")]
 ScheduleOption = Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")]
 ZeroOption = Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")]
-RecomputeOption = Annotated[str | None, typer.Option(help="Fix recompute: none or full.")]
+RecomputeOption = Annotated[
+    str | None, typer.Option(help="Fix recompute: none, selective or full.")
+]
+BalanceOption = Annotated[
+    str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")
+]
+PrecisionOption = Annotated[
+    str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
+]
 TraceOption = Annotated[
     Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
 ]
@@ -200,6 +208,8 @@ def search(
     schedule: ScheduleOption = None,
     zero: ZeroOption = None,
     recompute: RecomputeOption = None,
+    balance: BalanceOption = None,
+    precision: PrecisionOption = "model",
     pin: PinOption = None,
     forbid: Annotated[
         list[str] | None,
@@ -217,11 +227,14 @@ def search(
     time_limit: Annotated[
         str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
     ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
+    ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
     from planner.batch_statistics import cut_batch_message
     from planner.plan import save_plan
-    from search import find_pareto, find_plan
+    from search import find_pareto, find_plan_once
     from search.describe import describe_pareto, describe_result
 
     request = replace(
@@ -239,6 +252,8 @@ def search(
             schedule=schedule,
             zero=zero,
             recompute=recompute,
+            balance=_balance(balance),
+            precision=precision,
         ),
         forbid=tuple(map(_forbidden, forbid or ())),
         solver=solver,
@@ -247,9 +262,9 @@ def search(
     )
     cluster, note = _profile(profile)
     with _progress("searching") as progress:
-        graph = _graph(model)
+        graph = _graph(model, request.precision)
         request = replace(request, pins=_pins(graph, pin or ()))
-        result = find_plan(graph, cluster, request, progress=progress)
+        result = find_plan_once(graph, cluster, request, progress=progress, use_cache=cache)
         if result.plan is None:
             raise PlannerError(result.reasons[0])
         points = find_pareto(graph, cluster, request, progress=progress) if pareto else ()
@@ -296,6 +311,8 @@ def why(
     schedule: ScheduleOption = None,
     zero: ZeroOption = None,
     recompute: RecomputeOption = None,
+    balance: BalanceOption = None,
+    precision: PrecisionOption = "model",
     pin: PinOption = None,
 ) -> None:
     """Say why your choices are refused, or slower."""
@@ -316,10 +333,12 @@ def why(
         schedule=schedule,
         zero=zero,
         recompute=recompute,
+        balance=_balance(balance),
+        precision=precision,
     )
     cluster, note = _profile(profile)
     with _progress("comparing") as progress:
-        graph = _graph(model)
+        graph = _graph(model, request.precision)
         request = replace(request, pins=_pins(graph, pin or ()))
         comparison = compare_choices(graph, cluster, request, progress)
     _note(note)
@@ -522,6 +541,18 @@ def _request(
         model_file=str(model),
         **choices,
     )
+
+
+def _balance(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    counts = text.split(",")
+    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
+        raise PlannerError(
+            f"--balance {text} is not understood; write the number of blocks of each stage, in "
+            "order, such as 1,3"
+        )
+    return tuple(map(int, counts))
 
 
 def _forbidden(text: str) -> tuple[str, str]:

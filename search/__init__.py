@@ -9,6 +9,7 @@ solver chooses op placements (`layouts`), across blocks dynamic programming cuts
 from search.find_plan import find_plan
 from search.pareto import Point, find_pareto
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
+from search.result_cache import find_plan_once
 
 __all__ = [
     "Certificate",
@@ -18,4 +19,5 @@ __all__ = [
     "SearchResult",
     "find_pareto",
     "find_plan",
+    "find_plan_once",
 ]

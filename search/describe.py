@@ -12,7 +12,7 @@ from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from search.explain import Comparison, differences
 from search.pareto import Point
-from search.request import Certificate, RunnerUp, SearchResult
+from search.request import RunnerUp, SearchResult
 
 
 def describe_result(result: SearchResult) -> list[RenderableType]:
@@ -21,7 +21,7 @@ def describe_result(result: SearchResult) -> list[RenderableType]:
         return [Text(reason) for reason in result.reasons]
     parts: list[RenderableType] = [_chosen(result.plan)]
     if result.certificate is not None:
-        parts.append(_certificate(result.certificate, result.search_s))
+        parts.append(_certificate(result))
     if result.runners_up:
         parts.append(_runners_up(result.runners_up))
     return parts
@@ -86,7 +86,9 @@ def _choices(plan: Plan) -> str:
     )
 
 
-def _certificate(certificate: Certificate, search_s: float) -> Text:
+def _certificate(result: SearchResult) -> Text:
+    certificate = result.certificate
+    assert certificate is not None, "a plan comes with its certificate"
     pruned = ", ".join(f"{count} by {rule}" for rule, count in certificate.pruned if count)
     verdict = (
         "proved best under the cost model"
@@ -95,8 +97,10 @@ def _certificate(certificate: Certificate, search_s: float) -> Text:
     )
     text = (
         f"{verdict}: {certificate.considered} configurations considered in "
-        f"{format_seconds(search_s)}, {certificate.evaluated} priced"
+        f"{format_seconds(result.search_s)}, {certificate.evaluated} priced"
     )
+    if result.was_kept:
+        text += " (kept from an earlier search; --no-cache searches again)"
     if pruned:
         text += f"; ruled out: {pruned}"
     if certificate.stopped_early:

@@ -149,7 +149,8 @@ class SearchResult:
     """The best plan with its certificate, or no plan and the reasons.
 
     `reasons` says in whole sentences why nothing fits, and what would make it fit; it is
-    empty when there is a plan.
+    empty when there is a plan. `search_s` is what the search took, `was_kept` whether that
+    was an earlier one.
     """
 
     plan: Plan | None
@@ -158,3 +159,4 @@ class SearchResult:
     certificate: Certificate | None = None
     smallest_memory_bytes: int | None = None
     search_s: float = field(default=0.0, compare=False)
+    was_kept: bool = field(default=False, compare=False)

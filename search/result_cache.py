@@ -1,0 +1,105 @@
+"""Answers kept on disk, so that the same question is searched once.
+
+The key is a digest of all an answer follows from: the model's structure, the profile's
+numbers, the request, and the code that prices and searches. Any difference means a fresh
+search. What a time limit cut short is not kept: another run may get further.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from planner.capture_cache import cache_dir
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from profiles import Profile
+from search.find_plan import find_plan
+from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
+
+_ROOMS = ("search", "costmodel", "profiles", "planner")
+
+
+def find_plan_once(
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    *,
+    progress: Callable[[float, str], None] | None = None,
+    use_cache: bool = True,
+) -> SearchResult:
+    """Return `find_plan`'s answer, searched now or kept from an equal earlier question.
+
+    Raises as `find_plan` does. A cache that can't be read or written is only slower.
+    """
+    entry = cache_dir() / "plans" / f"{question_digest(graph, profile, request)}.json"
+    if use_cache and (kept := _read(entry)) is not None:
+        return kept
+    result = find_plan(graph, profile, request, progress)
+    cut_short = request.time_limit_s is not None and (
+        result.certificate is None or result.certificate.stopped_early
+    )
+    if use_cache and not cut_short:
+        _write(entry, result)
+    return result
+
+
+def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest) -> str:
+    """Return what names a question: equal digests have equal answers."""
+    digest = hashlib.sha256(graph.fingerprint.encode())
+    digest.update(repr((graph.name, profile.file, profile.ops, profile.collectives)).encode())
+    digest.update(repr(request).encode())
+    root = Path(__file__).parent.parent
+    for room in _ROOMS:
+        for file in sorted((root / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def to_json(result: SearchResult) -> dict[str, Any]:
+    """Return an answer as JSON data; `from_json` is the inverse."""
+    data = {f.name: getattr(result, f.name) for f in fields(result)}
+    data["plan"] = result.plan and result.plan.model_dump(mode="json")
+    data["runners_up"] = [asdict(one) for one in result.runners_up]
+    data["certificate"] = result.certificate and asdict(result.certificate)
+    return data
+
+
+def from_json(data: dict[str, Any]) -> SearchResult:
+    """Inverse of `to_json`; raise ValueError, KeyError or TypeError on bad data."""
+    proof = data["certificate"]
+    if proof is not None:
+        for name in ("pruned", "proved_by"):
+            proof[name] = tuple((rule, value) for rule, value in proof[name])
+    return SearchResult(
+        **{
+            **data,
+            "plan": None if data["plan"] is None else Plan.model_validate(data["plan"]),
+            "runners_up": tuple(RunnerUp(**one) for one in data["runners_up"]),
+            "reasons": tuple(data["reasons"]),
+            "certificate": None if proof is None else Certificate(**proof),
+        }
+    )
+
+
+def _read(entry: Path) -> SearchResult | None:
+    try:
+        result = from_json(json.loads(entry.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return replace(result, was_kept=True)
+
+
+def _write(entry: Path, result: SearchResult) -> None:
+    scratch = entry.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(to_json(result)))
+        os.replace(scratch, entry)
+    except OSError:
+        scratch.unlink(missing_ok=True)
