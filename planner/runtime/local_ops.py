@@ -203,6 +203,16 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return scaled.movedim(-1, ctx.dim).to(ctx.dtype), None, None, None, None
 
 
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each run of rows by its own matrix, in any dtype: for verification, not speed.
+
+    `rows` is [n, k], `weights` [groups, k, m]; `ends` [groups] says where each run ends.
+    """
+    positions = torch.arange(len(rows), device=rows.device)
+    owner = torch.searchsorted(ends.long(), positions, right=True)
+    return torch.einsum("nk,nkm->nm", rows, weights[owner])
+
+
 def _reduce(x: Tensor, group: str, how: str) -> Tensor:
     if not group:
         return x

@@ -47,8 +47,10 @@ def _promote_program(program: Program) -> Program:
         program,
         tensors=_promote_tensors(program.tensors),
         ops=tuple(
-            _without_dropout(
-                replace(op, args=_promote_arg(op.args), kwargs=_promote_arg(op.kwargs))
+            _in_fp64(
+                _without_dropout(
+                    replace(op, args=_promote_arg(op.args), kwargs=_promote_arg(op.kwargs))
+                )
             )
             for op in program.ops
         ),
@@ -65,6 +67,13 @@ def _promote_arg(arg: Any) -> Any:
     if isinstance(arg, Symbol) and arg.kind == "dtype" and arg.value in _LOW:
         return Symbol("dtype", "float64")
     return arg
+
+
+def _in_fp64(op: Op) -> Op:
+    """The op, or one that does the same where the library's kernels stop at fp32."""
+    if op.target == "aten._grouped_mm.default":
+        return replace(op, target="planner.grouped_mm", args=op.args[:3], kwargs=())
+    return op
 
 
 def _without_dropout(op: Op) -> Op:

@@ -65,7 +65,7 @@ def einsum(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters[:-1], letters[-1:], summed=set(joined) - set(out))
 
 
-@rule("aten._grouped_mm", "transformers.grouped_mm_fallback")
+@rule("aten._grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm")
 def grouped_mm(call: Call) -> Iterator[OpSharding]:
     """Rows [m, k] of several experts in a row, weights [e, k, n], end of each expert's rows [e]."""
     if len(call.inputs[0]) == 2 and len(call.inputs[1]) == 3:

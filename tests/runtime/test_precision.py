@@ -16,13 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
+from planner.batch import call_with_batch, loss_of
 from planner.capture import capture_module
 from planner.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
 from planner.runtime.engine import Engine
+from planner.runtime.mesh import build_mesh
 from planner.runtime.verify import VerifyReport, compare_with_one_process
-from tests.builders import VOCABULARY, PlainGPT, gpt_batch
+from tests.builders import VOCABULARY, PlainGPT, gpt_batch, tiny_models
 from tests.spawn import run_ranks
 
 ADAMW = {"lr": 1e-3, "eps": 1e-6}
@@ -262,3 +264,36 @@ def test_verify_proves_the_layout_of_a_bf16_plan():
     assert report.passed
     assert report.largest < 1e-10
     assert any(note.startswith("the plan's bf16 was run in fp64") for note in report.notes)
+
+
+QUICK = ("batchnorm-mlp", "resnet", "unet", "hf-llama")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(tiny_models())],
+)
+def test_any_model_trains_in_bf16(name):
+    """Its cast capture is the model (in fp64, against the module), and its first loss is near."""
+    tiny = tiny_models()[name]
+    if tiny.needs_transformers:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    module = tiny.build()
+    graph = capture_module(
+        module, tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name, precision="bf16"
+    )
+    plan = default_plan(graph, microbatch_size=4, num_microbatches=1).model_copy(
+        update={"precision": "bf16"}
+    )
+    source = ModelSource(
+        path=Path("model.py"), build=tiny.build, batch=tiny.batch, loss=tiny.loss, dependencies=()
+    )
+    report = compare_with_one_process(plan, source, steps=1, graph=graph)
+    assert report.passed
+    batch = tiny.batch(4)
+    expected = loss_of(call_with_batch(copy.deepcopy(module), batch), batch, tiny.loss).item()
+    engine = Engine(plan, graph, module, build_mesh(plan, torch.device("cpu")))
+    first = engine.step(batch).item()
+    assert first == pytest.approx(expected, rel=5e-3)
+    assert engine.step(batch).item() < first

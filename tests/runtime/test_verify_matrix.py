@@ -72,23 +72,24 @@ def source_of(name):
     )
 
 
-def verify_layouts(name, captured, layouts):
+def verify_layouts(name, captured, layouts, precision):
     """On each rank: verify a model under each layout; rank 0 returns what is too far apart."""
     graph = from_json(captured)
     apart = {}
     for label, layout in layouts.items():
         plan = default_plan(graph, microbatch_size=2, **layout)
+        plan = plan.model_copy(update={"precision": precision})
         report = compare_with_one_process(plan, source_of(name), steps=2, graph=graph)
         if report is not None and not report.passed:
             apart[label] = str(report)
     return apart
 
 
-def check(name, num_ranks, layouts):
+def check(name, num_ranks, layouts, precision="model"):
     if tiny_models()[name].needs_transformers:
         pytest.importorskip("transformers")
-    captured = to_json(capture_source(source_of(name)))
-    apart = run_ranks(verify_layouts, num_ranks, name, captured, layouts)[0]
+    captured = to_json(capture_source(source_of(name), precision=precision))
+    apart = run_ranks(verify_layouts, num_ranks, name, captured, layouts, precision)[0]
     assert not apart, f"over {TOLERANCE} apart: {apart}"
 
 
@@ -121,6 +122,13 @@ def test_four_ranks_rest(name):
 def test_two_ranks_more(name):
     """G5, P6, D14: ZeRO stages, recompute and other schedules."""
     check(name, 2, TWO_RANKS_MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(tiny_models()))
+def test_two_ranks_in_bf16(name):
+    """V14: the captures of cast models, with the casts written out in them, divide as well."""
+    check(name, 2, {"tp2": {"tp": 2}, "pp2": {"pp": 2}}, precision="bf16")
 
 
 @pytest.mark.slow
