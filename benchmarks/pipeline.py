@@ -9,12 +9,14 @@ rank; the median is reported, and the ratio ours / torch. Both must find the sam
 
 Also measured: the time a job takes beyond the computation it wraps, on one rank and, with
 messages, on two. It is the CPU time of the rank's thread, in which waiting does not count.
+And what recording a timeline adds to a step: steps with and without take turns on two ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -27,6 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from planner.runtime.engine import Engine
+from planner.runtime.workers import TIMELINE_DIR
 
 SEQUENCE = 32
 
@@ -100,10 +105,12 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for ranks in options.ranks for row in _launch(ranks, _measure_all, options)]
     overhead_us = {ranks: _launch(ranks, _job_overhead_us, options) for ranks in (1, 2)}
+    recording = _launch(2, _recording_overhead, options)
     result = {
         "rows": [asdict(row) for row in rows],
         "job_overhead_us": overhead_us[1],
         "job_overhead_with_messages_us": overhead_us[2],
+        "recording_overhead": recording,
     }
     if options.json == "-":
         print(json.dumps(result, indent=1))
@@ -118,6 +125,7 @@ def main() -> None:
         f"a job beyond its computation: {overhead_us[1]:.0f} us, "
         f"with gloo's calls to send and receive {overhead_us[2]:.0f} us"
     )
+    print(f"recording a timeline adds {recording:.2%} to the CPU time of a 1f1b step")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(result, file)
@@ -206,12 +214,18 @@ def _check_losses(ours: Tensor, theirs: list[Tensor], *, is_v: bool, rank: int, 
 def _our_step(
     ranks: int, name: str, vpp: int, num_microbatches: int, model: Model, x: Tensor, target: Tensor
 ) -> Callable[[], Any]:
+    engine = _our_engine(ranks, name, vpp, num_microbatches, model, x, target)
+    return lambda: engine.step({"x": x, "target": target})
+
+
+def _our_engine(
+    ranks: int, name: str, vpp: int, num_microbatches: int, model: Model, x: Tensor, target: Tensor
+) -> Engine:
     import planner
     from planner.capture import capture_module
     from planner.plan_defaults import default_plan
 
-    batch = {"x": x, "target": target}
-    two, three = ({k: v[:n] for k, v in batch.items()} for n in (2, 3))
+    two, three = ({"x": x[:n], "target": target[:n]} for n in (2, 3))
     plan = default_plan(
         capture_module(model, two, three),
         pp=ranks,
@@ -220,8 +234,7 @@ def _our_step(
         num_microbatches=num_microbatches,
         schedule=name,
     )
-    engine = planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
-    return lambda: engine.step(batch)
+    return planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 
 
 def _torch_step(
@@ -291,11 +304,11 @@ def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
     side = [batch[graph.tensor[n].fqn][:1] for n in stage.wiring.side_inputs]
     shapes = [[size_at(size, 1) for size in edge.shape] for edge in stage.wiring.incoming]
     arrived = [torch.randn(shape).requires_grad_() for shape in shapes]
-    grads = [torch.ones_like(output) for output in stage(*arrived, *side)]
+    grads = [torch.ones_like(output) for output in stage(*arrived, *side, num_samples=1)]
 
     def plain() -> None:
         for _ in range(num_microbatches):
-            torch.autograd.backward(stage(*arrived, *side), grads)
+            torch.autograd.backward(stage(*arrived, *side, num_samples=1), grads)
 
     times: dict[str, list[float]] = {"step": [], "plain": []}
     for _ in range(25):
@@ -308,6 +321,30 @@ def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
     overhead_us = torch.tensor((step_s - plain_s) / (2 * num_microbatches) * 1e6)
     dist.all_reduce(overhead_us, dist.ReduceOp.MAX)
     return overhead_us.item()
+
+
+def _recording_overhead(rank: int, ranks: int, options: argparse.Namespace) -> float:
+    """The part by which recording lengthens a 1F1B step, in CPU time of the slower rank."""
+    num_microbatches = 2 * ranks
+    x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
+    model = Model(8, options.hidden)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[TIMELINE_DIR] = folder
+        engine = _our_engine(ranks, "1f1b", 1, num_microbatches, model, x, target)
+        del os.environ[TIMELINE_DIR]
+        recorder = engine._recorder
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for turn in range(2 * options.steps + 3):
+            for records in (True, False) if turn % 2 else (False, True):
+                engine._recorder = engine._executor._recorder = recorder if records else None
+                dist.barrier()
+                start_s = time.thread_time()
+                engine.step({"x": x, "target": target})
+                if turn >= 3:
+                    times[records].append(time.thread_time() - start_s)
+    added = torch.tensor(statistics.median(times[True]) / statistics.median(times[False]) - 1)
+    dist.all_reduce(added, dist.ReduceOp.MAX)
+    return added.item()
 
 
 if __name__ == "__main__":

@@ -55,9 +55,3 @@ def p2p_needs_own_groups(device: torch.device) -> bool:
     waits would wait too. Gloo matches by tag.
     """
     return device.type == "cuda"
-
-
-def keep_for_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of a received tensor until the compute stream is done with it."""
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))

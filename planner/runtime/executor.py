@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -203,13 +203,19 @@ class Executor:
             # backward would not, which begins with this block.
             with self._computing(job, REMAKE), self._collecting(job):
                 live.make_again()
+        # It holds the block's inputs, which the backward lets go as it goes.
+        live = replace(live, make_again=None)
         grads: list[Tensor | None] = [None] * len(live.roots)
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             if edge.requires_grad:
                 grad = self._get(Message(edge.index, m, True))
                 total = grads[index]
                 grads[index] = grad if total is None else total + grad
-        pairs = [(r, g) for r, g in zip(live.roots, grads, strict=True) if r is not None]
+        pairs = [
+            (root, grad)
+            for root, grad in zip(live.roots, grads, strict=True)
+            if root is not None and grad is not None
+        ]
         if live.loss is not None:
             pairs.append((live.loss, feed.loss_weights[m]))
         if pairs:
@@ -270,11 +276,11 @@ class Executor:
 
 
 def _run_backward(roots: tuple[GradientEdge, ...], grads: tuple[Tensor, ...]) -> None:
-    """Run autograd's engine as `torch.autograd.backward` does, without its checks.
+    """Run autograd's engine as `torch.autograd.backward` does, without its Python checks.
 
-    They take longer than all else an executor does for a job, and what they check is known:
-    `Post` gives each gradient the shape and dtype of its tensor.
+    They take longer than all else an executor does for a job; the engine itself checks again
+    that each gradient has the shape and dtype of its root.
     """
-    Variable._execution_engine.run_backward(  # type: ignore[attr-defined]
+    Variable._execution_engine.run_backward(
         roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -93,10 +93,13 @@ class Arriving:
     parts: tuple[tuple[dist.Work, Tensor, Leg], ...]
 
     def wait(self) -> Tensor:
-        """Return the message's tensor when all of it is here."""
-        for work, part, _ in self.parts:
+        """Return the message's tensor when all of it is here.
+
+        On a GPU the waiting is the stream's. Buffers are allocated, waited for and used on one
+        stream, the one that jobs run on, so their memory can't be given away too early.
+        """
+        for work, _, _ in self.parts:
             work.wait()
-            devices.keep_for_stream(part)
         _, first, leg = self.parts[0]
         if leg.where is None:
             return first

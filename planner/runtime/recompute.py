@@ -102,9 +102,9 @@ class Recomputed:
 
     def take_latest(self) -> Callable[[], None] | None:
         """Return what makes the last call's tensors again ahead of its backward, once."""
-        call = self._latest and self._latest()
+        call = None if self._latest is None else self._latest()
         self._latest = None
-        return call and call.make_again
+        return None if call is None else call.make_again
 
 
 @dataclass(frozen=True, slots=True)

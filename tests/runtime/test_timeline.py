@@ -1,7 +1,7 @@
 """Timelines: recorded while training, readable when cut short, merged into one trace.
 
-P28 (compute without communication), P29 (a line per job, truncated files load), P30 (Chrome
-trace, clocks aligned), P31 (off by default), P32 (profiler ranges).
+P28 (job times within 5%, without communication), P29 (a line per job, truncated files load),
+P30 (Chrome trace, clocks aligned), P31 (off by default), P32 (profiler ranges).
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
             ends = [s.end_s for s in jobs]
             assert ends == sorted(ends)
             assert all(s.memory_bytes > 0 for s in jobs)
-    # Rank 1's forwards take their 0.1 s; rank 0's wait for it is not counted as computing.
+    # P28: rank 1's forwards take their 0.1 s, within 5% but for what else the machine does;
+    # rank 0's wait for it is not counted as computing.
     slow = [s.end_s - s.start_s for s in timeline[1].spans if s.kind == "F"]
-    assert min(slow) >= 0.1
+    assert 0.1 <= min(slow) < 0.105
     waited = sum(s.end_s - s.start_s for s in timeline[0].spans if s.kind == "WAIT")
     assert waited > 0.1
     # On rank 0's clock a forward of stage 1 begins after the one of stage 0 that feeds it.
@@ -153,6 +154,20 @@ def test_the_trace_is_on_one_clock():
         (1, "F1.0", 1e6, 1e6),
         (1, "B1.0", 2e6, 1e6),
     ]
+
+
+def test_the_trace_has_tracks_for_compute_and_communication_and_a_memory_counter():
+    span = {"step": 0, "start_s": 0.0, "end_s": 1.0}
+    kinds = ("F", "R", "WAIT", "B", "REDUCE", "OPTIMIZE")
+    spans = tuple(Span(kind=kind, name=kind, memory_bytes=7, **span) for kind in kinds)
+    line = RankTimeline(rank=3, pp_rank=1, clock_offset_s=0.0, spans=spans)
+    events = chrome_trace([line])["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    placed = {e["cat"]: tracks[e["tid"]] for e in events if e["ph"] == "X"}
+    assert [kind for kind in kinds if placed[kind] == "communication"] == ["WAIT", "REDUCE"]
+    counted = [e for e in events if e["ph"] == "C"]
+    assert [(e["name"], e["args"]["bytes"]) for e in counted] == [("memory", 7)] * len(kinds)
+    assert {e["pid"] for e in events} == {3}
 
 
 def test_the_bubble_is_what_is_left_of_the_step():
