@@ -151,6 +151,19 @@ def test_deferred_statistics_are_those_of_the_whole_batch():
             assert gap < 1e-12, f"{label}: {name} is {gap} apart"
 
 
+def test_uneven_microbatches_weigh_by_their_samples():
+    """G7: three samples in two microbatches are the statistics of three."""
+    model = ConvNet()
+    plan = default_plan(captured(), microbatch_size=2, num_microbatches=2)
+    engine = planner.apply(plan, model, deferred_batch_norm=True)
+    engine.step(batch(3))
+    norm = ConvNet().norm
+    norm(batch(3)["image"])
+    state = engine.full_state_dict()
+    for name, expected in norm.named_buffers(prefix="norm"):
+        torch.testing.assert_close(state[name], expected)
+
+
 class NormedTwice(ConvNet):
     def __init__(self) -> None:
         super().__init__()
