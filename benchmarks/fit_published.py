@@ -2,8 +2,9 @@
 
     python -m benchmarks.fit_published ../shared/data/published [--out profiles/data]
 
-Reads ops.csv and nccl.csv of the folder given; its SOURCES.md says where each row is from.
-Only coefficients go into the profiles. Prints how well they predict a held-out fifth.
+Reads ops.csv, nccl.csv and layers.csv of the folder given; its SOURCES.md says where each row
+is from. Only coefficients go into the profiles. Prints how well they predict a held-out fifth,
+and whole layers.
 """
 
 import argparse
@@ -15,7 +16,11 @@ import pandas as pd
 
 from benchmarks.gpu.measure import read_kept
 from benchmarks.machines import CLUSTERS, assumed
+from costmodel.rates import load_rates
+from costmodel.stacks import STACKS
+from costmodel.transformer import Split, TransformerShape, layer_seconds
 from planner.units import GIB, MIB
+from profiles import Group, load_profile
 from profiles.fit import fit_nonnegative, fit_pieces, piecewise_at
 from profiles.records import CollectiveFit, OpFit, ProfileFile
 from profiles.store import write_profile_file
@@ -50,6 +55,10 @@ def main():
     print("\nmedian error on held-out fifths:")
     for what, errors in held_out(ops, nccl).items():
         print(f"  {what:44} {np.median(errors):6.1%}  ({len(errors)} predictions)")
+    print("\none transformer layer, never fitted to (layers.csv):")
+    for what, predicted_s, measured_s in layers(pd.read_csv(arguments.published / "layers.csv")):
+        times = f"{predicted_s * 1e3:5.1f} ms, measured {measured_s * 1e3:4.1f}"
+        print(f"  {what:44} {times}: {predicted_s / measured_s - 1:+.1%}")
 
 
 def shipped_profile(name, ops, nccl):
@@ -132,6 +141,48 @@ def collective_errors(sizes, seconds):
             if n > MIB:
                 errors.append(abs(piecewise_at(pieces, n) / truth - 1))
     return errors
+
+
+def layers(table):
+    """Yield (what, predicted, measured) seconds of forward and backward of published layers.
+
+    The rates are those fitted to whole runs, the collectives the shipped ones; a backward
+    sends what the forward sends, and what is recomputed is added to it, as in the table.
+    """
+    profile = load_profile("a100-sxm4-80gb")
+    rates = load_rates(profile)
+    group = Group(ranks_per_node=8)
+    for row in table.itertuples():
+        shape = TransformerShape(
+            layers=1,
+            hidden=row.hidden,
+            heads=row.heads,
+            kv_heads=row.heads,
+            ffn_hidden=4 * row.hidden,
+            gated=False,
+            vocab=51200,
+            seq_len=row.seq_len,
+        )
+        split = Split(
+            micro_batch=row.micro_batch,
+            tp=row.tp,
+            cp=1,
+            sequence_parallel=bool(row.sp),
+            dtype="float16",
+        )
+        layer = layer_seconds(shape, split, rates, STACKS["megatron-classic"])
+        kinds = ("all_gather", "reduce_scatter") if row.sp else ("all_reduce",)
+        num_bytes = 2 * row.micro_batch * row.seq_len * row.hidden
+        each = [profile.collective_seconds(kind, num_bytes, group).seconds for kind in kinds]
+        messages = 2 * sum(each) / rates.link_efficiency
+        again = {
+            "none": 0.0,
+            "selective": layer.attention_forward_s,
+            "full": layer.forward_s + messages,
+        }[row.recompute]
+        what = f"{row.recompute} recompute{', sequence parallel' if row.sp else ''}"
+        yield f"forward, {what}", layer.forward_s + messages, row.fwd_ms / 1e3
+        yield f"backward, {what}", layer.backward_s + messages + again, row.bwd_ms / 1e3
 
 
 # Operators.

@@ -19,7 +19,7 @@ MESSAGE_BYTES = tuple(KIB * 4**k for k in range(0, 11, 2))
 def describe_profile(profile: Profile) -> tuple[Any, ...]:
     """Return rich renderables: the machine, rates, collectives per group, the worst fits."""
     parts = [_heading(profile), _machine(profile), _rates(profile), _collectives(profile)]
-    parts += [_worst(profile), _skipped(profile), _legend(profile)]
+    parts += [_others(profile), _worst(profile), _skipped(profile), _legend(profile)]
     return tuple(part for part in parts if part is not None)
 
 
@@ -129,6 +129,19 @@ def _collectives(profile: Profile) -> Any | None:
                 answers[-1].source if fit is None else f"{fit.origin}, {_error(fit)} off",
             )
     return table
+
+
+def _others(profile: Profile) -> str | None:
+    """Say what other kinds of devices reach."""
+    lines = []
+    for section in profile.file.other_devices:
+        rates = ", ".join(
+            f"{dtype} {figure.value / TFLOP:.4g} TFLOP/s"
+            for dtype, figure in section.peak_flop_per_s.items()
+        )
+        memory = section.memory_bytes_per_s.value / GB
+        lines.append(f"also {section.num_ranks} x {section.device}: {rates}, {memory:.1f} GB/s")
+    return "\n".join(lines) or None
 
 
 def _worst(profile: Profile) -> str | None:

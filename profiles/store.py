@@ -77,7 +77,7 @@ def read_collectives(directory: Path) -> tuple[CollectiveRecord, ...]:
 
 def write_profile_file(directory: Path, profile: ProfileFile) -> None:
     """Write profile.json atomically."""
-    text = json.dumps(profile.model_dump(mode="json", exclude_none=True), indent=1) + "\n"
+    text = json.dumps(profile.model_dump(mode="json"), indent=1) + "\n"
     _write_atomically(directory / PROFILE_FILE, text)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks.fit_published import held_out, shipped_profile
+from benchmarks.fit_published import held_out, layers, shipped_profile
 from benchmarks.gpu.measure import read_kept
 from profiles import Group, load_profile, shipped_names
 
@@ -29,6 +29,14 @@ def test_held_out_rows_are_predicted(tables):
     collectives = [e for what, found in errors.items() if "above 1 MiB" in what for e in found]
     assert len(collectives) > 100
     assert np.median(collectives) < 0.15
+
+
+def test_published_layers_are_predicted(tables):
+    """M16: forward and backward of five variants of one layer that nothing was fitted to."""
+    found = list(layers(pd.read_csv(PUBLISHED / "layers.csv")))
+    assert len(found) == 10
+    for what, predicted_s, measured_s in found:
+        assert predicted_s == pytest.approx(measured_s, rel=0.1), what
 
 
 @pytest.mark.parametrize("name", shipped_names())

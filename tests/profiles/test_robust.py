@@ -10,7 +10,7 @@ import time
 import pytest
 
 from planner.errors import ProfileError
-from profiles import load_profile, measure_profile, store
+from profiles import describe_profile, load_profile, measure_profile, store
 from profiles import measure as measuring
 from profiles.grid import collective_probes, standard_grid
 from tests.profiles.fake_workers import FakeWorkers
@@ -101,7 +101,9 @@ def test_several_kinds_of_devices_have_a_section_each(tmp_path, fake):
     assert all(slow[key] == pytest.approx(2 * fast[key], rel=1e-3) for key in fast)
     assert any(note.startswith("mixed devices: slow device") for note in measured.file.notes)
     assert any(note.startswith("slow device: rank 1 on host") for note in measured.file.notes)
-    assert load_profile(tmp_path).file == measured.file
+    loaded = load_profile(tmp_path)
+    assert loaded.file == measured.file
+    assert any("also 1 x fast device" in str(part) for part in describe_profile(loaded))
 
 
 def test_a_group_that_cannot_be_formed_is_noted_and_the_rest_is_measured(tmp_path, fake):
