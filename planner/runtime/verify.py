@@ -32,6 +32,7 @@ from planner.runtime.apply import shared_capture
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
+from planner.runtime.wiring import stage_of
 
 TOLERANCE = 1e-9
 
@@ -188,8 +189,9 @@ def compare_with_one_process(
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        reference = _OneProcess(module, source, _writes_buffers(graph), smaller)
-        if reference.piecewise:
+        piece_size = _piece_size(graph, smaller)
+        reference = _OneProcess(module, source, piece_size, smaller)
+        if piece_size is not None:
             notes.append(
                 "the model updates buffers from batch statistics, so the one process also "
                 "went microbatch by microbatch"
@@ -214,15 +216,34 @@ def _shortened(plan: Plan) -> Plan:
     return plan.model_copy(update={"num_microbatches": enough})
 
 
-def _writes_buffers(graph: ModelGraph) -> bool:
-    return any(mutates(op) for program in graph.classes for op in program.ops)
+def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
+    """The samples at a time that ops see which update buffers from them; None: no such ops.
+
+    Raises PlanError where that is not one number, which no one process can repeat.
+    """
+    writing = [
+        block
+        for block in graph.blocks
+        if any(mutates(op) for op in graph.classes[block.class_index].ops)
+    ]
+    sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in writing}
+    if len(sizes) > 1:
+        raise PlanError(
+            f"blocks {writing[0].name} to {writing[-1].name} update buffers from batch statistics, "
+            f"and their stages, of different dp, see {' and '.join(map(str, sorted(sizes)))} "
+            "samples at a time; give those stages the same tp to verify the plan"
+        )
+    return sizes.pop() if sizes else None
 
 
 class _OneProcess:
     """The user's module trained alone on rank 0; mutable. Elsewhere it does nothing."""
 
-    def __init__(self, module: nn.Module, source: ModelSource, piecewise: bool, plan: Plan) -> None:
-        self.piecewise = piecewise
+    def __init__(
+        self, module: nn.Module, source: ModelSource, piece_size: int | None, plan: Plan
+    ) -> None:
+        """With a `piece_size` it goes that many samples at a time."""
+        self._piece_size = piece_size
         self._here = dist.get_rank() == 0
         self._source, self._plan = source, plan
         if self._here:
@@ -234,7 +255,7 @@ class _OneProcess:
         if not self._here:
             return 0.0, {}, {}
         self._optimizer.zero_grad()
-        pieces = self._pieces(batch) if self.piecewise else [batch]
+        pieces = [batch] if self._piece_size is None else self._pieces(batch, self._piece_size)
         total = 0.0
         with ReferenceMode():
             for piece in pieces:
@@ -251,10 +272,9 @@ class _OneProcess:
         self._optimizer.step()
         return total, grads, {n: p.detach().clone() for n, p in named.items()}
 
-    def _pieces(self, batch: Any) -> list[Any]:
+    def _pieces(self, batch: Any, size: int) -> list[Any]:
         leaves, tree = flatten_batch(batch)
         samples = self._plan.global_batch
-        size = self._plan.microbatch_size
         return [
             unflatten_batch(
                 tree,

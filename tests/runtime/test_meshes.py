@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 import planner
 from planner.capture import capture_module
-from planner.errors import LayoutError
+from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.placement import Replicate, Shard
 from planner.plan import ClassLayout, Plan
 from planner.plan_defaults import default_plan
+from planner.runtime import verify
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh, coordinate_of
 from planner.runtime.randomness import RandomStream
@@ -219,6 +220,16 @@ def test_values_that_samples_can_not_be_told_apart_in_are_refused():
     plan = default_plan(graph, pp=2, tp=2, stage_tps=(1, 2), microbatch_size=2)
     with pytest.raises(LayoutError, match=r"block \S+ hands \S+ to block .*no dim counts samples"):
         build_edges(graph, plan)
+
+
+def test_batch_statistics_over_different_meshes_are_not_verified():
+    """D12, P33: no one process sees two sizes of microbatch at once."""
+    graph = captured("batchnorm-mlp")
+    plan = default_plan(graph, pp=2, tp=2, stage_tps=(2, 1), microbatch_size=2)
+    with pytest.raises(PlanError, match=r"see 1 and 2 samples at a time; give those stages"):
+        verify._piece_size(graph, plan)
+    assert verify._piece_size(graph, default_plan(graph, dp=2, microbatch_size=3)) == 3
+    assert verify._piece_size(captured("gpt"), plan) is None
 
 
 def test_degrees_of_a_stage_must_fit():
