@@ -101,7 +101,7 @@ def _keep_results(
             f"kept_{index}",
             KeptOp(
                 keeper,
-                root.get_submodule(node.target) if node.op == "call_module" else node.target,
+                root.get_submodule(node.target) if isinstance(node.target, str) else node.target,
                 made_again=frozenset(i for i, leaf in enumerate(leaves) if leaf in makes),
                 is_read=tuple(name in reads for name in op.outputs),
                 is_random=is_random(op),

@@ -115,9 +115,9 @@ def batch_norm_by_channel(
     num_local = x.shape[1]
     first = collectives.rank(group) * num_local
     # Copies, because autograd keeps what the kernel is given, and the whole is written below.
-    own = [t.narrow(0, first, num_local).clone() for t in (running_mean, running_var)]
-    y = torch.batch_norm(x, weight, bias, *own, training, momentum, eps, cudnn_enabled)
-    moved = torch.stack(own).detach()
+    mean, var = (t.narrow(0, first, num_local).clone() for t in (running_mean, running_var))
+    y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn_enabled)
+    moved = torch.stack([mean, var])
     if group:
         moved = collectives.run_step(moved, group, ("all_gather", 1, 0))
     running_mean.copy_(moved[0])

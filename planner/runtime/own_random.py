@@ -124,7 +124,8 @@ def _native_dropout(
 def _feature_dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
     if not train:
         return x
-    kept = _kept(stream, x[(..., *(slice(1),) * (x.dim() - 2))], p)
+    by_channel = x.new_empty(x.shape[:2] + (1,) * (x.dim() - 2))
+    kept = _kept(stream, by_channel, p)
     return x * kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
