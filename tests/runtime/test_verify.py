@@ -53,14 +53,14 @@ def with_a_layer_dropped(plan: Plan, graph: ModelGraph, *args: Any, **kwargs: An
 class SwappedLabels(Engine):
     """Microbatches 0 and 1 get each other's labels."""
 
-    def _side_inputs(self, batch: Any) -> Any:
+    def _feed(self, batch: Any) -> Any:
         labels = batch["labels"].clone()
         size = self.plan.microbatch_size
         labels[:size], labels[size : 2 * size] = (
             batch["labels"][size : 2 * size],
             batch["labels"][:size],
         )
-        return super()._side_inputs({**batch, "labels": labels})
+        return super()._feed({**batch, "labels": labels})
 
 
 def compare_many(cases: list[tuple[str, Plan, Any]]) -> list[VerifyReport | None]:
