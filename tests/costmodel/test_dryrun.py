@@ -40,7 +40,9 @@ LAYOUTS = [
     {"pp": 2, "vpp": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
     {"pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
     {"recompute": "selective"},
-    {"pp": 2, "num_microbatches": 4, "recompute": "selective"},
+    pytest.param(
+        {"pp": 2, "num_microbatches": 4, "recompute": "selective"}, marks=pytest.mark.slow
+    ),
     {"cp": 2},
     {"tp": 2, "pp": 2, "num_microbatches": 4, "stage_tps": (1, 2)},
     {"dp": 2},
@@ -48,11 +50,11 @@ LAYOUTS = [
     {"dp": 2, "zero_stage": 1},
     {"dp": 2, "zero_stage": 2},
     {"dp": 2, "zero_stage": 3},
-    {"dp": 2, "zero_stage": 3, "recompute": "full"},
+    pytest.param({"dp": 2, "zero_stage": 3, "recompute": "full"}, marks=pytest.mark.slow),
     {"dp": 2, "zero_stage": 3, "recompute": "selective"},
     {"dp": 2, "pp": 2, "num_microbatches": 4, "zero_stage": 2},
-    {"cp": 2, "zero_stage": 3},
-    {"dp": 2, "tp": 2, "zero_stage": 1},
+    pytest.param({"cp": 2, "zero_stage": 3}, marks=pytest.mark.slow),
+    pytest.param({"dp": 2, "tp": 2, "zero_stage": 1}, marks=pytest.mark.slow),
     pytest.param({"dp": 2, "pp": 2, "tp": 2, "num_microbatches": 4}, marks=pytest.mark.slow),
 ]
 
