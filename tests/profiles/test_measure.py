@@ -164,13 +164,13 @@ measuring.measure_profile(sys.argv[1], nproc=1)
 
 @pytest.mark.slow
 def test_killed_at_any_moment_and_resumed_it_has_the_same_records(small, tmp_path):
-    """X7: kill -9 after growing times; at the end every record is there once."""
+    """X7: real workers, kill -9 after growing times (test_robust.py does it twenty times)."""
     undisturbed = measure_profile(tmp_path / "whole", nproc=1)
     command = [sys.executable, "-c", RUN, str(tmp_path / "killed")]
-    for attempt in range(20):
+    for attempt in range(5):
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.getcwd()})
         try:
-            code = process.wait(timeout=2.0 + 0.35 * attempt)
+            code = process.wait(timeout=3.0 + 1.5 * attempt)
             assert code == 0
             break
         except subprocess.TimeoutExpired:
