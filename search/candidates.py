@@ -95,6 +95,7 @@ class Candidates:
                 zero=one.zero,
                 choices=choices,
                 num_microbatches=one.num_microbatches,
+                splits_backward=splits,
             ),
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,

@@ -32,6 +32,7 @@ from costmodel import Estimate
 from costmodel.cache import CostCache
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.schedule import find_schedule
 from planner.units import format_bytes, format_seconds
 from profiles import Profile
 from search.bisect import solve_by_bisection
@@ -328,7 +329,8 @@ def _second_gate(search: _Search, entry: Entry) -> None:
     if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
         search.pruned["memory: activations in flight"] += 1
         return
-    key = (id(table), one.dp, one.zero, one.pp, one.recompute)
+    splits = find_schedule(one.schedule).splits_backward
+    key = (id(table), one.dp, one.zero, one.pp, one.recompute, splits)
     if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
         search.pruned["memory: a schedule that holds less does not fit either"] += 1
         return

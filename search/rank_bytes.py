@@ -30,8 +30,13 @@ def peak_bytes(
     precision: Precision = "model",
     receive_bytes: Any = 0,
     batch_bytes: int = 0,
+    splits_backward: bool = False,
 ) -> Any:
-    """Return the bytes of a rank whose stage holds `in_flight` microbatches at most."""
+    """Return the bytes of a rank whose stage holds `in_flight` microbatches at most.
+
+    Where backward is split, gradients may come when most activations are gone: less is
+    counted then, and the cost model has the last word.
+    """
     kept = kept_bytes(load, recompute=recompute)
     top = np.maximum(job_peak_bytes(load, recompute=recompute), kept) - kept
 
@@ -53,4 +58,6 @@ def peak_bytes(
     if in_buckets or in_flight < num_microbatches:
         return moment(in_flight, None)
     fullest = moment(in_flight, 0)
+    if splits_backward:
+        return fullest
     return np.maximum(fullest, moment(in_flight - 1, None)) if in_flight > 1 else fullest

@@ -251,10 +251,17 @@ class StageTable:
         zero: int,
         choices: tuple[Recompute, ...],
         num_microbatches: int = 1,
+        splits_backward: bool = False,
     ) -> RankStages:
         """Return the stages as ranks hold them under these degrees."""
         return RankStages(
-            table=self, dp=dp, cp=cp, zero=zero, choices=choices, num_microbatches=num_microbatches
+            table=self,
+            dp=dp,
+            cp=cp,
+            zero=zero,
+            choices=choices,
+            num_microbatches=num_microbatches,
+            splits_backward=splits_backward,
         )
 
 
@@ -303,6 +310,7 @@ class RankBand:
             precision=stages.table.precision,
             receive_bytes=self.receive_bytes,
             batch_bytes=stages.batch_bytes,
+            splits_backward=stages.splits_backward,
         )
 
 
@@ -316,6 +324,7 @@ class RankStages:
     zero: int
     choices: tuple[Recompute, ...]
     num_microbatches: int
+    splits_backward: bool = False
 
     @property
     def batch_bytes(self) -> int:
