@@ -60,6 +60,8 @@ _MOST_REFUSALS = 8
 """How often a configuration is cut again when its estimate is over the memory limit."""
 _LEAST_TIGHTENING = 0.002
 
+_NO_FASTER = "microbatch: a smaller one is as fast per sample"
+
 # A microbatch size that gains less than this per sample ends the list of sizes.
 _LEAST_GAIN = 0.002
 
@@ -106,6 +108,7 @@ class _Search:
     request: SearchRequest
     memory_limit_bytes: float
     started: float
+    every_size: bool
     heap: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     ticket: count[int] = field(default_factory=count)
     pruned: Counter[str] = field(default_factory=Counter)
@@ -166,17 +169,22 @@ def find_plan(
     shapes = list_shapes(
         request, graph, profile.cluster, can_split=solver.can_split, refusals=refusals
     )
-    search = _Search(
-        candidates=candidates,
-        request=request,
-        memory_limit_bytes=float(request.memory_limit_bytes or profile.memory_bytes),
-        started=started,
-    )
-    considered = _first_gate(search, shapes, progress)
-    _walk(search, progress)
-    for entry in search.later:
-        search.push(entry)
-    _walk(search, progress)
+    for every_size in (False, True):
+        search = _Search(
+            candidates=candidates,
+            request=request,
+            memory_limit_bytes=float(request.memory_limit_bytes or profile.memory_bytes),
+            started=started,
+            every_size=every_size,
+        )
+        considered = _first_gate(search, shapes, progress)
+        _walk(search, progress)
+        for entry in search.later:
+            search.push(entry)
+        _walk(search, progress)
+        # Larger microbatches that are no faster may still be the ones that fit.
+        if search.best is not None or not search.pruned[_NO_FASTER]:
+            break
     if search.best is None:
         reasons, smallest = explain_nothing_fits(
             candidates, shapes, request, search.memory_limit_bytes
@@ -252,8 +260,10 @@ def _first_gate(search: _Search, shapes: list[Shape], progress: Progress | None)
                 fitted |= _push_shape(search, shape, table)
         if not fitted:
             enough[tp] = "memory: a smaller microbatch does not fit either"
-        elif seconds > (1 - _LEAST_GAIN) * per_sample.get(tp, float("inf")):
-            enough[tp] = "microbatch: a smaller one is as fast per sample"
+        elif not search.every_size and seconds > (1 - _LEAST_GAIN) * per_sample.get(
+            tp, float("inf")
+        ):
+            enough[tp] = _NO_FASTER
         per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
     return considered
 
