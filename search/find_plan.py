@@ -60,6 +60,7 @@ _MOST_REFUSALS = 8
 """How often a configuration is cut again when its estimate is over the memory limit."""
 _LEAST_TIGHTENING = 0.002
 
+_TOO_LARGE = "memory: a smaller microbatch does not fit either"
 _NO_FASTER = "microbatch: a smaller one is as fast per sample"
 
 # A microbatch size that gains less than this per sample ends the list of sizes.
@@ -182,8 +183,8 @@ def find_plan(
         for entry in search.later:
             search.push(entry)
         _walk(search, progress)
-        # Larger microbatches that are no faster may still be the ones that fit.
-        if search.best is not None or not search.pruned[_NO_FASTER]:
+        # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
+        if search.best is not None or not (search.pruned[_NO_FASTER] or search.pruned[_TOO_LARGE]):
             break
     if search.best is None:
         reasons, smallest = explain_nothing_fits(
@@ -258,14 +259,27 @@ def _first_gate(search: _Search, shapes: list[Shape], progress: Progress | None)
             seconds = min(seconds, bounds.block_seconds(members[0].recompute)[0] / size)
             for shape in members:
                 fitted |= _push_shape(search, shape, table)
-        if not fitted:
-            enough[tp] = "memory: a smaller microbatch does not fit either"
+        if not fitted and not (search.every_size and _nearly_fits(search, members)):
+            enough[tp] = _TOO_LARGE
         elif not search.every_size and seconds > (1 - _LEAST_GAIN) * per_sample.get(
             tp, float("inf")
         ):
             enough[tp] = _NO_FASTER
         per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
     return considered
+
+
+def _nearly_fits(search: _Search, members: list[Shape]) -> bool:
+    """Whether a larger microbatch, whose layouts may lie otherwise, is still worth a look."""
+    shape = members[0]
+    tables = search.candidates.tables(shape.tp, shape.microbatch_size)
+    least = min(
+        search.candidates.bounds(table).least_peak_bytes(one)
+        for table in tables
+        for shape in members
+        for one in replace(shape, options=shape.options[:1]).configurations()
+    )
+    return least <= 2 * search.memory_limit_bytes
 
 
 def _push_shape(search: _Search, shape: Shape, table: StageTable) -> bool:
