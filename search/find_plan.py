@@ -63,9 +63,6 @@ _LEAST_TIGHTENING = 0.002
 _TOO_LARGE = "memory: a smaller microbatch does not fit either"
 _NO_FASTER = "microbatch: a smaller one is as fast per sample"
 
-# A microbatch size that gains less than this per sample ends the list of sizes.
-_LEAST_GAIN = 0.002
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unopened:
@@ -261,9 +258,7 @@ def _first_gate(search: _Search, shapes: list[Shape], progress: Progress | None)
                 fitted |= _push_shape(search, shape, table)
         if not fitted and not (search.every_size and _nearly_fits(search, members)):
             enough[tp] = _TOO_LARGE
-        elif not search.every_size and seconds > (1 - _LEAST_GAIN) * per_sample.get(
-            tp, float("inf")
-        ):
+        elif not search.every_size and seconds >= per_sample.get(tp, float("inf")):
             enough[tp] = _NO_FASTER
         per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
     return considered
