@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import traceback
@@ -35,7 +36,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list
         results: dict[int, Any] = {}
         try:
             for _ in ranks:
-                rank, value, failure = _next(queue, ranks)
+                rank, value, failure = pickle.loads(_next(queue, ranks))
                 if failure:
                     raise AssertionError(f"rank {rank} failed:\n{failure}")
                 results[rank] = value
@@ -64,11 +65,12 @@ def _run(queue: Any, function: Any, rank: int, world_size: int, store: Path, arg
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
         )
-        queue.put((rank, function(*args), None))
+        # Pickled here, so tensors travel as bytes: a rank may end before they are read.
+        queue.put(pickle.dumps((rank, function(*args), None)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        queue.put((rank, None, traceback.format_exc()))
+        queue.put(pickle.dumps((rank, None, traceback.format_exc())))
         os._exit(1)
 
 

@@ -1,14 +1,30 @@
-"""What every test rank needs, imported once by the fork server."""
+"""What test ranks need, imported once by the fork server that they come from."""
 
 import contextlib
+import importlib
 
 import torch
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.export
-import torch.utils.checkpoint
 
-with contextlib.suppress(ImportError):
-    pass
+_NEEDED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.export",
+    "torch.utils.checkpoint",
+    "planner.capture",
+    "planner.runtime.engine",
+    "planner.runtime.verify",
+    "tests.builders",
+)
+_WHERE_INSTALLED = tuple(
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("bert", "gpt2", "llama", "mixtral", "qwen3", "t5")
+)
+
+for _name in _NEEDED:
+    importlib.import_module(_name)
+for _name in _WHERE_INSTALLED:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
 
 torch.set_num_threads(1)

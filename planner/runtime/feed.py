@@ -67,10 +67,11 @@ def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
     most_replicas = max(plan.stage_dp(index) for index in range(len(plan.stages)))
     least = plan.num_microbatches * most_replicas
     if not least <= num_samples <= plan.global_batch:
+        fitting = "" if least == plan.global_batch else f"{least} to "
         raise ModelError(
-            f"the batch has {num_samples} samples and the plan takes {least} "
-            f"({plan.num_microbatches} microbatches on {most_replicas} replicas) to "
-            f"{plan.global_batch}; give between {least} and {plan.global_batch}"
+            f"the batch has {num_samples} samples; {plan.num_microbatches} microbatches on "
+            f"{most_replicas} replicas of at most {plan.microbatch_size} samples take "
+            f"{fitting}{plan.global_batch}; give batches of that size"
         )
     split = BatchSplit(num_samples=num_samples, num_microbatches=plan.num_microbatches)
     return CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)

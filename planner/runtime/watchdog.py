@@ -8,6 +8,7 @@ the run; the communication backend's own timeout ends it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -46,12 +47,18 @@ class Watchdog(threading.Thread):
         self._store = dist.PrefixStore("planner-watchdog", store)
         self._rank, self._world_size = rank, world_size
         self.stall_s = float(os.environ.get(STALL_S, _DEFAULT_STALL_S))
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread: one that is inside the store when the interpreter ends aborts it."""
+        self._stopped.set()
+        if self.is_alive():
+            self.join(timeout=_DEFAULT_STALL_S)
 
     def run(self) -> None:
         """Note and compare until the executor or the store is gone."""
         progress, since = -1, time.monotonic()
-        while True:
-            time.sleep(self.stall_s / 4)
+        while not self._stopped.wait(self.stall_s / 4):
             status = self._status()
             if status is None:
                 return
@@ -91,3 +98,4 @@ def start_watchdog(status: Callable[[], Status]) -> None:
     dog = Watchdog(status, _get_default_store(), dist.get_rank(), dist.get_world_size())
     if dog.stall_s > 0:
         dog.start()
+        atexit.register(dog.stop)

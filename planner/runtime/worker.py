@@ -6,11 +6,13 @@ that a failure is told once for the whole run and that the process ends.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
 
@@ -29,6 +31,7 @@ def main(args: list[str]) -> None:
         else:
             _run_script(args[0], args[1:])
         _leave()
+        _end(0)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
@@ -49,8 +52,13 @@ def _run_script(script: str, args: list[str]) -> None:
 
 
 def _leave() -> None:
+    """What the interpreter would do at a good end, but for taking itself apart."""
     import torch.distributed as dist
 
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -96,7 +104,8 @@ def _fail(code: int, text: str, *, to_launcher: str = "") -> None:
 
 
 def _end(code: int) -> None:
-    # Interpreter shutdown would wait for peers in process-group destructors.
+    # Interpreter shutdown would wait for peers in process-group destructors, and may abort
+    # when it meets a thread of torch's.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
