@@ -7,8 +7,8 @@ of its outputs, nothing else; the record dies with the last job that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -255,17 +255,17 @@ class Executor:
             return _NOTHING
         return self._watched(job, kind or str(job.kind))
 
-    @contextmanager
-    def _watched(self, job: Job, kind: str) -> Iterator[None]:
+    def _watched(self, job: Job, kind: str) -> AbstractContextManager[None]:
         name = job_name(job, kind)
-        with ExitStack() as around:
-            if torch.autograd._profiler_enabled():
-                around.enter_context(torch.profiler.record_function(name))
-            if self._recorder is not None:
-                around.enter_context(
-                    self._recorder.span(kind, name, job.stage_index, job.microbatch_index)
-                )
-            yield
+        if self._recorder is None:
+            return torch.profiler.record_function(name)
+        span = self._recorder.span(kind, name, job.stage_index, job.microbatch_index)
+        if not torch.autograd._profiler_enabled():
+            return span
+        around = ExitStack()
+        around.enter_context(torch.profiler.record_function(name))
+        around.enter_context(span)
+        return around
 
     def _collecting(self, job: Job) -> AbstractContextManager[None]:
         """Weight gradients are put aside where the table has a W job to make them."""
