@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -246,7 +247,7 @@ class Executor:
         with self._recorder.span("WAIT", name, stage, message.microbatch):
             return self._post.get(message)
 
-    def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[None]:
+    def _computing(self, job: Job, kind: str | None = None) -> AbstractContextManager[Any]:
         """Name a job's computation for profilers, and record when it ran, if anyone looks.
 
         `kind` is another than the job's for what it does ahead of its inputs.
@@ -255,7 +256,7 @@ class Executor:
             return _NOTHING
         return self._watched(job, kind or str(job.kind))
 
-    def _watched(self, job: Job, kind: str) -> AbstractContextManager[None]:
+    def _watched(self, job: Job, kind: str) -> AbstractContextManager[Any]:
         name = job_name(job, kind)
         if self._recorder is None:
             return torch.profiler.record_function(name)

@@ -53,7 +53,7 @@ def train_recorded(plan: Plan, folder: str, slow_s: float) -> list[str]:
 
 def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
     plan = default_plan(capture("gpt"), pp=2, num_microbatches=4)
-    tables = run_ranks(train_recorded, 2, plan, str(tmp_path), 0.1)
+    tables = run_ranks(train_recorded, 2, plan, str(tmp_path), 0.2)
     timeline = load_timeline(tmp_path)
     assert [line.rank for line in timeline] == [0, 1]
     for line, table in zip(timeline, tables, strict=True):
@@ -68,12 +68,12 @@ def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
             ends = [s.end_s for s in jobs]
             assert ends == sorted(ends)
             assert all(s.memory_bytes > 0 for s in jobs)
-    # P28: rank 1's forwards take their 0.1 s, within 5% but for what else the machine does;
+    # P28: rank 1's forwards take their 0.2 s, within 5% but for what else the machine does;
     # rank 0's wait for it is not counted as computing.
     slow = [s.end_s - s.start_s for s in timeline[1].spans if s.kind == "F"]
-    assert 0.1 <= min(slow) < 0.105
+    assert 0.2 <= min(slow) < 0.21
     waited = sum(s.end_s - s.start_s for s in timeline[0].spans if s.kind == "WAIT")
-    assert waited > 0.1
+    assert waited > 0.2
     # On rank 0's clock a forward of stage 1 begins after the one of stage 0 that feeds it.
     begun = {(s.step, s.microbatch): s for s in timeline[1].spans if s.kind == "F"}
     for fed in (s for s in timeline[0].spans if s.kind == "F"):
