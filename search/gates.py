@@ -1,0 +1,251 @@
+"""The three gates that every configuration passes, each with a bound no smaller than the last.
+
+    1. arithmetic (`bounds`): no stage boundaries needed; prunes by time and by memory
+    2. the chain DP (`chain_dp`): the best boundaries under the memory limit, and the
+       longest path of jobs that no run of them can avoid
+    3. the cost model's estimate of that plan, simulated job by job: what decides
+
+With virtual stages (vpp > 1) gate 2 takes one cut only, stages as equal as blocks allow
+(`balance`), and ranks that are too full recompute; the certificate speaks of that cut.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import replace
+from operator import ge
+
+from planner.plan import Plan
+from planner.schedule import find_schedule
+from search.bisect import solve_by_bisection
+from search.brute_force import solve_by_brute_force
+from search.candidates import in_flight_of
+from search.chain_dp import ChainProblem, Cut, solve_chain
+from search.joint import solve_by_joint_program
+from search.space import Configuration, Shape
+from search.stage_table import StageTable
+from search.walk import Entry, Finished, Unopened, Walk
+
+Progress = Callable[[float, str], None]
+
+PLAIN = ("1f1b", 1)
+"""The schedule and vpp that are searched first, to have something for the others to beat."""
+
+_MOST_REFUSALS = 8
+"""How often a configuration is cut again when its estimate is over the memory limit."""
+_LEAST_TIGHTENING = 0.002
+
+TOO_LARGE = "memory: a smaller microbatch does not fit either"
+NO_FASTER = "microbatch: a smaller one is as fast per sample"
+
+
+def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> int:
+    """Push every shape that the arithmetic bounds allow; return how many configurations it had.
+
+    Microbatch sizes are priced in ascending order, and no further once a size does not fit,
+    or is no faster per sample than a smaller one (larger ones then only fill the pipeline
+    less well).
+    """
+    groups: dict[tuple[int, int], list[Shape]] = {}
+    for shape in shapes:
+        groups.setdefault((shape.tp, shape.microbatch_size), []).append(shape)
+    enough: dict[int, str] = {}
+    per_sample: dict[int, float] = {}
+    considered = 0
+    for done, (tp, size) in enumerate(sorted(groups)):
+        members = groups[tp, size]
+        count = sum(shape.num_configurations for shape in members)
+        if progress:
+            progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
+        if tp in enough:
+            considered += count
+            search.pruned[enough[tp]] += count
+            continue
+        fitted, seconds = False, float("inf")
+        for table in search.candidates.tables(tp, size):
+            considered += count
+            bounds = search.candidates.bounds(table)
+            seconds = min(seconds, bounds.block_seconds(members[0].recompute)[0] / size)
+            for shape in members:
+                fitted |= _push_shape(search, shape, table)
+        if not fitted and not (search.every_size and _nearly_fits(search, members)):
+            enough[tp] = TOO_LARGE
+        elif not search.every_size and seconds >= per_sample.get(tp, float("inf")):
+            enough[tp] = NO_FASTER
+        per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
+    return considered
+
+
+def _nearly_fits(search: Walk, members: list[Shape]) -> bool:
+    """Whether a larger microbatch, whose layouts may lie otherwise, is still worth a look."""
+    shape = members[0]
+    tables = search.candidates.tables(shape.tp, shape.microbatch_size)
+    least = min(
+        search.candidates.bounds(table).least_peak_bytes(one)
+        for table in tables
+        for shape in members
+        for one in replace(shape, options=shape.options[:1]).configurations()
+    )
+    return least <= 2 * search.memory_limit_bytes
+
+
+def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
+    """Push a shape without the ZeRO stages that cannot fit; return whether any can."""
+    bounds = search.candidates.bounds(table)
+    samples = {one.zero: one for one in replace(shape, options=shape.options[:1]).configurations()}
+    zeros = tuple(
+        zero
+        for zero, one in samples.items()
+        if bounds.least_peak_bytes(one) <= search.memory_limit_bytes
+    )
+    gone = (len(shape.zeros) - len(zeros)) * len(shape.options)
+    if gone:
+        search.pruned["memory: parameters or one block alone"] += gone
+    if not zeros:
+        return False
+    bound = bounds.least_step_of_shape(shape)
+    plain = tuple(option for option in shape.options if option == PLAIN)
+    other = tuple(option for option in shape.options if option != PLAIN)
+    for options, push in ((plain, search.push), (other, search.later.append)):
+        if options:
+            part = replace(shape, zeros=zeros, options=options)
+            push(Unopened(shape=part, table=table, bound=bound))
+    return True
+
+
+def _open_shape(search: Walk, entry: Unopened) -> None:
+    """Push a shape's configurations one by one, each with its own bound."""
+    bounds = search.candidates.bounds(entry.table)
+    for one in entry.shape.configurations():
+        own = bounds.least_step_s(one) if one.vpp == 1 else 0.0
+        search.push(Entry(configuration=one, table=entry.table, bound=max(entry.bound, own)))
+
+
+def run_gates(search: Walk, progress: Progress | None) -> None:
+    """Take configurations by bound until none can beat the best."""
+    while search.heap:
+        bound, _, entry = search.heap[0]
+        if bound >= search.best_s * (1.0 - search.request.max_gap):
+            if bound < search.best_s:
+                search.stopped_early = f"--gap {search.request.max_gap} reached"
+            return
+        if search.best is not None and search.out_of_time():
+            search.stopped_early = f"--time-limit {search.request.time_limit_s} s passed"
+            return
+        heapq.heappop(search.heap)
+        if isinstance(entry, Unopened):
+            _open_shape(search, entry)
+            continue
+        if progress:
+            looked = search.simulated / (search.simulated + len(search.heap) + 1)
+            progress(0.5 + 0.5 * looked, f"cutting {entry.configuration.label}")
+        if entry.cut is None:
+            _second_gate(search, entry)
+        else:
+            _third_gate(search, entry, entry.cut)
+
+
+def _second_gate(search: Walk, entry: Entry) -> None:
+    """Cut the chain; push the configuration back with its cut and a tighter bound."""
+    one, table = entry.configuration, entry.table
+    limit = entry.tighter_bytes or search.memory_limit_bytes
+    if one.vpp > 1 or one.pp == 1:
+        cut = only_cut(search, entry)
+        if cut is None:
+            search.pruned["memory: the even cut or the whole chain does not fit"] += 1
+            return
+        search.push(replace(entry, bound=max(entry.bound, cut.value), cut=cut))
+        return
+    in_flight = in_flight_of(one)
+    if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
+        search.pruned["memory: activations in flight"] += 1
+        return
+    splits = find_schedule(one.schedule).splits_backward
+    key = (id(table), one.dp, one.zero, one.pp, one.recompute, splits)
+    if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
+        search.pruned["memory: a schedule that holds less does not fit either"] += 1
+        return
+    problem = search.candidates.problem(one, table, limit)
+    if search.request.solver != "dp":
+        cut = _SOLVERS[search.request.solver](problem)
+        if cut is None:
+            search.pruned[f"memory: {search.request.solver} found no stage boundaries"] += 1
+            return
+        bound = entry.bound if search.request.solver == "recursive" else cut.value
+        search.push(replace(entry, bound=max(entry.bound, bound), cut=cut))
+        return
+    solved = solve_chain(problem, ceiling=search.best_s)
+    if not solved.fits:
+        if entry.tighter_bytes is None:
+            search.too_many.setdefault(key, []).append(in_flight)
+        search.pruned["memory: no stage boundaries fit"] += 1
+        return
+    if solved.cut is None:
+        search.pruned["stage boundaries: the best cut cannot beat the best"] += 1
+        return
+    search.push(replace(entry, bound=max(entry.bound, solved.cut.value), cut=solved.cut))
+
+
+_SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
+    "recursive": solve_by_bisection,
+    "cpsat": solve_by_joint_program,
+    "brute_force": solve_by_brute_force,
+}
+"""Searchers of stage boundaries beside the chain DP; a recursive cut proves nothing."""
+
+
+def only_cut(search: Walk, entry: Entry) -> Cut | None:
+    """Return the one cut there is to try: a single stage, or even virtual ones; None if too big."""
+    one, table, candidates = entry.configuration, entry.table, search.candidates
+    limit = entry.tighter_bytes or search.memory_limit_bytes
+    if one.vpp == 1:
+        return candidates.one_stage(one, table, limit)
+    return candidates.even_cut(one, table, limit)
+
+
+def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
+    """Simulate; estimate in full, memory included, what might be the best."""
+    step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
+    search.simulated += 1
+    # One cut stands for a configuration with virtual stages; otherwise others are still open.
+    bound = step_s if entry.configuration.vpp > 1 else entry.bound
+    if step_s >= search.best_s * (1 - 1e-9):
+        search.open_bounds.append(bound)
+        search.losers.append((step_s, next(search.ticket), entry))
+        return
+    done = price(search, entry, cut)
+    over = done.answer.peak_bytes - search.memory_limit_bytes
+    if over > 0:
+        search.simulated -= 1
+        _cut_tighter(search, entry, over)
+        return
+    search.open_bounds.append(bound)
+    search.finished.append(done)
+    if done.answer.step_s < search.best_s:
+        search.best = done
+
+
+def _cut_tighter(search: Walk, entry: Entry, over_bytes: float) -> None:
+    """Push the configuration back, to be cut under a limit that makes up for what it was over."""
+    if entry.refusals == _MOST_REFUSALS:
+        search.pruned["memory: the whole plan, rank by rank"] += 1
+        return
+    limit = entry.tighter_bytes or search.memory_limit_bytes
+    tighter = min(limit - over_bytes, limit * (1 - _LEAST_TIGHTENING))
+    search.push(
+        replace(entry, cut=None, tighter_bytes=max(1.0, tighter), refusals=entry.refusals + 1)
+    )
+
+
+def price(search: Walk, entry: Entry, cut: Cut) -> Finished:
+    """Return the cost model's answer."""
+    plan = search.candidates.plan(entry.configuration, entry.table, cut)
+    answer = search.candidates.estimate(plan)
+    return Finished(configuration=_as_chosen(entry.configuration, plan), plan=plan, answer=answer)
+
+
+def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
+    """Return the configuration with the recompute that its stages ended up with."""
+    used = {stage.recompute for stage in plan.stages}
+    return replace(configuration, recompute=used.pop() if len(used) == 1 else "mixed")

@@ -1,0 +1,101 @@
+"""The state of a search: what waits, what was priced, what was ruled out by which rule.
+
+A shape with one layout (`Unopened`) is taken apart into configurations (`Entry`) when its bound
+is the smallest left; an entry goes back to the heap after each gate (`gates`) with a bound that
+is no smaller than before.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import count
+
+from costmodel import Estimate
+from planner.plan import Plan
+from search.candidates import Candidates
+from search.chain_dp import Cut
+from search.request import SearchRequest
+from search.space import Configuration, Shape
+from search.stage_table import StageTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Unopened:
+    """A shape with one layout, not yet taken apart into configurations."""
+
+    shape: Shape
+    table: StageTable
+    bound: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """A configuration with one layout, at some gate; `bound` is below its step time.
+
+    `tighter_bytes` is the memory limit to cut under where the estimate refused what was cut
+    under the request's own: gate 2 counts bytes more roughly than the estimate.
+    """
+
+    configuration: Configuration
+    table: StageTable
+    bound: float
+    cut: Cut | None = None
+    tighter_bytes: float | None = None
+    refusals: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Finished:
+    """A configuration with its plan and estimate."""
+
+    configuration: Configuration
+    plan: Plan
+    answer: Estimate
+
+
+@dataclass(kw_only=True)
+class Walk:
+    """State of one search; mutable because branch and bound is a walk."""
+
+    candidates: Candidates
+    request: SearchRequest
+    memory_limit_bytes: float
+    started: float
+    every_size: bool
+    heap: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
+    ticket: count[int] = field(default_factory=count)
+    pruned: Counter[str] = field(default_factory=Counter)
+    too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
+    finished: list[Finished] = field(default_factory=list)
+    later: list[Unopened] = field(default_factory=list)
+    losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
+    open_bounds: list[float] = field(default_factory=list)
+    simulated: int = 0
+    best: Finished | None = None
+    stopped_early: str = ""
+
+    @property
+    def best_s(self) -> float:
+        """Step time of the best so far."""
+        return self.best.answer.step_s if self.best else float("inf")
+
+    def push(self, entry: Entry | Unopened) -> None:
+        """Add what may hold the best, unless its bound already rules it out."""
+        if entry.bound >= self.best_s:
+            self.pruned["bound: cannot beat the best"] += size_of(entry)
+            self.losers.append((entry.bound, next(self.ticket), entry))
+            return
+        heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
+
+    def out_of_time(self) -> bool:
+        """Whether the request's time limit has passed."""
+        limit = self.request.time_limit_s
+        return limit is not None and time.perf_counter() - self.started > limit
+
+
+def size_of(entry: Entry | Unopened) -> int:
+    """Return how many configurations an entry stands for."""
+    return entry.shape.num_configurations if isinstance(entry, Unopened) else 1
