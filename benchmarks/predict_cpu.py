@@ -1,12 +1,18 @@
 """Predictions against runs on this machine: two gloo ranks, many plans of small models.
 
-    python benchmarks/predict_cpu.py [--json] [--steps N] [--turns N] [--models gpt,deep,wide]
+    python -m benchmarks.predict_cpu [--json] [--steps N] [--turns N] [--models gpt,deep,wide]
 
 Profiles this machine as two ranks, predicts every plan, runs each for a few steps, and prints
 predicted against measured step time: the median error, the regret of the plan predicted
 fastest, and whether the truly fastest is among the predicted top three. Both the profile's
 workers and the runs are two processes of one thread each, all at work. Needs a quiet machine
-and about ten minutes.
+and about ten minutes; in shorter parts, of which each keeps what it found:
+
+    python -m benchmarks.predict_cpu --keep DIR --profile-only
+    python -m benchmarks.predict_cpu --keep DIR --models gpt        # and deep, and wide
+    python -m benchmarks.predict_cpu --keep DIR                     # all three, from DIR
+
+`--jobs` records every job, and prints predicted over measured seconds by kind of job.
 """
 
 from __future__ import annotations
@@ -88,8 +94,9 @@ from planner.capture import capture_source, load_model_file
 from planner.plan import load_plan
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
+from planner.runtime.workers import TIMELINE_DIR
 
-folder, steps, turns = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder, steps, turns, jobs = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 torch.set_num_threads(1)
 source = load_model_file(folder / "model.py")
 graph = capture_source(source)
@@ -101,6 +108,8 @@ with (folder / f"seconds-{os.environ['RANK']}.jsonl").open("w") as log:
             plan = plans[index]
             torch.manual_seed(0)
             mesh = build_mesh(plan, torch.device("cpu"))
+            if jobs:
+                os.environ[TIMELINE_DIR] = str(folder / f"jobs-{index:03}")
             engine = Engine(plan, graph, source.build(), mesh)
             data = source.batch(plan.global_batch)
             seconds = []
@@ -163,7 +172,7 @@ def measured_step_s(plans: list[Plan], folder: Path, steps: int, turns: int) -> 
     for index, plan in enumerate(plans):
         save_plan(plan, folder / f"plan-{index:03}.json")
     (folder / "run.py").write_text(RUN_FILE)
-    command = [sys.executable, str(ROOT / "cli.py"), "launch", "--device", "cpu",
+    command = [sys.executable, "-m", "cli", "launch", "--device", "cpu",
                str(folder / "plan-000.json"), str(folder / "run.py"), str(folder),
                str(steps), str(turns)]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

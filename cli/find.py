@@ -1,0 +1,89 @@
+"""`planner search` and `planner why`: the fastest plan, and why not another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.inputs import graph_of, parse_seconds, profile_named
+from cli.options import ModelFile, spread
+from cli.output import show_note, show_progress, show_results
+from cli.question import Question, parse_forbidden
+from planner.errors import PlannerError
+
+
+@spread(Question)
+def search(
+    model: ModelFile,
+    question: Question,
+    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
+    ] = None,
+    solver: Annotated[
+        str, typer.Option(help="Of stage boundaries: dp, recursive, cpsat or brute_force.")
+    ] = "dp",
+    pareto: Annotated[
+        Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
+    ] = None,
+    gap: Annotated[
+        float, typer.Option(help="Stop when proved within this fraction of the best.")
+    ] = 0.0,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
+    ] = True,
+) -> None:
+    """Find the fastest plan that fits, and write it."""
+    from planner.batch_statistics import cut_batch_message
+    from planner.plan import save_plan
+    from search import find_pareto, find_plan_once
+    from search.describe import describe_pareto, describe_result
+
+    request = question.request(
+        model,
+        forbid=parse_forbidden(forbid or ()),
+        solver=solver,
+        max_gap=gap,
+        time_limit_s=parse_seconds(time_limit),
+    )
+    profile, note = profile_named(question.profile)
+    with show_progress("searching") as progress:
+        graph = graph_of(model, request.precision)
+        request = replace(request, pins=question.pins_in(graph))
+        result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
+        if result.plan is None:
+            raise PlannerError(result.reasons[0])
+        points = find_pareto(graph, profile, request, progress=progress) if pareto else ()
+    save_plan(result.plan, out)
+    show_note(note)
+    show_note(cut_batch_message(graph, result.plan))
+    show_results(*describe_result(result))
+    print(f"wrote {out}")
+    if pareto:
+        pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
+        show_results(describe_pareto(points))
+        print(f"wrote {pareto}")
+
+
+@spread(Question)
+def why(model: ModelFile, question: Question) -> None:
+    """Say why your choices are refused, or slower."""
+    from search.describe import describe_comparison
+    from search.explain import compare_choices
+
+    request = question.request(model)
+    profile, note = profile_named(question.profile)
+    with show_progress("comparing") as progress:
+        graph = graph_of(model, request.precision)
+        request = replace(request, pins=question.pins_in(graph))
+        comparison = compare_choices(graph, profile, request, progress)
+    show_note(note)
+    show_results(*describe_comparison(comparison))

@@ -1,0 +1,56 @@
+"""What commands read before they work: graphs, profiles, durations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.graph import ModelGraph
+    from planner.plan import Plan, Precision
+    from profiles import Profile
+
+
+def graph_of(model: Path, precision: Precision = "model") -> ModelGraph:
+    """Return the graph of a model file, captured now or kept."""
+    from planner.capture_cache import load_graph
+
+    return load_graph(model, precision=precision)
+
+
+def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:
+    """Return the graph of a model file, which must be the one that the plan was made for."""
+    from planner.plan import validate_model
+
+    graph = graph_of(model, plan.precision)
+    validate_model(plan, graph)
+    return graph
+
+
+def profile_named(name: str | None) -> tuple[Profile, str]:
+    """Load the named profile, or choose one; with a line for the user if it is not his own.
+
+    The line is for after the work: a refused command says one thing only.
+    """
+    import profiles
+
+    if name is not None:
+        return profiles.load_profile(name), ""
+    return profiles.default_profile(None)
+
+
+def parse_seconds(text: str | None) -> float | None:
+    """Parse a duration: seconds, or a number followed by s, m or h."""
+    if text is None:
+        return None
+    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in factors else (text, "s")
+    try:
+        value = float(number) * factors[unit]
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
+    return value

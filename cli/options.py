@@ -1,0 +1,65 @@
+"""Arguments and options that several commands take, and groups of them as one parameter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+ModelFile = Annotated[Path, typer.Argument(help="A .py file with model() and batch(size).")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan made by `planner search`.")]
+RunFolder = Annotated[Path, typer.Argument(help="Made by `planner launch --timeline FOLDER`.")]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(help="Shipped profile name or profile directory. Default: this machine's own."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
+]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
+]
+
+
+def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command's parameter of type `group`, a dataclass, one option for each field.
+
+    The options stand where the parameter stood; the command gets them as one object. Fields
+    are annotated as options are.
+    """
+    hints = get_type_hints(group, include_extras=True)
+    options = {
+        field.name: inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(group)
+    }
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        (name,) = (parameter.name for parameter in own if parameter.annotation is group)
+        parameters: list[inspect.Parameter] = []
+        for parameter in own:
+            if parameter.name == name:
+                parameters += options.values()
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+        @wraps(command)
+        def with_options(**values: Any) -> Any:
+            given = group(**{option: values.pop(option) for option in options})
+            return command(**values, **{name: given})
+
+        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_options.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_options
+
+    return decorate

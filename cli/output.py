@@ -1,0 +1,67 @@
+"""What commands show: progress and notes on stderr, results on stdout, traces in files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.timeline import RankTimeline
+
+Progress = Callable[[float, str], None]
+"""Called by long work with the fraction done (0..1) and what is being done."""
+
+
+@contextmanager
+def show_progress(title: str) -> Iterator[Progress]:
+    """Show a bar on stderr while the body runs; yields the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[doing]}"),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=None, doing="")  # pulses until something moves it
+
+        def move(fraction: float, doing: str) -> None:
+            bar.update(task, total=1.0, completed=fraction, doing=doing)
+
+        yield move
+
+
+def show_note(text: str | None) -> None:
+    """Print a line beside the results, if there is one."""
+    if text:
+        print(text, file=sys.stderr)
+
+
+def show_results(*renderables: Any) -> None:
+    """Print what rich can render."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=120)  # a file or a log has room
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def write_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
+    """Write timelines, each under its name, where a trace was asked for."""
+    if path is None:
+        return
+    from planner.timeline import save_trace
+
+    save_trace(path, timelines)
+    print(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")

@@ -1,0 +1,135 @@
+"""`planner show`, `estimate`, `simulate` and `dryrun`: what a plan is and should cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.inputs import graph_of, graph_of_plan, profile_named
+from cli.options import ModelFile, PlanFile, ProfileOption, TraceOption
+from cli.output import show_note, show_progress, show_results, write_trace
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from costmodel import CostCache, Estimate
+    from planner.plan import Plan
+
+
+def show(
+    plan: PlanFile,
+    model: Annotated[
+        Path | None, typer.Argument(help="The model file, to name blocks and parameters.")
+    ] = None,
+) -> None:
+    """Print what a plan decides and should cost."""
+    from planner.describe import describe_plan
+    from planner.plan import load_plan
+
+    loaded = load_plan(plan)
+    graph = None if model is None else graph_of(model, loaded.precision)
+    show_results(*describe_plan(loaded, graph))
+
+
+def estimate(
+    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
+    profile: ProfileOption = None,
+    batch: Annotated[
+        Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
+    ] = None,
+) -> None:
+    """Predict a plan's step time and memory, in parts."""
+    if batch is not None or out is not None:
+        if batch is None or out is None or plan is not None or profile is not None:
+            raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
+        _estimate_rows(batch, out)
+        return
+    if plan is None or model is None:
+        raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
+    from planner.describe import describe_estimate
+
+    predicted = predict(plan, model, profile, doing="estimating")
+    show_note(predicted.note)
+    cluster = predicted.costs.profile.name
+    show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
+
+
+def _estimate_rows(source: Path, target: Path) -> None:
+    from costmodel.rows import estimate_file
+
+    with show_progress("estimating"):
+        num_rows, num_predicted = estimate_file(source, target)
+    print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")
+
+
+def simulate(
+    plan: PlanFile,
+    model: ModelFile,
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Play a plan's timetable: who works and waits when."""
+    from costmodel.compare import as_rank_timelines
+    from costmodel.describe import describe_timeline
+    from costmodel.estimate import plan_job_seconds
+
+    predicted = predict(plan, model, profile, doing="simulating")
+    seconds = plan_job_seconds(predicted.plan, predicted.costs)
+    show_note(predicted.note)
+    timeline = predicted.estimate.timeline
+    show_results(*describe_timeline(timeline, seconds))
+    write_trace(trace, predicted=as_rank_timelines(timeline))
+
+
+def dryrun(
+    plan: PlanFile,
+    model: ModelFile,
+    rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
+) -> None:
+    """Run one rank on fake tensors: its memory, job by job."""
+    from planner.describe import describe_dry_run
+    from planner.model_file import load_model_file
+    from planner.plan import load_plan
+    from planner.runtime.dryrun import dry_run
+
+    loaded = load_plan(plan)
+    with show_progress("dry run") as progress:
+        progress(0.0, "capturing the model")
+        graph = graph_of_plan(loaded, model)
+        progress(0.5, f"running rank {rank} on fake tensors")
+        run = dry_run(loaded, graph, load_model_file(model).build, rank=rank)
+    show_results(*describe_dry_run(run))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A plan, what it should cost, and the prices that say so.
+
+    `note` is a line for the user if the profile is not this machine's own.
+    """
+
+    plan: Plan
+    costs: CostCache
+    estimate: Estimate
+    note: str
+
+
+def predict(plan: Path, model: Path, profile: str | None, *, doing: str) -> Prediction:
+    """Price a plan file for a model file under a profile, with a progress bar."""
+    from costmodel import CostCache
+    from costmodel import estimate as estimate_plan
+    from planner.plan import load_plan
+
+    loaded = load_plan(plan)
+    machine, note = profile_named(profile)
+    with show_progress(doing):
+        graph = graph_of_plan(loaded, model)
+        costs = CostCache(graph, machine)
+        estimated = estimate_plan(graph, machine, loaded, costs=costs)
+    return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)

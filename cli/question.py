@@ -1,0 +1,126 @@
+"""What `search` and `why` both ask: one field for each option, and the request they make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.options import ProfileOption
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.graph import ModelGraph
+    from search import SearchRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The devices, the batch, the machine, and the choices that are fixed (None: searched)."""
+
+    gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")]
+    profile: ProfileOption = None
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples per step. Default: 8 per device.")
+    ] = None
+    memory_limit: Annotated[
+        float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
+    ] = None
+    dp: Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")] = None
+    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")] = None
+    pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None
+    vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None
+    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None
+    microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None
+    schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None
+    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None
+    recompute: Annotated[
+        str | None, typer.Option(help="Fix recompute: none, selective or full.")
+    ] = None
+    balance: Annotated[
+        str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")
+    ] = None
+    precision: Annotated[
+        str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
+    ] = "model"
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
+    ] = None
+
+    def request(self, model: Path, **more: Any) -> SearchRequest:
+        """Return the question as the search takes it; `more` are fields of the request.
+
+        Pins are left out: what they name is known with the graph (`pins_in`).
+        """
+        from search import SearchRequest
+
+        return SearchRequest(
+            num_devices=self.gpus,
+            global_batch=8 * self.gpus if self.global_batch is None else self.global_batch,
+            memory_limit_bytes=_bytes_of_gib(self.memory_limit),
+            model_file=str(model),
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            microbatch_size=self.microbatch_size,
+            schedule=self.schedule,
+            zero=self.zero,
+            recompute=self.recompute,
+            balance=_balance(self.balance),
+            precision=self.precision,  # type: ignore[arg-type]  # the request checks it
+            **more,
+        )
+
+    def pins_in(self, graph: ModelGraph) -> tuple[tuple[int, str, str], ...]:
+        """Return pins as (class index, parameter name in its program, placement)."""
+        from planner.sharding.pins import class_pins, parse_pin
+
+        by_class = class_pins(graph, [parse_pin(text) for text in self.pin or ()])
+        return tuple(
+            (index, name, str(placement))
+            for index, names in by_class.items()
+            for name, placement in names.items()
+        )
+
+
+def parse_forbidden(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the values of --forbid, CHOICE=VALUE each."""
+    choices = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "schedule", "zero", "recompute")
+    pairs = []
+    for text in texts:
+        choice, equals, value = text.partition("=")
+        if not equals or choice.replace("-", "_") not in choices:
+            raise PlannerError(
+                f"--forbid {text} is not understood; write CHOICE=VALUE, with a choice of "
+                + ", ".join(choices)
+            )
+        pairs.append((choice.replace("-", "_"), value))
+    return tuple(pairs)
+
+
+def _balance(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    counts = text.split(",")
+    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
+        raise PlannerError(
+            f"--balance {text} is not understood; write the number of blocks of each stage, in "
+            "order, such as 1,3"
+        )
+    return tuple(map(int, counts))
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    from planner.units import GIB
+
+    if gib is None:
+        return None
+    if gib <= 0:
+        raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
+    return round(gib * GIB)
