@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
 from search.chain_dp import ChainProblem, Cut, Floats
-from search.layouts import LayoutSolver
+from search.layouts import LayoutSolver, parse_pins_of
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import peak_bytes
-from search.space import Configuration, recompute_choices
+from search.request import SearchRequest
+from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
 from search.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
@@ -50,6 +52,29 @@ class Candidates:
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
     _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, request: SearchRequest) -> Candidates:
+        """Return what searches share that ask the same of placements, stages and precision."""
+        return cls(
+            graph=graph,
+            profile=profile,
+            solver=LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request)),
+            costs=CostCache(graph, profile),
+            model_file=request.model_file,
+            precision=request.precision,
+            cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
+        )
+
+    def shapes(self, request: SearchRequest, refusals: Refusals | None = None) -> list[Shape]:
+        """Return every shape that divides; raise LayoutError when there is none."""
+        return list_shapes(
+            request,
+            self.graph,
+            self.profile.cluster,
+            can_split=self.solver.can_split,
+            refusals=refusals,
+        )
 
     def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at this degree and microbatch size."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.units import format_bytes
 from profiles import Profile
+from search.adding_up import byte_unit, digits_to_tell, listed_parts
 from search.find_plan import find_plan
 from search.request import SearchRequest
 
@@ -59,11 +59,11 @@ def compare_choices(
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:
         return Comparison(given=fixed.plan, best=best, shortfall=())
+    assert fixed.leanest is not None, "what does not fit has a leanest plan"
     limit = float(request.memory_limit_bytes or profile.memory_bytes)
-    enough = replace(request, memory_limit_bytes=fixed.smallest_memory_bytes)
-    smallest = find_plan(graph, profile, enough).plan
-    shortfall = fixed.reasons if smallest is None else explain_shortfall(smallest, limit)
-    return Comparison(given=None, best=best, shortfall=shortfall)
+    return Comparison(
+        given=None, best=best, shortfall=explain_shortfall(fixed.leanest, limit) or fixed.reasons
+    )
 
 
 def explain_shortfall(plan: Plan, limit_bytes: float) -> tuple[str, ...]:
@@ -73,16 +73,58 @@ def explain_shortfall(plan: Plan, limit_bytes: float) -> tuple[str, ...]:
         needed = parts["total_bytes"]
         if needed <= limit_bytes:
             continue
-        named = sorted(
-            ((size, name) for name, size in parts.items() if name != "total_bytes" and size),
-            reverse=True,
-        )
-        listed = ", ".join(f"{_words(name)} {format_bytes(size)}" for size, name in named)
+        unit, size = byte_unit(needed)
+        digits = digits_to_tell(needed / size, limit_bytes / size)
+        listed = listed_parts(memory_parts(parts), size, digits=digits)
         sentences.append(
-            f"pp rank {pp_rank} needs {format_bytes(needed)} of {format_bytes(limit_bytes)} "
-            f"at the least: {listed}"
+            f"{stages_of(plan, pp_rank)} needs {needed / size:.{digits}f} {unit} of "
+            f"{limit_bytes / size:.{digits}f} at the least: {listed}"
         )
     return tuple(sentences)
+
+
+def explain_saving(leanest: Plan, made: Plan) -> str:
+    """Say what another plan's fullest device needs less and more than the leanest one's."""
+    before, after = fullest_rank(leanest), fullest_rank(made)
+    old, new = memory_parts(before), memory_parts(after)
+    parts = {name: new.get(name, 0) - old.get(name, 0) for name in {**old, **new}}
+    unit, size = byte_unit(before["total_bytes"])
+    change = after["total_bytes"] - before["total_bytes"]
+    return f"{change / size:+.2f} {unit}: {listed_parts(parts, size, signed=True)}"
+
+
+def stages_of(plan: Plan, pp_rank: int) -> str:
+    """Name a pp rank by what it holds: ``stage 3 (blocks 9..12)``."""
+    held = [(index, s) for index, s in enumerate(plan.stages) if s.pp_rank == pp_rank]
+    if plan.pp == 1:
+        return "every rank"
+    if len(held) == 1:
+        index, stage = held[0]
+        return f"stage {index} (blocks {stage.first_block}..{stage.last_block})"
+    return f"pp rank {pp_rank} (stages {', '.join(str(index) for index, _ in held)})"
+
+
+def fullest_rank(plan: Plan) -> dict[str, int]:
+    """Return the memory parts of the pp rank that needs most."""
+    ranks: list[dict[str, int]] = plan.estimate["memory"]
+    return max(ranks, key=lambda parts: parts["total_bytes"])
+
+
+def memory_parts(parts: dict[str, int]) -> dict[str, int]:
+    """Return the device's parts by the words for them; they add up to the total."""
+    return {
+        _MEMORY_WORDS.get(name, _words(name)): size
+        for name, size in parts.items()
+        if name != "total_bytes"
+    }
+
+
+_MEMORY_WORDS = {
+    "parameter_bytes": "weights",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activation_bytes": "activations",
+}
 
 
 def differences(given: dict[str, Any], best: dict[str, Any]) -> list[tuple[str, float, float]]:

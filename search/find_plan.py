@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import accumulate
 
-from costmodel.cache import CostCache
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates, with_estimate
 from search.gates import NO_FASTER, TOO_LARGE, Progress, first_gate, run_gates
-from search.layouts import LayoutSolver, parse_pins_of
-from search.nothing_fits import explain_nothing_fits
+from search.nothing_fits import explain_nothing_fits, find_leanest
 from search.request import Certificate, SearchRequest, SearchResult
 from search.runners_up import find_runners_up
-from search.space import Refusals, list_shapes
+from search.space import Refusals
 from search.synthesis import SYNTHESISED, with_synthesised_table
 from search.walk import Finished, Walk, size_of
 
@@ -44,24 +41,23 @@ def find_plan(
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     """
+    return search_among(Candidates.of(graph, profile, request), request, progress)
+
+
+def search_among(
+    candidates: Candidates, request: SearchRequest, progress: Progress | None = None
+) -> SearchResult:
+    """Return `find_plan`'s answer for one of several requests that share their candidates.
+
+    They may differ in all but pins, balance and precision.
+    """
     started = time.perf_counter()
     own_table = request.schedule == SYNTHESISED
     if own_table:
         request = replace(request, schedule=None)
-    solver = LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request))
-    candidates = Candidates(
-        graph=graph,
-        profile=profile,
-        solver=solver,
-        costs=CostCache(graph, profile),
-        model_file=request.model_file,
-        precision=request.precision,
-        cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
-    )
+    profile = candidates.profile
     refusals = Refusals()
-    shapes = list_shapes(
-        request, graph, profile.cluster, can_split=solver.can_split, refusals=refusals
-    )
+    shapes = candidates.shapes(request, refusals)
     for every_size in (False, True):
         search = Walk(
             candidates=candidates,
@@ -79,13 +75,13 @@ def find_plan(
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
     if search.best is None:
-        reasons, smallest = explain_nothing_fits(
-            candidates, shapes, request, search.memory_limit_bytes
-        )
+        leanest = find_leanest(candidates, shapes)
+        reasons, smallest = explain_nothing_fits(leanest, request, search.memory_limit_bytes)
         return SearchResult(
             plan=None,
             reasons=reasons,
             smallest_memory_bytes=smallest,
+            leanest=leanest.plan,
             search_s=time.perf_counter() - started,
         )
     if own_table:

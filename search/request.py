@@ -148,9 +148,10 @@ class RunnerUp:
 class SearchResult:
     """The best plan with its certificate, or no plan and the reasons.
 
-    `reasons` says in whole sentences why nothing fits, and what would make it fit; it is
-    empty when there is a plan. `search_s` is what the search took, `was_kept` whether that
-    was an earlier one.
+    `reasons` says in whole sentences why nothing fits; it is empty when there is a plan.
+    `leanest` is then the plan that needs the least memory, `smallest_memory_bytes` a limit
+    under which a search finds one (`concessions` tells what else would do). `search_s` is
+    what the search took, `was_kept` whether that was an earlier one.
     """
 
     plan: Plan | None
@@ -158,5 +159,6 @@ class SearchResult:
     reasons: tuple[str, ...] = ()
     certificate: Certificate | None = None
     smallest_memory_bytes: int | None = None
+    leanest: Plan | None = None
     search_s: float = field(default=0.0, compare=False)
     was_kept: bool = field(default=False, compare=False)

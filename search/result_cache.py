@@ -23,6 +23,7 @@ from search.find_plan import find_plan
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 
 _ROOMS = ("search", "costmodel", "profiles", "planner")
+_PLANS = ("plan", "leanest")
 
 
 def find_plan_once(
@@ -64,7 +65,9 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
 def to_json(result: SearchResult) -> dict[str, Any]:
     """Return an answer as JSON data; `from_json` is the inverse."""
     data = {f.name: getattr(result, f.name) for f in fields(result)}
-    data["plan"] = result.plan and result.plan.model_dump(mode="json")
+    for name in _PLANS:
+        plan = getattr(result, name)
+        data[name] = plan and plan.model_dump(mode="json")
     data["runners_up"] = [asdict(one) for one in result.runners_up]
     data["certificate"] = result.certificate and asdict(result.certificate)
     return data
@@ -79,7 +82,7 @@ def from_json(data: dict[str, Any]) -> SearchResult:
     return SearchResult(
         **{
             **data,
-            "plan": None if data["plan"] is None else Plan.model_validate(data["plan"]),
+            **{name: data[name] and Plan.model_validate(data[name]) for name in _PLANS},
             "runners_up": tuple(RunnerUp(**one) for one in data["runners_up"]),
             "reasons": tuple(data["reasons"]),
             "certificate": None if proof is None else Certificate(**proof),

@@ -47,9 +47,14 @@ def test_refusal_names_what_the_memory_is_for(gpt, machine):
     """The parts named add up to what is needed."""
     found = compare(gpt, machine, tp=4, memory_limit_bytes=2**31)
     assert found.given is None
-    assert found.shortfall[0].startswith("pp rank 0 needs 2.00 GiB of 2.00 GiB at the least: ")
-    assert "context 2.00 GiB" in found.shortfall[0]
-    assert "optimizer" in found.shortfall[0]
+    head, listed = found.shortfall[0].split(" at the least: ")
+    needed = head.removeprefix("every rank needs ").removesuffix(" GiB of 2.0000")
+    assert float(needed) > 2
+    assert "context 2.0000" in listed
+    assert "optimizer" in listed
+    assert sum(float(part.split()[1]) for part in listed.split(", ")) == pytest.approx(
+        float(needed), abs=1e-9
+    )
 
 
 def test_shortfall_is_of_ranks_over_the_limit_only(gpt, machine):
