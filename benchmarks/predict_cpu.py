@@ -163,59 +163,80 @@ def describe(plan: Plan) -> str:
     )
 
 
-def measured_step_s(plans: list[Plan], folder: Path, steps: int, turns: int) -> list[float]:
-    """Run every plan in turns, forwards and backwards through the list, on two ranks that
-    live through all of them; return each plan's median step, the first of each turn left out.
-
-    The machine's speed drifts over minutes, so a plan's steps are spread over the whole run.
+def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> None:
+    """Run every plan in turns, forwards and backwards through the list, on two ranks that live
+    through all of them. The machine's speed drifts over minutes, so a plan's steps are spread
+    over the whole run. Leaves each step's seconds in the folder.
     """
     for index, plan in enumerate(plans):
         save_plan(plan, folder / f"plan-{index:03}.json")
     (folder / "run.py").write_text(RUN_FILE)
     command = [sys.executable, "-m", "cli", "launch", "--device", "cpu",
                str(folder / "plan-000.json"), str(folder / "run.py"), str(folder),
-               str(steps), str(turns)]  # fmt: skip
+               str(options.steps), str(options.turns), str(int(options.jobs))]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False)
-    samples: dict[int, list[float]] = {index: [] for index in range(len(plans))}
-    for line in (folder / "seconds-0.jsonl").read_text().splitlines():
-        index, seconds = json.loads(line)
-        samples[index] += seconds[WARM_UP_STEPS:]
     if done.returncode:
         print(f"stopped early: {done.stderr[-2000:]}", file=sys.stderr)
-    return [statistics.median(s) if s else float("nan") for s in samples.values()]
 
 
-def judge(model: str, profile, folder: Path, steps: int, turns: int) -> list[dict]:
-    """Return predicted and measured step time of each plan of one model."""
+def measured_step_s(folder: Path) -> dict[int, float]:
+    """Return the median step of each plan that ran, by its number; the first steps of each
+    turn are left out.
+    """
+    samples: dict[int, list[float]] = {}
+    for line in (folder / "seconds-0.jsonl").read_text().splitlines():
+        index, seconds = json.loads(line)
+        samples.setdefault(index, []).extend(seconds[WARM_UP_STEPS:])
+    return {index: statistics.median(found) for index, found in samples.items()}
+
+
+def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
+    """Return predicted over measured seconds by kind of job of one plan; {} if not recorded."""
+    from costmodel.compare import compare_run
+    from planner.timeline import load_timeline
+
+    recorded = folder / f"jobs-{index:03}"
+    if not recorded.exists():
+        return {}
+    found = compare_run(answer.timeline, answer.step_s, load_timeline(recorded))
+    by_kind: dict[str, list[float]] = {}
+    for job in found.jobs:
+        predicted_s, measured_s = by_kind.setdefault(job.kind, [0.0, 0.0])
+        by_kind[job.kind] = [predicted_s + job.predicted_s, measured_s + job.measured_s]
+    return {kind: predicted_s / measured_s for kind, (predicted_s, measured_s) in by_kind.items()}
+
+
+def judge(model: str, profile, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """Return predicted and measured step time of each plan of one model, run if need be."""
     from costmodel import CostCache, estimate
     from planner.capture import capture_source, load_model_file
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "model.py").write_text(MODEL_FILE.format(**MODELS[model]))
     graph = capture_source(load_model_file(folder / "model.py"))
     costs = CostCache(graph, profile)
     plans = plans_of(graph, folder / "model.py")
-    predicted = [estimate(graph, profile, plan, costs=costs) for plan in plans]
+    if not (folder / "seconds-0.jsonl").exists():
+        run_plans(plans, folder, options)
     lines = []
-    for plan, answer, measured in zip(
-        plans, predicted, measured_step_s(plans, folder, steps, turns), strict=True
-    ):
-        if measured != measured:  # never ran
-            continue
+    for index, measured in sorted(measured_step_s(folder).items()):
+        answer = estimate(graph, profile, plans[index], costs=costs)
         lines.append(
             {
                 "model": model,
-                "plan": describe(plan),
+                "plan": describe(plans[index]),
                 "predicted_s": answer.step_s,
                 "measured_s": measured,
                 "error_pct": 100 * (answer.step_s / measured - 1),
                 "parts_s": answer.to_dict()["time"],
+                "job_ratios": job_ratios(folder, index, answer),
             }
         )
+        ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in lines[-1]["job_ratios"].items())
         note(
-            f"{model:6}{describe(plan):60}{answer.step_s * 1e3:9.1f} ms{measured * 1e3:9.1f} ms"
-            f"{lines[-1]['error_pct']:+8.1f}%"
+            f"{model:6}{describe(plans[index]):60}{answer.step_s * 1e3:9.1f} ms"
+            f"{measured * 1e3:9.1f} ms{lines[-1]['error_pct']:+8.1f}%{ratios}"
         )
     return lines
 
@@ -243,9 +264,28 @@ def summarise(lines: list[dict]) -> dict:
     }
 
 
+def measured_profile(folder: Path, budget_s: float):
+    """Measure this machine for all the models into a folder, or go on with what is there."""
+    from planner.capture import capture_source, load_model_file
+    from profiles import measure_profile
+
+    graphs = []
+    for sizes in MODELS.values():
+        (folder / "model.py").write_text(MODEL_FILE.format(**sizes))
+        graphs.append(capture_source(load_model_file(folder / "model.py")))
+    return measure_profile(
+        folder / "profile",
+        nproc=2,
+        device="cpu",
+        models=graphs,
+        budget_s=budget_s,
+        progress=lambda part, what: note(f"profile {part:4.0%} {what}"),
+    )
+
+
 def main() -> int:
     """Profile, predict, run, compare."""
-    from profiles import load_profile, measure_profile
+    from profiles import load_profile
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -253,32 +293,22 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=2, help="turns through all plans of a model")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the profile")
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--profile", help="use this profile instead of measuring one")
-    parser.add_argument("--keep-profile", help="measure into this directory and leave it there")
+    parser.add_argument("--keep", type=Path, help="keep the profile and all runs here, for later")
+    parser.add_argument("--profile-only", action="store_true", help="measure the profile and stop")
+    parser.add_argument("--jobs", action="store_true", help="record and compare single jobs")
     options = parser.parse_args()
-    names = options.models.split(",")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        if options.profile:
-            profile = load_profile(options.profile)
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "profile" / "profile.json").exists():
+            profile = load_profile(folder / "profile")
         else:
-            from planner.capture import capture_source, load_model_file
-
-            graphs = []
-            for sizes in (MODELS[name] for name in names):
-                (folder / "model.py").write_text(MODEL_FILE.format(**sizes))
-                graphs.append(capture_source(load_model_file(folder / "model.py")))
-            profile = measure_profile(
-                options.keep_profile or folder / "profile",
-                nproc=2,
-                device="cpu",
-                models=graphs,
-                budget_s=options.budget,
-                progress=lambda part, what: note(f"profile {part:4.0%} {what}"),
-            )
+            profile = measured_profile(folder, options.budget)
+        if options.profile_only:
+            return 0
         lines = []
-        for name in names:
-            lines += judge(name, profile, folder / name, options.steps, options.turns)
+        for name in options.models.split(","):
+            lines += judge(name, profile, folder / name, options)
     if not lines:
         note("no plan ran; see above why")
         return 1

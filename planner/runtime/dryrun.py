@@ -75,7 +75,7 @@ def dry_run(
             f"use 0 to {plan.world_size - 1}"
         )
     ledger = _Ledger()
-    with _fake_ranks(rank, plan.world_size), _real_meshes():
+    with _fake_ranks(rank, plan.world_size), _without_values():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = build()
@@ -120,9 +120,9 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def _real_meshes() -> Iterator[None]:
-    """Let the runtime make meshes and FSDP2 join them for real: without values ranks can't be
-    looked up.
+def _without_values() -> Iterator[None]:
+    """Let the runtime make meshes and FSDP2 join them for real, as ranks can't be looked up
+    without values; and let what rank 0 tells the others be what each would have said itself.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils._python_dispatch import _disable_current_modes
@@ -137,9 +137,12 @@ def _real_meshes() -> Iterator[None]:
     kept = {name: getattr(DeviceMesh, name) for name in ("_concatenate", "from_group")}
     for name, function in kept.items():
         setattr(DeviceMesh, name, staticmethod(real(function)))
+    broadcast = dist.broadcast_object_list
+    dist.broadcast_object_list = lambda *args, **kwargs: None  # type: ignore[assignment]
     try:
         yield
     finally:
+        dist.broadcast_object_list = broadcast
         for name, function in kept.items():
             setattr(DeviceMesh, name, staticmethod(function))
 
