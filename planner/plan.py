@@ -61,8 +61,10 @@ class StagePlan(_Record):
     """One stage: blocks first..last (inclusive) on `pp_rank`.
 
     `recompute_last` False keeps the activations of the step's last microbatch, whose
-    backward follows at once. `tp` is the stage's own tp degree (None: the plan's); its dp
-    degree is then dp * tp / that, over the same number of ranks.
+    backward follows at once. `activations_on_host` sends what a microbatch keeps for its
+    backward to the host in between, where the wait is long enough (`planner.schedule.trips`).
+    `tp` is the stage's own tp degree (None: the plan's); its dp degree is then dp * tp / that,
+    over the same number of ranks.
     """
 
     pp_rank: int = Field(ge=0)
@@ -70,6 +72,7 @@ class StagePlan(_Record):
     last_block: int = Field(ge=0)
     recompute: Recompute = "none"
     recompute_last: bool = True
+    activations_on_host: bool = False
     tp: int | None = Field(default=None, ge=1)
 
     @property
@@ -129,6 +132,7 @@ class Plan(_Record):
 
     `precision` "bf16" holds parameters and activations in bfloat16, with fp32 master copies
     for the optimizer and fp32 sums of gradients; "model" keeps the dtypes the model has.
+    With `optimizer_on_host` the optimizer steps on copies in host memory, where its state is.
     `recomputed` lists, by class, the ops of selective recomputation; a class without an
     entry takes the default choice (`planner.recompute_choice`).
 
@@ -154,6 +158,7 @@ class Plan(_Record):
     table: tuple[str, ...] = ()
     zero_stage: ZeroStage
     precision: Precision = "model"
+    optimizer_on_host: bool = False
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]

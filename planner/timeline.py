@@ -7,7 +7,8 @@ its last line readable:
     {"kind": "F", "name": "F1.0", "step": 0, "stage": 1, "microbatch": 0, "start_s": …, "end_s": …}
 
 Kinds are the job kinds F, B, I, W; R, what a backward recomputes before its gradient has come;
-REDUCE and OPTIMIZE; and WAIT, for a tensor that has not come yet. Times are on the rank's own
+REDUCE and OPTIMIZE; WAIT, for a tensor that has not come yet; and with offload COPY, between
+device and host, and UPDATE, the optimizer's work on the host. Times are on the rank's own
 clock; adding its offset gives rank 0's. A simulated timetable is written the same way, so
 prediction and measurement load side by side.
 Torch-free.
@@ -28,7 +29,9 @@ FORMAT, VERSION = "planner-timeline", 1
 
 JOB_KINDS = ("F", "B", "I", "W")
 REMAKE = "R"
-KINDS = (*JOB_KINDS, REMAKE, "REDUCE", "OPTIMIZE", "WAIT")
+COPY, UPDATE = "COPY", "UPDATE"
+KINDS = (*JOB_KINDS, REMAKE, "REDUCE", "OPTIMIZE", "WAIT", COPY, UPDATE)
+_TRACKS = {"WAIT": 1, "REDUCE": 1, COPY: 2, UPDATE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +132,19 @@ def _load_rank(path: Path) -> RankTimeline:
 def chrome_trace(timeline: Iterable[RankTimeline], *, label: str = "") -> dict[str, Any]:
     """Return all ranks on rank 0's clock as a Chrome trace (also read by Perfetto).
 
-    Each rank is a process with a track for compute, one for communication and a memory
-    counter. `label` goes before the ranks' names, to tell two timelines in one view apart.
+    Each rank is a process with a track for compute, one for communication, with offload one
+    for copies and one for the host's work, and a memory counter.
+    `label` goes before the ranks' names, to tell two timelines in one view apart.
     """
     events: list[dict[str, Any]] = []
     for line in timeline:
         pid = line.rank
         name = f"{label} rank {line.rank} (pp {line.pp_rank})".strip()
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-        for tid, track in enumerate(("compute", "communication")):
+        used = {0, 1} | {_TRACKS.get(span.kind, 0) for span in line.spans}
+        for tid, track in enumerate(("compute", "communication", "host copies", "host")):
+            if tid not in used:
+                continue
             args = {"name": track}
             events.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": args})
         for span in line.spans:
@@ -146,7 +153,7 @@ def chrome_trace(timeline: Iterable[RankTimeline], *, label: str = "") -> dict[s
                 {
                     "ph": "X",
                     "pid": pid,
-                    "tid": int(span.kind in ("WAIT", "REDUCE")),
+                    "tid": _TRACKS.get(span.kind, 0),
                     "name": span.name,
                     "cat": span.kind,
                     "ts": start_us,

@@ -32,14 +32,14 @@ def clip_gradients(
         grads.append(grad)
         if share and grad.numel():
             norm = torch.linalg.vector_norm(grad, dtype=_norm_dtype(grad))
-            squares += norm.double().square() * share
+            squares += norm.double().square().to(mesh.device) * share
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt()
     # The small term is torch.nn.utils.clip_grad_norm_'s, for the same result.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+        grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 

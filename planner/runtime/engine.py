@@ -27,17 +27,18 @@ from planner.runtime.batch_norm import DeferredStatistics
 from planner.runtime.executor import Executor, Hooks
 from planner.runtime.feed import Feed, Preamble, cut_batch
 from planner.runtime.gather import gather
+from planner.runtime.host import Host
+from planner.runtime.host_optimizer import HostMasters
 from planner.runtime.loss_weights import LossWeight, LossWeights
 from planner.runtime.masters import MasterParams, cast_params
 from planner.runtime.mesh import Mesh
-from planner.runtime.optimizer import build_optimizer
 from planner.runtime.p2p import Post
 from planner.runtime.programs import Programs
 from planner.runtime.randomness import RandomStream
 from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
 from planner.runtime.stage import StageModule
-from planner.runtime.trained import TrainedParams
+from planner.runtime.trained import Owner, TrainedParams
 from planner.runtime.watchdog import start_watchdog
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.weights import local_piece, synced_tensors
@@ -48,7 +49,7 @@ from planner.runtime.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import JobKind, schedule_of
+from planner.schedule import schedule_of
 
 
 class Engine:
@@ -70,8 +71,11 @@ class Engine:
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
         loss_weight: LossWeight | None = None,
+        host: Host | None = None,
     ) -> None:
-        """`graph` is the capture of `model`, whose values rank 0 gives to all ranks."""
+        """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
+        what the plan puts there (None: this machine's memory).
+        """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
@@ -92,27 +96,30 @@ class Engine:
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
         self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
         # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
-        has_weight_jobs = any(
-            job.kind is JobKind.BACKWARD_WEIGHT for row in self.schedule.jobs for job in row
-        )
-        defers = has_weight_jobs and not self._zero_stage
-        self._weight_queue = WeightQueue() if defers else None
+        self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
+        self._host = host or Host(mesh.device)
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
         owners = self._build_stages(model, edges)
         self._preambles = self._build_preambles(model)
         self._trained = TrainedParams(
-            graph, plan, mesh, owners, self._param_placements, sharded=self._zero_stage > 0
+            graph,
+            plan,
+            mesh,
+            owners,
+            self._param_placements,
+            sharded=self._zero_stage > 0,
+            host=self._host if plan.optimizer_on_host else None,
         )
-        self.optimizer = build_optimizer(optimizer, model, self._trained.by_name())
+        self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
-        self._recorder = start_recorder(mesh)
+        self._recorder = self._host.recorder = start_recorder(mesh)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -140,9 +147,7 @@ class Engine:
 
     # -- building -----------------------------------------------------------------------
 
-    def _build_stages(
-        self, model: nn.Module, edges: tuple[Any, ...]
-    ) -> dict[int, StageModule | MasterParams]:
+    def _build_stages(self, model: nn.Module, edges: tuple[Any, ...]) -> dict[int, Owner]:
         """Make this rank's stages; return, by stage, who names what is trained of it."""
         plan, graph, mesh = self.plan, self.graph, self.mesh
         mine = self.schedule.stages_of(mesh.rank("pp"))
@@ -150,7 +155,7 @@ class Engine:
         wanted = {n for s in mine for n in names[s]}
         whole = synced_tensors(graph, model, mesh, wanted, precision=plan.precision)
         programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
-        owners: dict[int, StageModule | MasterParams] = {}
+        owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
             pieces = {
@@ -178,9 +183,19 @@ class Engine:
             self.stages[index] = owners[index] = stage
             if self._zero_stage:
                 by_fqn = {meta.fqn: self._param_placements[meta.name] for meta in metas}
-                zero.shard_stage(stage, mesh, self._zero_stage, by_fqn, plan.precision)
+                zero.shard_stage(
+                    stage,
+                    mesh,
+                    self._zero_stage,
+                    by_fqn,
+                    plan.precision,
+                    on_host=plan.optimizer_on_host,
+                )
+                continue
+            values = {meta.fqn: pieces[meta.name] for meta in metas if meta.kind == "param"}
+            if plan.optimizer_on_host:
+                owners[index] = HostMasters(stage.named_params(), values, self._host)
             elif plan.precision == "bf16":
-                values = {meta.fqn: pieces[meta.name] for meta in metas if meta.kind == "param"}
                 owners[index] = MasterParams(stage.named_params(), values)
         return owners
 
@@ -207,6 +222,7 @@ class Engine:
             self._statistics.begin()
         with self._drawn():
             losses = self._executor.train(feed)
+        loss, shared = self._share_loss(losses, feed)
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
@@ -214,10 +230,9 @@ class Engine:
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
-            if self.optimizer is not None:
-                self.optimizer.step()
-            self._trained.write_back()
-        loss = self._mean_loss(losses, feed)
+            self._trained.step(self.optimizer)
+        if shared is not None:
+            shared.wait()
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
@@ -232,7 +247,10 @@ class Engine:
         """
         with self._drawn():
             feed = self._feed(batch)
-            return self._mean_loss(self._executor.evaluate(feed), feed)
+            loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
+        if shared is not None:
+            shared.wait()
+        return loss
 
     def _drawn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._random is None else self._random.drawn()
@@ -275,16 +293,16 @@ class Engine:
         if self._zero_stage:
             zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
 
-    def _mean_loss(self, losses: list[Tensor], feed: Feed) -> Tensor:
+    def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
+        """Return the mean loss, and what to wait for until it is that of all ranks."""
         total = torch.zeros((), dtype=self._loss_dtype, device=self.mesh.device)
         if losses and self.mesh.rank("tp") == self.mesh.rank("cp") == 0:
             weights = torch.stack(tuple(feed.loss_weights))
             # A part in which nothing counts has no mean: its loss may be NaN.
             shares = torch.where(weights == 0, weights, torch.stack(losses) * weights)
             total = shares.sum()
-        if self.plan.world_size > 1:
-            dist.all_reduce(total)
-        return total
+        alone = self.plan.world_size == 1
+        return total, None if alone else dist.all_reduce(total, async_op=True)
 
     def intermediates(self, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
         """Return values inside the model for one global batch, whole, on rank 0's CPU.
@@ -329,7 +347,10 @@ class Engine:
             self.plan,
             self.mesh,
             wanted,
-            lambda meta: (_grad_of(self._param(meta)), self._param_placements[meta.name]),
+            lambda meta: (
+                _grad_of(self._trained.by_name()[meta.fqn][0]),
+                self._param_placements[meta.name],
+            ),
         )
 
     def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placement]:
@@ -341,7 +362,7 @@ class Engine:
         )
 
     def _param(self, meta: TensorMeta) -> nn.Parameter:
-        return self._trained.by_name()[meta.fqn][0]
+        return self._trained.stepped_by_name()[meta.fqn][0]
 
 
 def _shared_seed(mesh: Mesh) -> int:

@@ -50,6 +50,7 @@ def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = _over_data(tensor, placement, mesh)
+    tensor = tensor.to(mesh.device)  # from the host, if that holds it: groups are of devices
     group = mesh.group("tp")
     if group is None or not isinstance(placement, Shard):
         return tensor
@@ -66,7 +67,7 @@ def _over_data(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
     group = mesh.group("data")
     assert group is not None, "FSDP2 is used only with replicas"
     length = -(-shape[0] // mesh.size("data"))
-    local = tensor.to_local()
+    local = tensor.to_local().to(mesh.device)
     padded = local.new_zeros((length, *shape[1:]))
     padded[: local.shape[0]] = local
     return run_step(padded, group.group_name, ("all_gather", 0, 0))[: shape[0]]

@@ -41,7 +41,7 @@ class MasterParams:
                 continue
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))
-            param.register_post_accumulate_grad_hook(partial(_hand_over, master))
+            param.register_post_accumulate_grad_hook(partial(hand_over, master))
 
     def named_params(self) -> dict[str, nn.Parameter]:
         """Return the copies, and the parameters that do not train, by the user's names."""
@@ -55,7 +55,8 @@ class MasterParams:
             torch._foreach_copy_(params, masters)
 
 
-def _hand_over(master: nn.Parameter, param: Tensor) -> None:
+def hand_over(master: nn.Parameter, param: Tensor) -> None:
+    """Add a parameter's gradient to that of its wider copy, and forget it."""
     grad, param.grad = param.grad, None
     assert grad is not None
     if master.grad is None:

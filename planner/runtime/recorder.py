@@ -48,9 +48,11 @@ class Recorder:
             self._file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset
         )
 
-    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> _Open:
-        """Record what happens inside."""
-        return _Open(self, kind, name, stage, microbatch)
+    def span(
+        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+    ) -> _Open:
+        """Record what happens inside; `on_host` says that no device does it."""
+        return _Open(self, kind, name, stage, microbatch, by_events=self.on_gpu and not on_host)
 
     def add(
         self,
@@ -102,17 +104,27 @@ class Recorder:
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_events", "_recorder", "_start_s", "kind", "microbatch", "name", "stage")
+    __slots__ = (
+        "_by_events", "_events", "_recorder", "_start_s", "kind", "microbatch", "name", "stage",
+    )  # fmt: skip
 
     def __init__(
-        self, recorder: Recorder, kind: str, name: str, stage: int, microbatch: int
+        self,
+        recorder: Recorder,
+        kind: str,
+        name: str,
+        stage: int,
+        microbatch: int,
+        *,
+        by_events: bool,
     ) -> None:
         self._recorder, self.kind, self.name = recorder, kind, name
+        self._by_events = by_events
         self.stage, self.microbatch = stage, microbatch
         self._events: tuple[torch.cuda.Event, ...] | None = None
 
     def __enter__(self) -> None:
-        if self._recorder.on_gpu:
+        if self._by_events:
             self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
             self._events[0].record()
         self._start_s = time.perf_counter()

@@ -21,6 +21,7 @@ from planner.layout import Box, ProcessMesh, sizes, slices
 from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.reshard import box_transfers
+from planner.runtime.host_optimizer import HostMasters
 from planner.runtime.masters import MasterParams
 from planner.runtime.mesh import Mesh
 from planner.runtime.reduce import TiedCopies
@@ -31,7 +32,10 @@ Exchange = Callable[[list[Tensor]], list[Tensor]]
 
 
 def tied_copies(
-    graph: ModelGraph, plan: Plan, mesh: Mesh, owners: Mapping[int, StageModule | MasterParams]
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    owners: Mapping[int, StageModule | MasterParams | HostMasters],
 ) -> list[TiedCopies]:
     """Return this rank's parameters with copies on several stages, by the pp ranks that hold them.
 

@@ -1,26 +1,33 @@
 """What this rank trains, from a cleared gradient to the optimizer's step.
 
-The parameters are those of the rank's stages, or their fp32 copies where the plan's
-precision makes some. Their gradients are summed over dp and cp replicas and over tied
-copies, and clipped by the norm over the whole model.
+The parameters are those of the rank's stages, or their copies where the plan makes some: in
+fp32 for precision "bf16", on the host for an optimizer there. Their gradients are summed
+over dp and cp replicas and over tied copies, and clipped by the norm over the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from planner.graph import ModelGraph
 from planner.placement import Placement, Shard
 from planner.plan import Plan
 from planner.runtime.clip import clip_gradients
+from planner.runtime.host import Host
+from planner.runtime.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.masters import MasterParams
 from planner.runtime.mesh import Mesh
+from planner.runtime.optimizer import build_optimizer
 from planner.runtime.reduce import GradBuckets
 from planner.runtime.stage import StageModule
 from planner.runtime.tied import tied_copies
 from planner.runtime.wiring import stage_params
+
+Owner = StageModule | MasterParams | HostMasters
 
 
 class TrainedParams:
@@ -35,12 +42,13 @@ class TrainedParams:
         graph: ModelGraph,
         plan: Plan,
         mesh: Mesh,
-        owners: Mapping[int, StageModule | MasterParams],
+        owners: Mapping[int, Owner],
         placements: Mapping[str, Placement],
         *,
         sharded: bool,
+        host: Host | None = None,
     ) -> None:
-        """Every rank builds one at the same time: groups are made."""
+        """Every rank builds one at the same time: groups are made. `host` has the optimizer."""
         self._graph, self._plan, self._mesh = graph, plan, mesh
         self._owners, self._placements, self._sharded = owners, placements, sharded
         self._buckets: dict[int, GradBuckets] = {}
@@ -57,14 +65,28 @@ class TrainedParams:
             if index not in self._buckets
         ]
         self._tied = tied_copies(graph, plan, mesh, owners)
+        self._host = host
+        self._updates: HostUpdates | None = None
 
     def by_name(self) -> dict[str, list[nn.Parameter]]:
-        """Return the parameters by the user's names; several where stages share one."""
-        held: dict[str, list[nn.Parameter]] = {}
-        for owner in self._owners.values():
-            for fqn, param in owner.named_params().items():
-                held.setdefault(fqn, []).append(param)
-        return held
+        """Return what has the gradients, by the user's names; several where stages share one."""
+        return _by_name(owner.named_params() for owner in self._owners.values())
+
+    def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
+        """Return what the optimizer steps on, by the user's names."""
+        return _by_name(
+            owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
+            for owner in self._owners.values()
+        )
+
+    def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
+        """Return the optimizer that `step` uses, see `planner.runtime.optimizer`."""
+        optimizer = build_optimizer(given, module, self.stepped_by_name())
+        masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
+        if masters and optimizer is not None and self._host is not None:
+            trained = [one for owner in masters for one in owner.trained.values()]
+            self._updates = HostUpdates(trained, optimizer, self._host)
+        return optimizer
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the step before."""
@@ -102,8 +124,23 @@ class TrainedParams:
                 copies = replicas * (1 if on_tp else self._mesh.size("tp"))
                 yield param, is_first_copy / copies
 
-    def write_back(self) -> None:
-        """After the optimizer's step, bring the parameters of the stages to what was trained."""
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let the optimizer step, and bring the parameters of the stages to what was trained."""
+        if self._updates is not None:
+            self._updates.step()
+        elif optimizer is not None and self._host is not None:
+            with self._host.working("update"):
+                optimizer.step()
+        elif optimizer is not None:
+            optimizer.step()
         for owner in self._owners.values():
             if isinstance(owner, MasterParams):
                 owner.write_back()
+
+
+def _by_name(stages: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    held: dict[str, list[nn.Parameter]] = {}
+    for named in stages:
+        for fqn, param in named.items():
+            held.setdefault(fqn, []).append(param)
+    return held

@@ -7,17 +7,25 @@
 
 Optimizer state follows the parameters, which are sharded between steps in all three. With
 precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
-fp32, over microbatches as over ranks.
+fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
+shards rest: they are copied up to be gathered, and their gradients down once reduced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
@@ -40,6 +48,8 @@ def shard_stage(
     zero_stage: int,
     placements: Mapping[str, Placement],
     precision: Precision,
+    *,
+    on_host: bool = False,
 ) -> None:
     """Shard a stage over dp in place, one FSDP2 unit per block and one for shared parameters.
 
@@ -55,9 +65,13 @@ def shard_stage(
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    )
+    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in stage.blocks:
-        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy)
-    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, **policies)
+    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, **policies)
     for module in stage.modules():
         # The loss carries the 1/dp, as it does without ZeRO; the sum over dp stays a sum.
         if isinstance(module, FSDPModule):
