@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tests.captures  # noqa: F401  # ranks share this process's captures
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.spawn_preload"])
 

@@ -5,6 +5,9 @@ import importlib
 
 import torch
 
+import planner.capture
+from tests import captures
+
 _NEEDED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -28,3 +31,4 @@ for _name in _WHERE_INSTALLED:
         importlib.import_module(_name)
 
 torch.set_num_threads(1)
+planner.capture.capture_module = captures.capture_module  # as `planner.apply` finds it

@@ -6,12 +6,12 @@ import pytest
 import torch.distributed as dist
 
 from costmodel import CostCache, estimate
-from planner.capture import capture_module
 from planner.errors import PlanError
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run
 from profiles import load_profile
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 
 class CpuProfile:

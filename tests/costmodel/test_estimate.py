@@ -14,12 +14,12 @@ from costmodel.memory import (
     kept_bytes,
     rank_memory,
 )
-from planner.capture import capture_module
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
 from planner.sharding import propagate_graph
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import torch
 
 from costmodel.liveness import find_peaks
 from costmodel.saved import saved_tensors
-from planner.capture import capture_module
 from planner.graph import Program, TensorMeta
 from planner.program_fx import to_graph_module
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 
-from planner.capture import capture_module
 from planner.errors import ProfileError
 from profiles import Group, load_profile, measure_profile
 from profiles import measure as measuring
@@ -21,6 +20,7 @@ from profiles.op_model import record_key
 from profiles.signatures import blocks, signatures
 from profiles.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 
 def a_few_probes(device, *, float8=False):
@@ -118,7 +118,7 @@ def test_a_task_that_fails_leaves_the_workers_usable():
     with WorkerGroup(LocalLauncher(1, device="cpu", threads=1)) as workers:
         broken = {"op": {"t": "nothing"}, "tensors": []}
         with pytest.raises(ProbeFailed, match="unknown record"):
-            workers.call({"task": "op", "probe": broken, "seconds": 0}, timeout_s=60)
+            workers.call({"task": "op", "probe": broken, "seconds": 0, "warm": False}, timeout_s=60)
         assert workers.call({"task": "describe"}, timeout_s=60)[0]["torch"]
 
 

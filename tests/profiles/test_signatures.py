@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.capture import capture_module
 from planner.flops import op_work
 from planner.sharding import strategies
 from profiles.grid import standard_grid
 from profiles.signatures import blocks, signatures
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ import torch
 
 import planner
 from planner.batch import call_with_batch, loss_of
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.runtime.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
+from tests.captures import capture_module
 
 STEPS = 2
 

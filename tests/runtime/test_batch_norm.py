@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 import planner
 from planner.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_message
-from planner.capture import capture_module
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -21,6 +20,7 @@ from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from planner.sharding import propagate_graph
 from planner.sharding.pins import parse_pin
+from tests.captures import capture_module
 from tests.spawn import run_ranks
 
 STEPS = 2

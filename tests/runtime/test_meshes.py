@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.capture import capture_module
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.placement import Replicate, Shard
@@ -24,6 +23,7 @@ from planner.runtime.mesh import build_mesh, coordinate_of
 from planner.runtime.randomness import RandomStream
 from planner.runtime.routes import Routes
 from planner.runtime.wiring import build_edges, sends_pieces
+from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured
 from tests.spawn import run_ranks

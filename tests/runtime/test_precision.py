@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import planner
 from planner.batch import call_with_batch, loss_of
-from planner.capture import capture_module
 from planner.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
@@ -25,6 +24,7 @@ from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from planner.runtime.verify import VerifyReport, compare_with_one_process
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, tiny_models
+from tests.captures import capture_module
 from tests.spawn import run_ranks
 
 ADAMW = {"lr": 1e-3, "eps": 1e-6}

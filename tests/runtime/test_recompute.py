@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import ClassRecompute, Plan
 from planner.plan_defaults import default_plan
@@ -21,6 +20,7 @@ from planner.runtime.dryrun import dry_run
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from tests.builders import HEADS, HIDDEN, PlainGPT, gpt_batch, label_batch, mlp_batch, tiny_models
+from tests.captures import capture_module
 from tests.spawn import run_ranks
 
 MODES = {

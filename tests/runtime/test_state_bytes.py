@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import planner
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision, ZeroStage
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run
 from planner.runtime.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
+from tests.captures import capture_module
 from tests.spawn import run_ranks
 
 NUM_PARAMS = (8 * 32 + 32) + (32 * 32 + 32) + (32 * 4 + 4)

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import planner
 from planner.batch_split import BatchSplit
-from planner.capture import capture_module
 from planner.errors import LayoutError, ModelError
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
+from tests.captures import capture_module
 from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from planner.capture import capture_module
 from planner.errors import LayoutError
 from search import SearchRequest, find_plan, find_plan_once
 from search.result_cache import from_json, question_digest, to_json
 from tests.builders import tiny_models
+from tests.captures import capture_module
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)

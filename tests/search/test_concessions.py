@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.capture import capture_module
 from search import SearchRequest, find_plan
 from search.adding_up import listed_parts, rounded_parts
 from search.concessions import find_advice, more_counts
 from search.explain import explain_saving, fullest_rank
 from tests.builders import tiny_models
+from tests.captures import capture_module
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)

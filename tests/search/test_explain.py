@@ -2,12 +2,12 @@
 
 import pytest
 
-from planner.capture import capture_module
 from profiles import load_profile
 from search import SearchRequest
 from search.describe import describe_comparison
 from search.explain import compare_choices, differences, explain_shortfall
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from costmodel import CostCache, estimate
-from planner.capture import capture_module
 from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
@@ -21,6 +20,7 @@ from search.layouts import LayoutSolver
 from search.request import RECOMPUTE_CHOICES
 from search.space import list_configurations
 from tests.builders import tiny_models
+from tests.captures import capture_module
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from costmodel import CostCache, estimate
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import Plan, load_plan, save_plan
 from planner.schedule import schedule_of
 from search import SearchRequest, find_plan
 from search.synthesis import with_synthesised_table
 from tests.builders import tiny_models
+from tests.captures import capture_module
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4, flop_per_s=1e12, bytes_per_s=1e10)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from planner.capture import capture_module
 from planner.graph import ModelGraph, Program, from_json, to_json
 from tests.builders import tiny_models
+from tests.captures import capture_module
 
 NAMES = tuple(tiny_models())
 

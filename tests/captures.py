@@ -1,0 +1,126 @@
+"""Captures shared by the tests of one session, ranks included: each model is exported once.
+
+A capture takes a second or two, and tests of everything after it ask for the same few tiny
+models hundreds of times. Tests of capturing itself use `planner.capture`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner import capture
+from planner.batch import flatten_batch
+from planner.graph import ModelGraph, from_json, to_json
+from planner.plan import Precision
+
+_FOLDER = "PLANNER_TEST_CAPTURES"  # ranks inherit it
+_capture_module = capture.capture_module
+
+if _FOLDER not in os.environ:
+    os.environ[_FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
+    atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
+
+
+def capture_module(
+    module: torch.nn.Module,
+    batch2: Any,
+    batch3: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    name: str = "model",
+    precision: Precision = "model",
+) -> ModelGraph:
+    """As `planner.capture.capture_module`, or its answer to an equal earlier question."""
+
+    def captured() -> ModelGraph:
+        return _capture_module(module, batch2, batch3, loss=loss, name=name, precision=precision)
+
+    try:
+        asked = [_described(module), _batch(batch2), _batch(batch3), _code(loss), name, precision]
+    except _Indescribable:
+        return captured()
+    key = hashlib.sha256(repr((asked, torch.get_default_dtype())).encode()).hexdigest()
+    entry = Path(os.environ[_FOLDER]) / f"{key}.json"
+    if entry.exists():
+        return from_json(json.loads(entry.read_text()))
+    graph = captured()
+    draft = entry.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(to_json(graph)))
+    draft.replace(entry)
+    return graph
+
+
+class _Indescribable(Exception):
+    """A model holds something that cannot be told from something else by a text."""
+
+
+def _described(module: torch.nn.Module) -> list[Any]:
+    """What a module computes: the code and settings of its parts, its tensors and their ties."""
+    seen: dict[int, str] = {}
+    parts: list[Any] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        parts.append(
+            (
+                path,
+                seen.setdefault(id(part), path),
+                _code(type(part).forward),
+                [
+                    (n, t.shape, t.dtype, t.requires_grad, seen.setdefault(id(t), f"{path}.{n}"))
+                    for n, t in tensors
+                    if t is not None
+                ],
+                [(k, _setting(v)) for k, v in sorted(vars(part).items()) if k not in _HELD],
+            )
+        )
+    return parts
+
+
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return _code(value)
+    if isinstance(value, types.BuiltinFunctionType | type):
+        return value.__module__, value.__qualname__
+    if isinstance(value, list | tuple):
+        return [_setting(each) for each in value]
+    text = repr(sorted(value) if isinstance(value, set) else value)
+    if " at 0x" in text or isinstance(value, torch.Tensor):
+        raise _Indescribable
+    return text
+
+
+def _code(function: Any) -> Any:
+    """What a function does: its names and byte code, and what it closes over."""
+    function = getattr(function, "__func__", function)
+    if function is None:
+        return None
+    if not isinstance(function, types.FunctionType):
+        raise _Indescribable
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    # __class__ is what super() takes; a function that holds itself would not end.
+    closed = [_setting(each) for each in held if each is not function]
+    return function.__module__, function.__qualname__, _bytes(function.__code__), closed
+
+
+def _bytes(code: types.CodeType) -> Any:
+    constants = [_bytes(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, constants
+
+
+def _batch(batch: Any) -> Any:
+    tensors, tree = flatten_batch(batch)
+    return {name: (t.shape, t.dtype) for name, t in tensors.items()}, repr(tree)
