@@ -28,6 +28,7 @@ from planner.runtime.executor import Executor, Hooks
 from planner.runtime.feed import Feed, Preamble, cut_batch
 from planner.runtime.gather import gather
 from planner.runtime.host import Host
+from planner.runtime.host_activations import ActivationsOnHost
 from planner.runtime.host_optimizer import HostMasters
 from planner.runtime.loss_weights import LossWeight, LossWeights
 from planner.runtime.masters import MasterParams, cast_params
@@ -99,6 +100,7 @@ class Engine:
         self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
         self._host = host or Host(mesh.device)
+        self._away = self._activations_on_host()
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
@@ -128,6 +130,7 @@ class Engine:
             post=Post(mesh, self.schedule, edges, plan),
             weight_queue=self._weight_queue,
             recorder=self._recorder,
+            away=self._away,
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
@@ -179,6 +182,7 @@ class Engine:
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups=(mesh.group_name("tp"), mesh.group_name("cp")),
                 keeper=self._keeper,
+                away=self._away,
             )
             self.stages[index] = owners[index] = stage
             if self._zero_stage:
@@ -198,6 +202,15 @@ class Engine:
             elif plan.precision == "bf16":
                 owners[index] = MasterParams(stage.named_params(), values)
         return owners
+
+    def _activations_on_host(self) -> ActivationsOnHost | None:
+        pp_rank = self.mesh.rank("pp")
+        stages = [
+            s for s in self.schedule.stages_of(pp_rank) if self.plan.stages[s].activations_on_host
+        ]
+        if not stages:
+            return None
+        return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
 
     def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
         graph, mesh = self.graph, self.mesh

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from planner.runtime.feed import Feed
+from planner.runtime.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.p2p import Message, Post, messages
 from planner.runtime.recorder import Recorder, job_name
 from planner.runtime.stage import StageModule
@@ -48,13 +49,14 @@ def describe_job(job: Job) -> str:
 class Live:
     """What a forward leaves for its backward.
 
-    `leaves` are the incoming tensors that need a gradient, by edge; `roots` the outputs'
+    `leaves` are the incoming tensors that need a gradient, or what has it for one that goes to
+    the host, by edge; `roots` the outputs'
     places in the autograd graph (None for one without gradient): holding no tensor, they
     let an output's memory go once it is sent. `loss` is the last root of a loss stage.
     `make_again` runs the stage's last block again, where it is recomputed.
     """
 
-    leaves: tuple[tuple[Edge, Tensor], ...]
+    leaves: tuple[tuple[Edge, Tensor | Incoming], ...]
     roots: tuple[GradientEdge | None, ...]
     loss: GradientEdge | None
     make_again: Callable[[], None] | None
@@ -88,19 +90,24 @@ class Executor:
         hooks: Hooks,
         weight_queue: WeightQueue | None = None,
         recorder: Recorder | None = None,
+        away: ActivationsOnHost | None = None,
         lookahead: int = 2,
     ) -> None:
         """`weight_queue` is where the stages' programs put weight gradients aside; without
-        one an I job makes them all and a W job has nothing left to do. `lookahead` is how
+        one (ZeRO) an I job makes them all and a W job has nothing left to do. `lookahead` is how
         many jobs ahead receives are posted, each at a buffer's cost; two, because where
         forwards and backwards alternate, the next of the same direction is two jobs away.
+
+        The last backward of a stage sends its input gradient before it makes its weight
+        gradients: the rank before has nothing else to do. (In the others, jobs in between hide
+        the wait; and what is put aside takes memory, of which the last has most.)
         """
         self.schedule = schedule
         self.jobs = schedule.jobs[pp_rank]
         self.live: dict[tuple[int, int], Live] = {}
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
         self._lookahead, self._pp_rank = lookahead, pp_rank
-        self._queue, self._recorder = weight_queue, recorder
+        self._queue, self._recorder, self._away = weight_queue, recorder, away
         self._progress = 0
         self._current: Job | None = None
         self._split = frozenset(
@@ -114,8 +121,26 @@ class Executor:
             if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
                 last[job.stage_index] = position
         self._last_gradients = frozenset(last.values())
+        self._sends_first = frozenset(
+            (job.stage_index, job.microbatch_index)
+            for job in (self.jobs[position] for position in last.values())
+            if weight_queue is not None and self._is_waited_for(job)
+        )
         forwards = {j.stage_index: j for j in self.jobs if j.kind is JobKind.FORWARD}
         self._last_forwards = frozenset(forwards.values())
+
+    def _is_waited_for(self, job: Job) -> bool:
+        """Whether a backward makes both gradients, and another rank needs the input's."""
+        home = self.schedule.stage_to_pp_rank
+        return (
+            job.kind is JobKind.FULL_BACKWARD
+            # (What is made again lives for a block; put aside, it would live for the stage.)
+            and not self._stages[job.stage_index].is_recomputed
+            and any(
+                home[self._edges[message.edge].producer] != self._pp_rank
+                for message in messages(job, self._edges, incoming=False)
+            )
+        )
 
     def train(self, feed: Feed) -> list[Tensor]:
         """Run every job; gradients accumulate in the stages' parameters.
@@ -144,7 +169,11 @@ class Executor:
             job = self._current = self.jobs[position]
             self._progress += 1
             try:
+                if self._away is not None and with_grads:
+                    self._away.before(position)
                 self._do(job, feed, losses, position in self._last_gradients)
+                if self._away is not None and with_grads:
+                    self._away.after(position)
             except Exception as error:
                 error.add_note(f"in job {describe_job(job)} on pp rank {self._pp_rank}")
                 raise
@@ -160,28 +189,30 @@ class Executor:
             self._backward(job, feed, is_last=is_last)
         elif self._queue is not None:
             with self._computing(job):
-                self._queue.flush((job.stage_index, job.microbatch_index))
+                self._flush(job)
         if is_last:
             self._hooks.after_gradients(job.stage_index)
 
     def _forward(self, job: Job, feed: Feed, losses: dict[int, Tensor]) -> None:
         stage, m = self._stages[job.stage_index], job.microbatch_index
         wiring = stage.wiring
-        leaves = []
+        leaves: list[tuple[Edge, Tensor | Incoming]] = []
         arrived = []
         for edge in wiring.incoming:
             tensor = self._get(Message(edge.index, m, False)).detach()
             if edge.requires_grad and torch.is_grad_enabled():
-                leaves.append((edge, tensor.requires_grad_()))
+                leaf, tensor = self._enter(job, tensor)
+                leaves.append((edge, leaf))
             arrived.append(tensor)
-        with self._computing(job), self._collecting(job):
+        side_inputs = feed.side_inputs(job.stage_index, m)
+        with self._computing(job), self._collecting(job), self._packing(job, side_inputs):
             outputs = stage(
                 *arrived,
-                *feed.side_inputs(job.stage_index, m),
+                *side_inputs,
                 num_samples=feed.num_samples[m],
                 is_last=job in self._last_forwards,
             )
-        del arrived
+        del arrived, side_inputs
         if torch.is_grad_enabled():
             self._hooks.after_forward(job.stage_index, feed.num_samples[m])
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
@@ -219,13 +250,28 @@ class Executor:
         ]
         if live.loss is not None:
             pairs.append((live.loss, feed.loss_weights[m]))
+        sends_first = (job.stage_index, m) in self._sends_first
         if pairs:
             self._hooks.before_backward(job.stage_index, is_last)
-            with self._computing(job), self._collecting(job):
-                _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs))
+            with self._computing(job):
+                with self._collecting(job):
+                    _run_backward(tuple(r for r, _ in pairs), tuple(g for _, g in pairs))
+                if sends_first:
+                    self._send_gradients(live, m)
+                    self._flush(job)
+        if not (pairs and sends_first):
+            self._send_gradients(live, m)
+
+    def _send_gradients(self, live: Live, microbatch: int) -> None:
         for edge, leaf in live.leaves:
-            grad = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-            self._post.put(Message(edge.index, m, True), grad)
+            grad = leaf.grad
+            if grad is None:
+                grad = torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf.zeros()
+            self._post.put(Message(edge.index, microbatch, True), grad)
+
+    def _flush(self, job: Job) -> None:
+        assert self._queue is not None
+        self._queue.flush((job.stage_index, job.microbatch_index))
 
     def status(self) -> Status:
         """Return what this rank is doing; called from the watchdog's thread."""
@@ -268,10 +314,28 @@ class Executor:
         around.enter_context(span)
         return around
 
+    def _enter(self, job: Job, tensor: Tensor) -> tuple[Tensor | Incoming, Tensor]:
+        """Return where the gradient of an input is left, and the input for the stage."""
+        if self._away is None or not self._away.travels(job):
+            leaf = tensor.requires_grad_()
+            return leaf, leaf
+        incoming = Incoming(tensor)
+        return incoming, incoming.entering(tensor)
+
+    def _packing(self, job: Job, held: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """What autograd saves is packed where it goes to the host."""
+        if self._away is None or not torch.is_grad_enabled() or not self._away.travels(job):
+            return _NOTHING
+        return self._away.packing(job, held)
+
     def _collecting(self, job: Job) -> AbstractContextManager[None]:
-        """Weight gradients are put aside where the table has a W job to make them."""
+        """Weight gradients are put aside where a W job makes them, or the job's own end."""
         place = job.stage_index, job.microbatch_index
-        if place in self._split and self._queue is not None and torch.is_grad_enabled():
+        if (
+            (place in self._split or place in self._sends_first)
+            and self._queue is not None
+            and torch.is_grad_enabled()
+        ):
             return self._queue.collecting(place)
         return _NOTHING
 

@@ -1,6 +1,6 @@
 """Activations that wait on the host between their forward and their backward.
 
-Inside a forward, autograd gives what it saves to `_Parcel`, which notes each storage once.
+Inside a forward, autograd gives what it saves to `Parcel`, which notes each storage once.
 While the next job runs, the storages are copied to the host and then let go; while the job
 before the backward runs, they are copied back (`planner.schedule.trips` says which and
 when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
@@ -31,17 +31,14 @@ class ActivationsOnHost:
     `current` is the parcel that the forward under way packs into.
     """
 
-    def __init__(self, host: Host) -> None:
-        self.current: _Parcel | None = None
+    def __init__(self, host: Host, row: Sequence[Job], stages: Iterable[int]) -> None:
+        """`stages` are those of the rank that send theirs to the host, `row` its jobs."""
+        self.current: Parcel | None = None
         self._host = host
-        self._trips: dict[tuple[int, int], Trip] = {}
-        self._at: dict[str, dict[int, list[Trip]]] = {}
-        self._parcels: dict[Trip, _Parcel] = {}
-
-    def plan(self, row: Sequence[Job], stages: Iterable[int]) -> None:
-        """Prepare for the trips that these stages of this rank make in its row of jobs."""
+        self._parcels: dict[Trip, Parcel] = {}
         found = trips(row, frozenset(stages))
         self._trips = {(trip.stage_index, trip.microbatch_index): trip for trip in found}
+        self._at: dict[str, dict[int, list[Trip]]] = {}
         for moment in ("forward", "leaving", "arriving", "backward"):
             self._at[moment] = {}
             for trip in found:
@@ -55,13 +52,18 @@ class ActivationsOnHost:
     def packing(self, job: Job, held: Iterable[Tensor]) -> Iterator[None]:
         """Take what autograd saves inside; `held` is not to be moved."""
         trip = self._trips[job.stage_index, job.microbatch_index]
-        parcel = self._parcels[trip] = self.current = _Parcel(self._host, str(job))
+        parcel = self._parcels[trip] = self.current = Parcel(self._host, str(job))
         parcel.hold(held)
         try:
             with saved_tensors_hooks(parcel.pack, parcel.unpack):
                 yield
         finally:
             self.current = None
+
+    def hold(self, tensors: Iterable[Tensor | None]) -> None:
+        """Leave the storages of these tensors where they are, if a forward packs."""
+        if self.current is not None:
+            self.current.hold(tensors)
 
     def before(self, position: int) -> None:
         """Do what comes before the job at a position: arrivals, and the next ones' departure."""
@@ -76,10 +78,6 @@ class ActivationsOnHost:
             self._parcels[trip].let_go()
         for trip in self._at["forward"].get(position, ()):
             self._parcels[trip].leave()
-
-    def forget(self) -> None:
-        """Drop what a step that failed left behind."""
-        self._parcels.clear()
 
 
 class _Load:
@@ -98,7 +96,7 @@ class _Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class Saved:
     """A tensor that autograd saved: a view of a storage."""
 
     load: _Load
@@ -108,7 +106,7 @@ class _Saved:
     offset: int
 
 
-class _Parcel:
+class Parcel:
     """What autograd saved in one forward, by storage. Mutable."""
 
     def __init__(self, host: Host, name: str) -> None:
@@ -123,7 +121,7 @@ class _Parcel:
             if tensor is not None and not isinstance(tensor, DTensor):
                 self._held.add(tensor.untyped_storage()._cdata)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
         """Note a tensor that autograd saves."""
         if isinstance(tensor, DTensor):
             return tensor
@@ -134,9 +132,9 @@ class _Parcel:
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
         load.uses += 1
-        return _Saved(load, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Give autograd a tensor back."""
         if isinstance(saved, Tensor):
             return saved

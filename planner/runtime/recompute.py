@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from planner.runtime.host_activations import ActivationsOnHost, Saved
 from planner.runtime.randomness import read_generators, write_generators
 
 Outputs = tuple[Any, ...]
@@ -81,14 +82,20 @@ class KeptOp(nn.Module):
 class Recomputed:
     """A block's run under recomputation: "full" without a keeper, else "selective".
 
-    The second run draws the random numbers of the first if it `draws` any; `again` tells
+    What is kept goes to the host where `away` packs a forward. The second run draws the
+    random numbers of the first if it `draws` any; `again` tells
     the block of it, so that it leaves its buffers alone.
     """
 
     def __init__(
-        self, run: Callable[..., Outputs], *, keeper: Keeper | None = None, draws: bool = True
+        self,
+        run: Callable[..., Outputs],
+        *,
+        keeper: Keeper | None = None,
+        draws: bool = True,
+        away: ActivationsOnHost | None = None,
     ) -> None:
-        self.run, self.keeper, self.draws = run, keeper, draws
+        self.run, self.keeper, self.draws, self.away = run, keeper, draws, away
         self.again = False
         self._latest: weakref.ref[_Call] | None = None
 
@@ -117,13 +124,22 @@ class _View:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A tensor kept for the second run: itself, or what is packed of it."""
+
+    kept: Tensor | Saved
+    requires_grad: bool
+
+
 @dataclass(slots=True)
 class _Kept:
-    """What a kept op left: its result (None where nobody reads it), the views of its
+    """What a kept op left: its results (None where nobody reads it), the views of its
     arguments that it saved, the tensors saved before its end, and the random state then.
     """
 
-    result: Any
+    result: list[Any]
+    is_list: bool
     views: list[_View]
     num_saved: int
     generators: list[Tensor] | None
@@ -142,7 +158,8 @@ class _Call:
     def __init__(self, owner: Recomputed, inputs: tuple[Any, ...]) -> None:
         self.is_second = False
         self._owner = owner
-        self._inputs = tuple(_detached(x) if isinstance(x, Tensor) else x for x in inputs)
+        self._parcel = None if owner.away is None else owner.away.current
+        self._inputs = tuple(self._put(x) if isinstance(x, Tensor) else x for x in inputs)
         self._device = next(x.device for x in tree_leaves(inputs) if isinstance(x, Tensor))
         self._num_saved = 0
         self._made: dict[int, Tensor] = {}
@@ -155,8 +172,9 @@ class _Call:
         with saved_tensors_hooks(self._pack, self._unpack), self._serving():
             outputs = self._owner.run(*inputs)
         for kept in self._kept.values():
-            if kept.num_saved == self._num_saved:
-                kept.result = None  # The second run ends before anything reads it.
+            # The second run ends before anything reads the results of the last ops.
+            is_read = kept.num_saved < self._num_saved
+            kept.result = [None if x is None or not is_read else self._put(x) for x in kept.result]
         return outputs
 
     def keep(self, op: KeptOp, given: dict[int, Tensor], function: Callable[[], Any]) -> Any:
@@ -168,6 +186,7 @@ class _Call:
             self._given = None
         self._kept[op] = _Kept(
             result=_readable(result, op.is_read),
+            is_list=not isinstance(result, Tensor),
             views=self._views,
             num_saved=self._num_saved,
             generators=read_generators(self._device) if op.is_random else None,
@@ -181,20 +200,34 @@ class _Call:
             self._collect(given[view.leaf].as_strided(view.size, view.stride, view.offset))
         if kept.generators is not None:
             write_generators(self._device, kept.generators)
-        return kept.result
+        result = [None if x is None else self._take(x) for x in kept.result]
+        return result if kept.is_list else result[0]
 
-    def _pack(self, tensor: Tensor) -> Tensor | int:
+    def _put(self, tensor: Tensor) -> _Put:
+        """Keep a tensor without its past, which a second run would otherwise keep alive."""
+        value = tensor.detach()
+        kept = value if self._parcel is None else self._parcel.pack(value)
+        return _Put(kept, tensor.requires_grad)
+
+    def _take(self, put: _Put) -> Tensor:
+        value = put.kept if self._parcel is None else self._parcel.unpack(put.kept)
+        return value.detach().requires_grad_(put.requires_grad)
+
+    def _pack(self, tensor: Tensor) -> Tensor | Saved | int:
         if self._given is not None:
             view = _view_of(tensor, self._given)
-            if view is None:
-                return tensor  # The op's own, a weight, or held by who made it.
+            if view is None:  # The op's own, a weight, or held by who made it.
+                return tensor if self._parcel is None else self._parcel.pack(tensor)
             self._views.append(view)
         self._num_saved += 1
         return self._num_saved - 1
 
-    def _unpack(self, saved: Tensor | int) -> Tensor:
+    def _unpack(self, saved: Tensor | Saved | int) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
+        if not isinstance(saved, int):
+            assert self._parcel is not None
+            return self._parcel.unpack(saved)
         if saved not in self._made:
             self._second_run()
         return self._made.pop(saved)
@@ -215,7 +248,9 @@ class _Call:
                 self._serving(),
                 contextlib.suppress(_AllMade),
             ):
-                self._owner.run(*self._inputs)
+                self._owner.run(
+                    *(self._take(x) if isinstance(x, _Put) else x for x in self._inputs)
+                )
         finally:
             self.is_second = self._owner.again = False
 
@@ -229,23 +264,20 @@ class _Call:
         return contextlib.nullcontext() if keeper is None else keeper.serving(self)
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    """The tensor without its past, which a second run would otherwise keep alive."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _readable(result: Any, is_read: tuple[bool, ...]) -> Any:
-    if isinstance(result, Tensor):
-        return _detached(result) if is_read[0] else None
-    return [_detached(x) if read else None for x, read in zip(result, is_read, strict=True)]
-
-
 def _view_of(tensor: Tensor, given: dict[int, Tensor]) -> _View | None:
     storage = tensor.untyped_storage()._cdata
     for leaf, arg in given.items():
         if arg.untyped_storage()._cdata == storage and arg.dtype == tensor.dtype:
             return _View(leaf, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())  # type: ignore[arg-type]
     return None
+
+
+def _readable(result: Any, is_read: tuple[bool, ...]) -> list[Tensor | None]:
+    results = [result] if isinstance(result, Tensor) else result
+    return [
+        x.detach().requires_grad_(x.requires_grad) if read else None
+        for x, read in zip(results, is_read, strict=True)
+    ]
 
 
 def _never(_: Any) -> Tensor:

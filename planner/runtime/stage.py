@@ -23,6 +23,7 @@ from planner.graph import ModelGraph
 from planner.placement import Placement, Replicate, Shard
 from planner.plan import StagePlan
 from planner.runtime.collectives import redistribute
+from planner.runtime.host_activations import ActivationsOnHost
 from planner.runtime.programs import Programs, Run
 from planner.runtime.recompute import Keeper, Recomputed
 from planner.runtime.wiring import BlockPlacements, Placements, StageWiring
@@ -39,7 +40,8 @@ class BlockModule(nn.Module):
     `program` gives the class's program for a number of samples. `slots` gives, for each of
     its params, the attribute holding it here, or the position of a tensor that the stage
     passes (a shared parameter, a buffer, a constant). `recomputed` makes a run one that
-    keeps little. `params_are_dtensors` is set by whoever makes them so.
+    keeps little; `away` takes activations to the host, and no parameters.
+    `params_are_dtensors` is set by whoever makes them so.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class BlockModule(nn.Module):
         slots: tuple[str | int, ...],
         *,
         recomputed: Callable[[Run], Recomputed] | None = None,
+        away: ActivationsOnHost | None = None,
     ) -> None:
         super().__init__()
-        self._program, self._slots = program, slots
+        self._program, self._slots, self._away = program, slots, away
         self.params_are_dtensors = False
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
@@ -80,6 +83,8 @@ class BlockModule(nn.Module):
         params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
         if self.params_are_dtensors:
             params = [_local(param) for param in params]
+        if self._away is not None:
+            self._away.hold(params)
         return self._program(num_samples)(*inputs, *params)
 
 
@@ -106,7 +111,8 @@ class StageModule(nn.Module):
     """A stage, called with its incoming tensors, then its side inputs, in wiring order.
 
     Returns the tensors of `wiring.outputs`, then the loss if the stage has it. `passed`
-    holds its local buffers and constants by graph name.
+    holds its local buffers and constants by graph name; `is_recomputed` says that not all its
+    activations are kept.
     """
 
     def __init__(
@@ -120,12 +126,15 @@ class StageModule(nn.Module):
         tensors: Mapping[str, Tensor],
         groups: tuple[str, str],
         keeper: Keeper,
+        away: ActivationsOnHost | None = None,
     ) -> None:
         """`tensors` holds local weights by name, `groups` the names of the tp and cp groups;
-        with selective recomputation the programs' kept ops listen to `keeper`.
+        with selective recomputation the programs' kept ops listen to `keeper`. `away` is for
+        plans with activations on the host.
         """
         super().__init__()
         self.wiring = wiring
+        self.is_recomputed = plan.recompute != "none"
         self._keeps_last = not plan.recompute_last
         self._groups = groups
         self.fqns: dict[str, str] = {}
@@ -156,10 +165,11 @@ class StageModule(nn.Module):
                 recomputed = partial(
                     Recomputed,
                     keeper=keeper if plan.recompute == "selective" else None,
+                    away=away,
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
             program = programs.of_class(block.class_index)
-            module = BlockModule(program, slots, recomputed=recomputed)
+            module = BlockModule(program, slots, recomputed=recomputed, away=away)
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
                 self._register(

@@ -1,0 +1,73 @@
+"""M23, M24: activations that wait on the host give the same bits and leave the device."""
+
+from __future__ import annotations
+
+import torch
+
+import planner
+from planner.plan import Plan
+from planner.plan_defaults import default_plan
+from planner.schedule import build_schedule
+from planner.schedule.trips import trips
+from tests.builders import tiny_models
+from tests.runtime.scenarios import capture
+from tests.spawn import run_ranks
+
+
+def with_offload(plan: Plan) -> Plan:
+    stages = [s.model_copy(update={"activations_on_host": True}) for s in plan.stages]
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def test_trips_follow_from_the_row():
+    """What waits less than a whole job stays; positions are those of the picture."""
+    row = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4).jobs[0]
+    assert " ".join(map(str, row)) == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
+    found = trips(row, {0})
+    assert [(t.microbatch_index, t.forward, t.backward) for t in found] == [
+        (m, m, m + 4) for m in range(4)
+    ]
+    assert [[t.is_away(p) for p in range(8)].index(True) for t in found] == [2, 3, 4, 5]
+    assert not trips(row, {1})
+    one_f_one_b = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=4)
+    assert all(not trips(row, {0, 1}) for row in one_f_one_b.jobs)
+
+
+def train_each(plans: list[tuple[str, Plan]]) -> list[tuple[list[float], dict, dict]]:
+    answers = []
+    for name, plan in plans:
+        torch.manual_seed(0)
+        tiny = MODELS[name]
+        engine = planner.apply(plan, tiny.build(), loss=tiny.loss)
+        losses = [engine.step(tiny.batch(plan.global_batch)).item() for _ in range(2)]
+        assert engine._away is None or not engine._away._parcels
+        answers.append((losses, engine.full_state_dict(), engine.full_gradients()))
+    return answers
+
+
+MODELS = tiny_models()
+
+
+def test_the_same_bits_with_activations_on_the_host():
+    """Two stages, ZeRO, tensor parallel, recomputation of both kinds, weight gradients apart."""
+    many = {"num_microbatches": 5, "schedule": "fthenb"}
+    cases = {
+        "pp2": ("gpt", {"pp": 2, **many}),
+        "pp2 selective": ("gpt", {"pp": 2, "recompute": "selective", **many}),
+        "pp2 full": ("gpt", {"pp": 2, "recompute": "full", **many}),
+        "dp2 ZeRO-3": ("gpt", {"dp": 2, "zero_stage": 3, **many}),
+        "tp2": ("gpt", {"tp": 2, **many}),
+        "interleaved": (
+            "gpt",
+            {"pp": 2, "vpp": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
+        ),
+        "unet": ("unet", {"pp": 2, **many}),
+    }
+    plans = [(name, default_plan(capture(name), **choices)) for name, choices in cases.values()]
+    both = [pair for name, plan in plans for pair in ((name, plan), (name, with_offload(plan)))]
+    answers = run_ranks(train_each, 2, both)[0]
+    for name, without, there in zip(cases, answers[::2], answers[1::2], strict=True):
+        assert there[0] == without[0], name
+        for found, expected in zip(there[1:], without[1:], strict=True):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[n], expected[n]) for n in expected), name
