@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.inputs import graph_of, parse_seconds, profile_named
 from cli.options import ModelFile, spread
 from cli.output import show_note, show_progress, show_results
-from cli.question import Question, parse_forbidden
+from cli.question import Question, parse_choices, parse_counts
 from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from search import Point
 
 
 @spread(Question)
@@ -21,6 +24,10 @@ def search(
     model: ModelFile,
     question: Question,
     out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Search only these, such as schedule=1f1b,zb_v or cp=1,2. Repeatable."),
+    ] = None,
     forbid: Annotated[
         list[str] | None,
         typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
@@ -31,6 +38,12 @@ def search(
     pareto: Annotated[
         Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
     ] = None,
+    pareto_gpus: Annotated[
+        str | None, typer.Option(help="Compare these numbers of devices too, such as 2,4,8.")
+    ] = None,
+    price: Annotated[
+        float, typer.Option(min=0.0, help="Per device and hour: compare cost, too.")
+    ] = 0.0,
     gap: Annotated[
         float, typer.Option(help="Stop when proved within this fraction of the best.")
     ] = 0.0,
@@ -44,32 +57,47 @@ def search(
     """Find the fastest plan that fits, and write it."""
     from planner.batch_statistics import cut_batch_message
     from planner.plan import save_plan
-    from search import find_pareto, find_plan_once
-    from search.describe import describe_pareto, describe_result
+    from search import find_advice, find_pareto, find_plan_once
+    from search.describe import describe_advice, describe_pareto, describe_result
 
     request = question.request(
         model,
-        forbid=parse_forbidden(forbid or ()),
+        allow=parse_choices("--allow", allow or ()),
+        forbid=parse_choices("--forbid", forbid or ()),
         solver=solver,
         max_gap=gap,
         time_limit_s=parse_seconds(time_limit),
     )
+    counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
+    points: tuple[Point, ...] = ()
     profile, note = profile_named(question.profile)
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))
         result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
         if result.plan is None:
-            raise PlannerError(result.reasons[0])
-        points = find_pareto(graph, profile, request, progress=progress) if pareto else ()
+            advice = find_advice(
+                graph, profile, request, result,
+                recapture=lambda precision: graph_of(model, precision), progress=progress,
+            )  # fmt: skip
+        elif pareto or pareto_gpus or price:
+            points = find_pareto(
+                graph, profile, request, num_devices=counts, price_per_device_hour=price,
+                progress=progress,
+            )  # fmt: skip
+    if result.plan is None:
+        limit = float(request.memory_limit_bytes or profile.memory_bytes)
+        show_results(*describe_advice(result, advice, limit))
+        raise PlannerError(result.reasons[0])
     save_plan(result.plan, out)
     show_note(note)
     show_note(cut_batch_message(graph, result.plan))
     show_results(*describe_result(result))
     print(f"wrote {out}")
+    if points:
+        show_results(describe_pareto(points))
     if pareto:
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
-        show_results(describe_pareto(points))
         print(f"wrote {pareto}")
 
 

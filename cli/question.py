@@ -72,7 +72,11 @@ class Question:
             schedule=self.schedule,
             zero=self.zero,
             recompute=self.recompute,
-            balance=_balance(self.balance),
+            balance=parse_counts(
+                "--balance",
+                self.balance,
+                "the number of blocks of each stage, in order, such as 1,3",
+            ),
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
             **more,
         )
@@ -89,30 +93,27 @@ class Question:
         )
 
 
-def parse_forbidden(texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Parse the values of --forbid, CHOICE=VALUE each."""
-    choices = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "schedule", "zero", "recompute")
+def parse_choices(flag: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the values of --allow or --forbid: CHOICE=VALUE or CHOICE=VALUE,VALUE each."""
     pairs = []
     for text in texts:
-        choice, equals, value = text.partition("=")
-        if not equals or choice.replace("-", "_") not in choices:
+        choice, equals, values = text.partition("=")
+        if not equals or not choice or not all(values.split(",")):
             raise PlannerError(
-                f"--forbid {text} is not understood; write CHOICE=VALUE, with a choice of "
-                + ", ".join(choices)
+                f"{flag} {text} is not understood; write CHOICE=VALUE, such as schedule=1f1b, "
+                "or several values: tp=2,4"
             )
-        pairs.append((choice.replace("-", "_"), value))
+        pairs += [(choice.replace("-", "_"), value.strip()) for value in values.split(",")]
     return tuple(pairs)
 
 
-def _balance(text: str | None) -> tuple[int, ...]:
+def parse_counts(flag: str, text: str | None, what: str) -> tuple[int, ...]:
+    """Parse whole numbers above 0 with commas between them; none of them for no text."""
     if text is None:
         return ()
     counts = text.split(",")
     if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
-        raise PlannerError(
-            f"--balance {text} is not understood; write the number of blocks of each stage, in "
-            "order, such as 1,3"
-        )
+        raise PlannerError(f"{flag} {text} is not understood; write {what}")
     return tuple(map(int, counts))
 
 

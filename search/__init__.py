@@ -6,17 +6,21 @@ solver chooses op placements (`layouts`), across blocks dynamic programming cuts
 (`find_plan`). Torch-free.
 """
 
+from search.concessions import Advice, Concession, find_advice
 from search.find_plan import find_plan
 from search.pareto import Point, find_pareto
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 from search.result_cache import find_plan_once
 
 __all__ = [
+    "Advice",
     "Certificate",
+    "Concession",
     "Point",
     "RunnerUp",
     "SearchRequest",
     "SearchResult",
+    "find_advice",
     "find_pareto",
     "find_plan",
     "find_plan_once",

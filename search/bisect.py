@@ -17,7 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from search.chain_dp import ChainProblem, Cut, Paths, cut_value
+from search.chain_dp import cut_value
+from search.chain_paths import ChainProblem, Cut, Paths
 
 _MOST_SWEEPS = 20
 
@@ -67,7 +68,7 @@ def _valued(problem: ChainProblem, cuts: list[int]) -> Cut:
         fitting = [
             choice
             for choice in range(len(problem.choices))
-            if paths.fits(stage, choice)[end - first - 1, first]
+            if paths.fits(stage)[choice, end - first - 1, first]
         ]
         choices.append(fitting[0] if fitting else 0)
     value = cut_value(paths, cuts, choices)

@@ -32,7 +32,7 @@ from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule, stage_to_pp_rank
-from search.chain_dp import Floats
+from search.chain_paths import Floats
 from search.rank_bytes import peak_bytes
 from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable

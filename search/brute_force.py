@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from search.chain_dp import ChainProblem, Cut, Paths, cut_peak, cut_value
+from search.chain_dp import cut_peak, cut_value
+from search.chain_paths import ChainProblem, Cut, Paths
 
 
 def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

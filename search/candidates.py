@@ -24,7 +24,7 @@ from planner.schedule import (
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
-from search.chain_dp import ChainProblem, Cut, Floats
+from search.chain_paths import ChainProblem, Cut, Floats
 from search.layouts import LayoutSolver, parse_pins_of
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import peak_bytes

@@ -14,7 +14,7 @@ from itertools import combinations
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.plan import Plan, Precision
 from planner.units import GIB
 from profiles import Profile
 from search.candidates import Candidates
@@ -24,7 +24,7 @@ from search.request import SearchRequest, SearchResult
 from search.space import divisors
 
 Progress = Callable[[float, str], None]
-Recapture = Callable[[str], ModelGraph]
+Recapture = Callable[[Precision], ModelGraph]
 """Returns the model captured in another precision."""
 
 _MOST_COUNTS = 256
@@ -111,7 +111,7 @@ class _Trials:
         for factor in _MEMORY_STEPS:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
-            if plan := search_among(candidates, changed).plan:
+            if plan := search_among(candidates, changed, runners_up=False).plan:
                 return Concession(what=f"--memory-limit {gib}", request=changed, plan=plan)
         return None
 
@@ -143,7 +143,7 @@ class _Trials:
         for name in _FREE:
             if getattr(request, name) is not None:
                 yield name, {name: None}
-        for name in ("balance", "pins", "forbid"):
+        for name in ("balance", "pins", "forbid", "allow"):
             if getattr(request, name):
                 yield name, {name: ()}
         if request.precision == "model" and self.recapture is not None:
@@ -175,7 +175,7 @@ class _Trials:
             return None
         if not can_fit(candidates, shapes, self.limit_bytes):
             return None
-        return search_among(candidates, changed).plan
+        return search_among(candidates, changed, runners_up=False).plan
 
 
 def more_counts(num_devices: int, profile: Profile) -> Sequence[int]:
@@ -191,7 +191,7 @@ def _as_asked(name: str, given: SearchRequest, changed: SearchRequest, plan: Pla
     """Return a change as the options that ask for it, with what was asked before."""
     flag = "--" + name.replace("_", "-").rstrip("s")
     before = getattr(given, name)
-    if name in ("balance", "pins", "forbid"):
+    if name in ("balance", "pins", "forbid", "allow"):
         return f"without {flag}"
     if getattr(changed, name) is not None:
         return f"{flag} {getattr(changed, name)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -10,7 +11,8 @@ from rich.text import Text
 
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
-from search.explain import Comparison, differences
+from search.concessions import Advice
+from search.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.pareto import Point
 from search.request import RunnerUp, SearchResult
 
@@ -28,13 +30,52 @@ def describe_result(result: SearchResult) -> list[RenderableType]:
 
 
 def describe_pareto(points: Sequence[Point]) -> Table:
-    """Return the plans of which none is worse than another in both time and memory."""
-    table = Table("step", "memory", "plan", title="Time against memory", title_justify="left")
+    """Return the plans of which none is worse than another in everything that is compared."""
+    counts = len({point.num_devices for point in points}) > 1
+    priced = any(point.cost_per_step for point in points)
+    compared = ["time", "memory", *["GPUs"] * counts, *["cost"] * priced]
+    title = f"{', '.join(compared[:-1])} against {compared[-1]}"
+    table = Table(title=title[0].upper() + title[1:], title_justify="left")
+    for name in ("step", "memory", *["GPUs"] * counts, *["cost"] * priced, "plan"):
+        table.add_column(name)
     for point in points:
-        table.add_row(
-            format_seconds(point.step_s), format_bytes(point.peak_bytes), _choices(point.plan)
-        )
+        row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
+        row += [str(point.num_devices)] * counts
+        row += [_cost(point)] * priced
+        table.add_row(*row, _choices(point.plan))
     return table
+
+
+def _cost(point: Point) -> str:
+    if point.cost_per_million_tokens is None:
+        return f"{point.cost_per_step:.4g} a step"
+    return f"{point.cost_per_million_tokens:.4g} a million tokens"
+
+
+def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
+    """Return why nothing fits and what would, each with the plan found."""
+    leanest = refused.leanest
+    assert leanest is not None, "what does not fit has a leanest plan"
+    parts: list[Any] = [Text(line) for line in explain_shortfall(leanest, limit_bytes)]
+    ways = [one for one in (*advice.concessions, advice.devices, advice.memory) if one]
+    if not ways:
+        return parts
+    table = Table(
+        "instead",
+        "step",
+        "memory",
+        "against the leanest plan asked for",
+        title="What would fit",
+        title_justify="left",
+    )
+    for one in ways:
+        table.add_row(
+            Text(one.what),
+            format_seconds(one.step_s),
+            format_bytes(one.peak_bytes),
+            Text(explain_saving(leanest, one.plan)),
+        )
+    return [*parts, table]
 
 
 def describe_comparison(comparison: Comparison) -> list[RenderableType]:

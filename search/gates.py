@@ -21,7 +21,8 @@ from planner.schedule import find_schedule
 from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
 from search.candidates import in_flight_of
-from search.chain_dp import ChainProblem, Cut, solve_chain
+from search.chain_dp import solve_chain
+from search.chain_paths import ChainProblem, Cut
 from search.joint import solve_by_joint_program
 from search.space import Configuration, Shape
 from search.stage_table import StageTable

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.chain_dp import ChainProblem, Cut, Paths
+from search.chain_paths import ChainProblem, Cut, Paths
 
 _STEPS = 10**9
 MOST_VARIABLES = 200_000

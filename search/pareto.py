@@ -1,9 +1,10 @@
-"""The Pareto set: step time against peak memory (and devices, and price).
+"""The Pareto set: step time, peak memory, number of devices and cost.
 
 For each number of devices the search is asked again and again, each time with a memory limit
 just under the last answer's peak, until nothing fits. Every answer is the fastest under its
 limit, so what the list holds after dropping dominated points is all of the front, as far as
-the searches' own gaps are zero.
+the searches' own gaps are zero. With a price, cost is devices x seconds: at one number of
+devices it orders plans as time does, so no further search is needed for it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from planner.errors import LayoutError
-from planner.graph import ModelGraph
+from planner.graph import Affine, ModelGraph
 from planner.plan import Plan
 from profiles import Profile
-from search.find_plan import find_plan
+from search.candidates import Candidates
+from search.find_plan import search_among
 from search.request import SearchRequest
 
 Progress = Callable[[float, str], None]
@@ -23,18 +25,27 @@ Progress = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One plan of the front. `cost_per_step` is in the currency of the price, 0 without one."""
+    """One plan of the front. `cost_per_step` is in the currency of the price, 0 without one.
+
+    `tokens_per_step` is 0 for a model that takes no tokens.
+    """
 
     plan: Plan
     num_devices: int
     step_s: float
     peak_bytes: int
     cost_per_step: float
+    tokens_per_step: int
 
     @property
     def objectives(self) -> tuple[float, ...]:
         """What is compared; less is better in each."""
         return (self.step_s, float(self.peak_bytes), float(self.num_devices), self.cost_per_step)
+
+    @property
+    def cost_per_million_tokens(self) -> float | None:
+        """Cost of a million tokens, None for a model without tokens."""
+        return 1e6 * self.cost_per_step / self.tokens_per_step if self.tokens_per_step else None
 
     def to_dict(self) -> dict[str, object]:
         """JSON form: the figures and the plan's degrees."""
@@ -44,7 +55,8 @@ class Point:
             "peak_bytes": self.peak_bytes,
             "num_devices": self.num_devices,
             "cost_per_step": self.cost_per_step,
-            **{name: getattr(plan, name) for name in ("dp", "tp", "pp", "vpp", "schedule")},
+            "cost_per_million_tokens": self.cost_per_million_tokens,
+            **{name: getattr(plan, name) for name in ("dp", "cp", "tp", "pp", "vpp", "schedule")},
             "microbatch_size": plan.microbatch_size,
             "zero_stage": plan.zero_stage,
             "recompute": sorted({stage.recompute for stage in plan.stages}),
@@ -58,7 +70,7 @@ def find_pareto(
     *,
     num_devices: Sequence[int] = (),
     price_per_device_hour: float = 0.0,
-    most_points: int = 16,
+    most_points: int = 64,
     progress: Progress | None = None,
 ) -> tuple[Point, ...]:
     """Return the non-dominated points, fastest first; empty when nothing fits anywhere.
@@ -68,6 +80,8 @@ def find_pareto(
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
+    candidates = Candidates.of(graph, profile, request)
+    tokens = request.global_batch * tokens_per_sample(graph)
     for done, count in enumerate(counts):
         limit = request.memory_limit_bytes
         for found in range(most_points):
@@ -75,7 +89,7 @@ def find_pareto(
                 progress((done + found / most_points) / len(counts), f"{count} devices")
             try:
                 asked = replace(request, num_devices=count, memory_limit_bytes=limit)
-                plan = find_plan(graph, profile, asked).plan
+                plan = search_among(candidates, asked, runners_up=False).plan
             except LayoutError:
                 if len(counts) == 1:
                     raise
@@ -83,17 +97,39 @@ def find_pareto(
             if plan is None:
                 break
             step_s, peak = float(plan.estimate["step_s"]), int(plan.estimate["peak_bytes"])
-            cost = price_per_device_hour * count * step_s / 3600.0
             points.append(
                 Point(
-                    plan=plan, num_devices=count, step_s=step_s, peak_bytes=peak,
-                    cost_per_step=cost,
+                    plan=plan,
+                    num_devices=count,
+                    step_s=step_s,
+                    peak_bytes=peak,
+                    cost_per_step=cost_of(price_per_device_hour, count, step_s),
+                    tokens_per_step=tokens,
                 )
-            )  # fmt: skip
+            )
             limit = peak - 1
             if limit < 1:
                 break
     return tuple(sorted(non_dominated(points), key=lambda point: point.objectives))
+
+
+def cost_of(price_per_device_hour: float, num_devices: int, seconds: float) -> float:
+    """Return what so many devices cost for so long."""
+    return price_per_device_hour * num_devices * seconds / 3600.0
+
+
+def tokens_per_sample(graph: ModelGraph) -> int:
+    """Return the tokens of one sample: entries of its first [batch, sequence] whole numbers.
+
+    0 where the batch holds none.
+    """
+    for name in graph.batch_inputs:
+        meta = graph.tensor[name]
+        if meta.dtype.startswith("int") and len(meta.shape) == 2:
+            first, length = meta.shape
+            if isinstance(first, Affine) and not isinstance(length, Affine):
+                return length
+    return 0
 
 
 def non_dominated(points: Sequence[Point]) -> list[Point]:

@@ -17,7 +17,7 @@ from costmodel import JobSeconds, build_job_table, simulate
 from costmodel.simulate import JobTable
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
-from search.chain_dp import Cut
+from search.chain_paths import Cut
 from search.space import Configuration
 from search.stage_table import Run, StageTable
 

@@ -8,6 +8,7 @@ fullest, and one microbatch less when it has them. Loads may be arrays.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,47 +18,95 @@ from costmodel.memory import job_peak_bytes, kept_bytes
 from planner.plan import Precision, Recompute
 from profiles import Profile
 
+_FAR_BYTES = 1e13
+"""More than any rank holds, so that activations and not the optimizer are its worst moment."""
 
-def peak_bytes(
-    load: StageLoad,
-    *,
-    in_flight: int,
-    num_microbatches: int,
-    recompute: Recompute,
-    replicas: int,
-    zero: int,
-    profile: Profile,
-    precision: Precision = "model",
-    receive_bytes: Any = 0,
-    batch_bytes: int = 0,
-    splits_backward: bool = False,
-) -> Any:
-    """Return the bytes of a rank whose stage holds `in_flight` microbatches at most.
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBytes:
+    """The bytes of a rank with one stage, by the microbatches it holds at most.
 
     Where backward is split, gradients may come when most activations are gone: less is
     counted then, and the cost model has the last word.
     """
-    kept = kept_bytes(load, recompute=recompute)
-    top = np.maximum(job_peak_bytes(load, recompute=recompute), kept) - kept
 
-    def moment(live: int, gradients: Any) -> Any:
+    load: StageLoad
+    num_microbatches: int
+    recompute: Recompute
+    replicas: int
+    zero: int
+    profile: Profile
+    precision: Precision = "model"
+    receive_bytes: Any = 0
+    batch_bytes: int = 0
+    splits_backward: bool = False
+    _lines: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
+
+    def at(self, in_flight: int) -> Any:
+        """Return the peak with so many microbatches in flight."""
+        kept = kept_bytes(self.load, recompute=self.recompute)
+        worst: Any = 0.0
+        for live, has_gradients in self._moments(in_flight):
+            worst = np.maximum(worst, self._bytes(live * kept, self._top, has_gradients))
+        return worst
+
+    def fits(self, in_flight: int, limit_bytes: float) -> Any:
+        """Whether `at(in_flight)` is within a limit, in a few steps however often it is asked.
+
+        A moment's bytes are the larger of what the optimizer's step needs, whatever is in
+        flight, and of a line in the bytes kept.
+        """
+        kept = kept_bytes(self.load, recompute=self.recompute)
+        each = kept * (1 + self.profile.allocator_overhead_fraction)
+        fits: Any = True
+        for live, has_gradients in self._moments(in_flight):
+            at_update, empty = self._line(has_gradients)
+            fits = fits & (np.maximum(at_update, empty + live * each) <= limit_bytes)
+        return fits
+
+    def _moments(self, in_flight: int) -> tuple[tuple[int, bool], ...]:
+        """Return (microbatches held, whether there are gradients) of moments that may be worst."""
+        in_buckets = self.zero == 0 and self.replicas > 1
+        if in_buckets or in_flight < self.num_microbatches:
+            return ((in_flight, True),)
+        if self.splits_backward or in_flight == 1:
+            return ((in_flight, False),)
+        return ((in_flight, False), (in_flight - 1, True))
+
+    @property
+    def _top(self) -> Any:
+        """What the worst job of a microbatch needs above what the microbatch keeps."""
+        kept = kept_bytes(self.load, recompute=self.recompute)
+        return np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
+
+    def _line(self, has_gradients: bool) -> tuple[Any, Any]:
+        """Return the bytes at the optimizer's step, and of jobs while nothing is kept."""
+        if has_gradients not in self._lines:
+            overhead = 1 + self.profile.allocator_overhead_fraction
+            self._lines[has_gradients] = (
+                self._bytes(0.0, -np.inf, has_gradients),
+                self._bytes(_FAR_BYTES, self._top, has_gradients) - _FAR_BYTES * overhead,
+            )
+        return self._lines[has_gradients]
+
+    def _bytes(self, kept: Any, transient: Any, has_gradients: bool) -> Any:
         return rank_memory(
-            load,
-            kept=live * kept,
-            transient=top,
-            dp=replicas,
-            zero_stage=zero,
-            profile=profile,
-            receive_bytes=receive_bytes,
-            batch_bytes=batch_bytes,
-            gradients_then=gradients,
-            precision=precision,
+            self.load,
+            kept=kept,
+            transient=transient,
+            dp=self.replicas,
+            zero_stage=self.zero,
+            profile=self.profile,
+            receive_bytes=self.receive_bytes,
+            batch_bytes=self.batch_bytes,
+            gradients_then=None if has_gradients else 0,
+            precision=self.precision,
         ).total
 
-    in_buckets = zero == 0 and replicas > 1
-    if in_buckets or in_flight < num_microbatches:
-        return moment(in_flight, None)
-    fullest = moment(in_flight, 0)
-    if splits_backward:
-        return fullest
-    return np.maximum(fullest, moment(in_flight - 1, None)) if in_flight > 1 else fullest
+
+def peak_bytes(load: StageLoad, *, in_flight: int, **options: Any) -> Any:
+    """Return the bytes of a rank whose stage holds `in_flight` microbatches at most.
+
+    `options` are `RankBytes`'s other fields.
+    """
+    return RankBytes(load=load, **options).at(in_flight)

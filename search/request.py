@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import get_args
+from typing import TypeVar, cast, get_args
 
 from planner.errors import LayoutError
 from planner.plan import Plan, Precision, Recompute
+from planner.schedule import find_schedule
 
 SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
+_NAMED = ("schedule", "recompute")
+CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
+"""What can be fixed, allowed or forbidden by value."""
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +31,9 @@ class SearchRequest:
     `model_file` is written into the plan as the place the model came from. `solver` picks
     the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
     ``cpsat`` or ``brute_force`` (referees, for small models).
-    `forbid` holds (choice, value) pairs that no answer may use; `pins` holds
-    (class_index, tensor name, placement text) triples that every layout must respect.
+    `forbid` holds (choice, value) pairs that no answer may use; of a choice that `allow` names,
+    only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
+    placement text) triples that every layout must respect.
     `precision` is what the graph was captured in, not searched. `balance`, if not empty, fixes
     the stages: so many blocks each, in order.
     """
@@ -47,6 +55,7 @@ class SearchRequest:
     time_limit_s: float | None = None
     solver: str = "dp"
     forbid: tuple[tuple[str, str], ...] = ()
+    allow: tuple[tuple[str, str], ...] = ()
     pins: tuple[tuple[int, str, str], ...] = ()
     precision: Precision = "model"
     balance: tuple[int, ...] = ()
@@ -91,9 +100,53 @@ class SearchRequest:
         if self.max_gap < 0:
             raise LayoutError(f"--gap {self.max_gap} was given; a gap is 0 or more, such as 0.02")
 
-    def is_forbidden(self, choice: str, value: object) -> bool:
-        """Whether `forbid` rules this value of a choice out."""
-        return (choice, str(value)) in self.forbid
+        for flag, pairs in (("--allow", self.allow), ("--forbid", self.forbid)):
+            for choice, value in pairs:
+                _check_named_value(flag, choice, value)
+        for choice in CHOICES:
+            fixed = getattr(self, choice)
+            flag = "--" + choice.replace("_", "-")
+            if (choice, str(fixed)) in self.forbid:
+                raise LayoutError(
+                    f"{flag} {fixed} and --forbid {choice}={fixed} were given; drop one of them"
+                )
+            if fixed is not None and (named := self.allowed(choice)) and str(fixed) not in named:
+                raise LayoutError(
+                    f"{flag} {fixed} was given and --allow {choice} names {', '.join(named)} "
+                    "only; drop one of them"
+                )
+
+    def values(self, choice: str, searched: Iterable[Value]) -> list[Value]:
+        """Return what to try of a choice: the fixed value, those allowed, or all `searched`;
+        without the forbidden ones. A fixed or allowed value need not be among `searched`.
+        """
+        fixed = getattr(self, choice)
+        tried: Iterable[Value] = searched if fixed is None else (fixed,)
+        if fixed is None and (named := self.allowed(choice)):
+            tried = [cast("Value", text if choice in _NAMED else int(text)) for text in named]
+        return [value for value in tried if (choice, str(value)) not in self.forbid]
+
+    def allowed(self, choice: str) -> list[str]:
+        """Return the values that `allow` names of a choice; none means all."""
+        return [value for name, value in self.allow if name == choice]
+
+    def asks_for(self, choice: str, value: object) -> bool:
+        """Whether the user named this value, by fixing or allowing it."""
+        return getattr(self, choice) == value or str(value) in self.allowed(choice)
+
+
+def _check_named_value(flag: str, choice: str, value: str) -> None:
+    """Raise LayoutError for a pair of `allow` or `forbid` that names no choice or no value."""
+    given = f"{flag} {choice}={value} was given"
+    if choice not in CHOICES:
+        raise LayoutError(f"{given}; a choice is one of {', '.join(CHOICES)}")
+    if choice == "schedule":
+        find_schedule(value)
+    elif choice == "recompute":
+        if value not in RECOMPUTE_CHOICES:
+            raise LayoutError(f"{given}; use {', '.join(RECOMPUTE_CHOICES)}")
+    elif not value.isdecimal() or (int(value) < 1 and choice != "zero"):
+        raise LayoutError(f"{given}; {choice} is a whole number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from costmodel import Estimate
 from planner.units import format_bytes, format_seconds
-from search.chain_dp import Cut, solve_chain
+from search.chain_dp import solve_chain
+from search.chain_paths import Cut
 from search.gates import only_cut, price
 from search.request import RunnerUp
 from search.space import Configuration

@@ -32,7 +32,9 @@ backward, or go through them breadth first, keep more memory for no less time.""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One point of the space. `recompute` is one for all stages, or ``mixed`` (by stage)."""
+    """One point of the space. `recompute` is one for all stages, ``mixed`` (any by stage), or
+    those that stages choose between, joined by ``|``.
+    """
 
     dp: int
     cp: int
@@ -107,7 +109,7 @@ def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
     """Return what each stage may choose between."""
     if recompute == "mixed":
         return RECOMPUTE_CHOICES
-    return (cast("Recompute", recompute),)
+    return tuple(cast("Recompute", choice) for choice in recompute.split("|"))
 
 
 def divisors(number: int) -> list[int]:
@@ -239,8 +241,12 @@ def _shapes(
     refusals: Refusals,
 ) -> Iterator[Shape]:
     options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
-    recompute = request.recompute or "mixed"
-    for dp, tp, pp in _degrees(request, cluster, can_split, refusals):
+    allowed = request.values("recompute", RECOMPUTE_CHOICES)
+    recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
+    if not allowed:
+        refusals.add("forbidden", "every kind of recompute is forbidden")
+        return
+    for dp, cp, tp, pp in _degrees(request, cluster, can_split, refusals):
         if pp > len(graph.blocks):
             refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
@@ -250,22 +256,20 @@ def _shapes(
             )
             continue
         per_dp = request.global_batch // dp
-        for size in _allowed(request.microbatch_size, divisors(per_dp)):
+        for size in request.values("microbatch_size", divisors(per_dp)):
+            if per_dp % size:
+                continue
             key = (pp, per_dp // size)
             if key not in options_of:
                 options_of[key] = tuple(
-                    (schedule, vpp)
-                    for schedule, vpp in _schedules(request, graph, *key, refusals)
-                    if not (request.balance and pp * vpp != len(request.balance))
-                    and not request.is_forbidden("schedule", schedule)
-                    and not request.is_forbidden("vpp", vpp)
+                    option
+                    for option in _schedules(request, graph, *key, refusals)
+                    if not (request.balance and pp * option[1] != len(request.balance))
                 )
-            zeros = tuple(z for z in _zeros(request, dp) if not request.is_forbidden("zero", z))
-            chosen = {"dp": dp, "tp": tp, "pp": pp, "microbatch_size": size}
-            forbidden = any(request.is_forbidden(name, value) for name, value in chosen.items())
-            if options_of[key] and zeros and not forbidden:
+            zeros = tuple(request.values("zero", SEARCHED_ZERO if dp * cp > 1 else (0,)))
+            if options_of[key] and zeros:
                 yield Shape(
-                    dp=dp, cp=1, tp=tp, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                    dp=dp, cp=cp, tp=tp, pp=pp, microbatch_size=size, num_microbatches=key[1],
                     options=options_of[key], zeros=zeros, recompute=recompute,
                 )  # fmt: skip
 
@@ -275,20 +279,26 @@ def _degrees(
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
     refusals: Refusals,
-) -> Iterator[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (dp, cp, tp, pp)."""
     n = request.num_devices
-    for tp in _allowed(request.tp, divisors(n)):
-        if request.tp is None and tp > 1:
+    for tp in request.values("tp", divisors(n)):
+        if n % tp:
+            continue
+        if not request.asks_for("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
                 refusals.add("tp stays in a node", f"tp={tp} spans nodes, which only --tp asks for")
                 continue
             if not can_split(tp):
                 refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
                 continue
-        for pp in _allowed(request.pp, divisors(n // tp)):
-            dp = n // tp // pp
-            if request.dp in (None, dp):
-                yield dp, tp, pp
+        for cp in request.values("cp", (1,)):
+            if n % (tp * cp):
+                continue
+            for pp in request.values("pp", divisors(n // tp // cp)):
+                dp = n // tp // cp // pp
+                if n % (tp * cp * pp) == 0 and dp in request.values("dp", (dp,)):
+                    yield dp, cp, tp, pp
 
 
 def _schedules(
@@ -299,15 +309,14 @@ def _schedules(
     refusals: Refusals,
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
-    if pp == 1 and request.schedule is None and request.vpp in (None, 1):
+    if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
         yield "1f1b", 1
         return
-    names = (request.schedule,) if request.schedule else SEARCHED_SCHEDULES
-    for name in names:
+    for name in request.values("schedule", SEARCHED_SCHEDULES):
         spec = find_schedule(name)
-        most = min(MOST_VPP, len(graph.blocks) // pp, spec.max_vpp or MOST_VPP)
-        for vpp in _allowed(request.vpp, range(spec.min_vpp, most + 1)):
-            if pp * vpp > len(graph.blocks):
+        most = min(len(graph.blocks) // pp, spec.max_vpp or len(graph.blocks))
+        for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):
+            if not spec.min_vpp <= vpp <= most:
                 continue
             reason = spec.why_not(pp=pp, vpp=vpp, num_microbatches=num_microbatches)
             if reason is None:
@@ -319,19 +328,6 @@ def _schedules(
                 )
             else:
                 refusals.add("schedule takes the sizes", reason)
-
-
-def _zeros(request: SearchRequest, dp: int) -> Sequence[int]:
-    if request.zero is not None:
-        return (request.zero,)
-    return SEARCHED_ZERO if dp > 1 else (0,)
-
-
-def _allowed(fixed: int | None, candidates: Sequence[int]) -> Sequence[int]:
-    """The fixed value if it is among the candidates, else all of them."""
-    if fixed is None:
-        return candidates
-    return (fixed,) if fixed in candidates else ()
 
 
 def _listed(numbers: Sequence[int]) -> str:

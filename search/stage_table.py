@@ -30,11 +30,12 @@ from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import ClassLayout, Precision, Recompute
 from profiles import Group, Profile
-from search.chain_dp import Window
-from search.rank_bytes import peak_bytes
+from search.chain_windows import Window
+from search.rank_bytes import RankBytes
 from search.runs import Runs, distinct, used_fields
 
 Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 _MOST_KEPT_RUNS = 100_000
 """Loads kept by a table, in runs: about 20 MB."""
@@ -297,20 +298,32 @@ class RankBand:
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """Bytes of a rank holding each run with this many microbatches in flight."""
+        return self._bytes[choice].at(in_flight)
+
+    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
+        """Whether `peak_bytes` are within a limit."""
+        return self._bytes[choice].fits(in_flight, limit_bytes)
+
+    @cached_property
+    def _bytes(self) -> tuple[RankBytes, ...]:
+        """By recompute choice."""
         stages = self.stages
         once = stages.table.once_bytes.max(initial=0.0)
-        return peak_bytes(
-            replace(self.load, frozen_bytes=self.load.frozen_bytes + once),
-            in_flight=in_flight,
-            num_microbatches=stages.num_microbatches,
-            recompute=stages.choices[choice],
-            replicas=stages.dp * stages.cp,
-            zero=stages.zero,
-            profile=stages.table.profile,
-            precision=stages.table.precision,
-            receive_bytes=self.receive_bytes,
-            batch_bytes=stages.batch_bytes,
-            splits_backward=stages.splits_backward,
+        load = replace(self.load, frozen_bytes=self.load.frozen_bytes + once)
+        return tuple(
+            RankBytes(
+                load=load,
+                num_microbatches=stages.num_microbatches,
+                recompute=choice,
+                replicas=stages.dp * stages.cp,
+                zero=stages.zero,
+                profile=stages.table.profile,
+                precision=stages.table.precision,
+                receive_bytes=self.receive_bytes,
+                batch_bytes=stages.batch_bytes,
+                splits_backward=stages.splits_backward,
+            )
+            for choice in stages.choices
         )
 
 

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from search.chain_dp import FAMILIES, ChainProblem, Window
+from search.chain_paths import FAMILIES, ChainProblem
+from search.chain_windows import Window
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +22,9 @@ class SumBand:
 
     def peak_bytes(self, in_flight: int, choice: int) -> np.ndarray:
         return self.resident + in_flight * self.kept[choice] + self.working[choice]
+
+    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> np.ndarray:
+        return self.peak_bytes(in_flight, choice) <= limit_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -131,3 +131,41 @@ class _WithFiles(Machine):
 
 
 MACHINE_WITH_FILES = _WithFiles(context_bytes=0.0, devices_per_node=4)
+
+
+def test_only_allowed_values_are_searched_and_no_forbidden_one(gpt):
+    """M14, V11: `allow` and `forbid`, of degrees, schedules and recompute; allowing a value asks
+    for it, be it one the search does not try by itself."""
+    for allow, forbid in (
+        ((("schedule", "fthenb"), ("pp", "2")), ()),
+        ((("tp", "1"),), (("dp", "2"),)),
+        ((("zero", "2"), ("dp", "2")), ()),
+        ((("recompute", "full"), ("recompute", "selective")), (("recompute", "full"),)),
+    ):
+        plan = find_plan(gpt, MACHINE, ask(allow=allow, forbid=forbid)).plan
+        chosen = {"recompute": {stage.recompute for stage in plan.stages}}
+        chosen |= {name: {getattr(plan, name)} for name in ("schedule", "pp", "tp", "dp")}
+        chosen["zero"] = {plan.zero_stage}
+        for name in {name for name, _ in allow}:
+            assert {str(v) for v in chosen[name]} <= {v for other, v in allow if other == name}
+        for name, value in forbid:
+            assert value not in {str(v) for v in chosen[name]}
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"forbid": (("tp", "2"),), "tp": 2}, r"--tp 2 and --forbid tp=2 were given; drop one"),
+        ({"allow": (("tp", "1"),), "tp": 2}, r"--allow tp names 1 only; drop one of them"),
+        ({"allow": (("tq", "1"),)}, r"--allow tq=1 was given; a choice is one of dp, tp, pp"),
+        ({"forbid": (("tp", "two"),)}, r"--forbid tp=two was given; tp is a whole number"),
+        ({"forbid": (("recompute", "all"),)}, r"recompute=all was given; use none, selective, f"),
+        (
+            {"forbid": tuple(("recompute", kind) for kind in ("none", "selective", "full"))},
+            r"every kind of recompute is forbidden",
+        ),
+    ],
+)
+def test_allow_and_forbid_say_what_they_do_not_understand(gpt, choices, message):
+    with pytest.raises(LayoutError, match=message):
+        find_plan(gpt, MACHINE, ask(**choices))

@@ -15,7 +15,8 @@ from planner.units import GIB
 from search import SearchRequest, find_pareto, find_plan
 from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_dp import Cut, Paths, cut_peak, solve_chain
+from search.chain_dp import cut_peak, solve_chain
+from search.chain_paths import Cut, Paths
 from search.layouts import LayoutSolver
 from search.request import RECOMPUTE_CHOICES
 from search.space import list_configurations

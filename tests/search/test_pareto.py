@@ -1,0 +1,71 @@
+"""X4: the Pareto set over step time, peak memory, number of devices and cost."""
+
+from dataclasses import replace
+
+import pytest
+
+from search import SearchRequest, find_pareto
+from search.describe import describe_pareto
+from search.pareto import tokens_per_sample
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.search.machine import Machine
+from tests.search.referee import every_answer
+
+MACHINE = Machine(
+    context_bytes=0.0, devices_per_node=4, flop_per_s=1e9, bytes_per_s=1e9, alpha_s=1e-5
+)
+
+
+def captured(name):
+    tiny = tiny_models()[name]
+    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+
+
+def test_the_set_is_what_brute_force_finds():
+    """Every point is of the front of all plans of 1, 2 and 4 devices, and none is missing."""
+    graph = captured("mlp")
+    request = SearchRequest(num_devices=2, global_batch=4)
+    counts, price = (1, 2, 4), 3.0
+    points = find_pareto(graph, MACHINE, request, num_devices=counts, price_per_device_hour=price)
+    every = {
+        (
+            answer.estimate.step_s,
+            float(answer.estimate.peak_bytes),
+            float(count),
+            price * count * answer.estimate.step_s / 3600,
+        )
+        for count in counts
+        for answer in every_answer(graph, MACHINE, replace(request, num_devices=count))
+    }
+    front = sorted(one for one in every if not any(_beats(other, one) for other in every))
+    assert len(points) > 3
+    assert len({point.num_devices for point in points}) > 1
+    assert [point.objectives for point in points] == [pytest.approx(one) for one in front]
+
+
+def _beats(one, other):
+    """At least as good everywhere, and better somewhere by more than rounding."""
+    return all(a <= b * (1 + 1e-9) for a, b in zip(one, other, strict=True)) and any(
+        a < b * (1 - 1e-9) for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_cost_per_token():
+    """3 a device and hour, 2 devices: step seconds x 6 / 3600, over 8 samples of 16 tokens."""
+    gpt = captured("gpt")
+    request = SearchRequest(num_devices=2, global_batch=8, schedule="1f1b", dp=2)
+    point = find_pareto(gpt, MACHINE, request, price_per_device_hour=3.0)[0]
+    assert tokens_per_sample(gpt) == 16
+    assert point.cost_per_step == pytest.approx(point.step_s * 6 / 3600)
+    data = point.to_dict()
+    assert data["cost_per_million_tokens"] == pytest.approx(
+        1e6 * point.step_s * 6 / 3600 / (8 * 16)
+    )
+    titles = {
+        price: describe_pareto(find_pareto(gpt, MACHINE, request, price_per_device_hour=price))
+        for price in (0.0, 3.0)
+    }
+    assert titles[0.0].title == "Time against memory"
+    assert titles[3.0].title == "Time, memory against cost"
+    assert tokens_per_sample(captured("mlp")) == 0
