@@ -24,7 +24,7 @@ from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
 from planner.runtime.bindings import BINDINGS
 from planner.runtime.recompute import Keeper, KeptOp
-from planner.runtime.weight_grads import DeferrableProduct, WeightQueue
+from planner.runtime.weight_grads import WeightProduct, WeightQueue
 from planner.weight_products import deferrable_products
 
 
@@ -41,18 +41,18 @@ def to_graph_module(
 
     `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
-    on the whole tensor. With a `weight_queue`, products with trained weights can put their
-    weight gradients aside in it. With a `keeper`, the results of all ops but those named in
-    `made_again` can be kept where a block is recomputed. Raises LayoutError for an op of
-    ours that does not exist or an axis without a group.
+    on the whole tensor. With a `weight_queue`, products with trained weights add their
+    weight gradients to the sums themselves, and can put them aside in it. With a `keeper`, the
+    results of all ops but those named in `made_again` can be kept where a block is recomputed.
+    Raises LayoutError for an op of ours that does not exist or an axis without a group.
     """
     graph = fx.Graph()
     root = torch.nn.Module()
     products = {}
     if weight_queue is not None:
         products = deferrable_products(program)
-        root.add_module("linear", DeferrableProduct(weight_queue, transposed=True))
-        root.add_module("matmul", DeferrableProduct(weight_queue, transposed=False))
+        root.add_module("linear", WeightProduct(weight_queue, transposed=True))
+        root.add_module("matmul", WeightProduct(weight_queue, transposed=False))
     env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
     env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
     calls = {}
