@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -164,20 +163,14 @@ def virtual_stage_bound(
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
     splits = find_schedule(one.schedule).splits_backward
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
-    runs = [ranks.run(first, end) for first, end in pairwise(cuts)]
-    forward = np.array([run.forward_s + run.per_forward_s for run in runs])
-    backward = np.array(
-        [
-            run.backward_s + run.per_backward_s + run.again_s(again)
-            for run, again in zip(runs, recomputed, strict=True)
-        ]
-    )
+    runs = ranks.runs(cuts)
+    forward = runs.forward_s + runs.per_forward_s
+    backward = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed)
     hops = hop_s[np.asarray(cuts[:-1])]
     hops[1:] *= homes[1:] != homes[:-1]
-    sync = np.bincount(homes, weights=[run.after_s for run in runs])
-    param_bytes = np.bincount(homes, weights=[run.param_bytes for run in runs])
-    num_params = np.bincount(homes, weights=[run.num_params for run in runs])
-    tail = sync + [
+    param_bytes = np.bincount(homes, weights=runs.param_bytes)
+    num_params = np.bincount(homes, weights=runs.num_params)
+    tail = np.bincount(homes, weights=runs.after_s) + [
         ranks.optimizer_s(size, count) for size, count in zip(param_bytes, num_params, strict=True)
     ]
     work = one.num_microbatches * np.bincount(homes, weights=forward + backward)

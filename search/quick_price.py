@@ -19,7 +19,7 @@ from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from search.chain_paths import Cut
 from search.space import Configuration
-from search.stage_table import Run, StageTable
+from search.stage_table import StageRuns, StageTable
 
 
 def quick_step_s(
@@ -28,7 +28,7 @@ def quick_step_s(
     """Return the simulated step time of a configuration cut this way."""
     one = configuration
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
-    runs = [ranks.run(first, end) for first, end in zip(cut.cuts[:-1], cut.cuts[1:], strict=True)]
+    runs = ranks.runs(cut.cuts)
     again = tuple(choices[choice] for choice in cut.choices)
     # ZeRO 0 and 1 differ only after the last job, so they share a simulation.
     key = (
@@ -46,11 +46,11 @@ def quick_step_s(
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
     ends = []
     for rank, end in enumerate(table.rank_ends[key]):
-        mine = [runs[stage] for stage in np.flatnonzero(homes == rank)]
+        mine = homes == rank
         update = ranks.optimizer_s(
-            sum(run.param_bytes for run in mine), sum(run.num_params for run in mine)
+            float(runs.param_bytes[mine].sum()), float(runs.num_params[mine].sum())
         )
-        ends.append(end + sum(run.after_s for run in mine) + update)
+        ends.append(end + float(runs.after_s[mine].sum()) + update)
     return max(ends)
 
 
@@ -58,23 +58,20 @@ def _simulated_rank_ends(
     one: Configuration,
     table: StageTable,
     cut: Cut,
-    runs: Sequence[Run],
+    runs: StageRuns,
     recomputed: Sequence[Recompute],
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
     starts = list(cut.cuts[:-1])
     hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    inputs = [
-        run.backward_s + run.per_backward_s + run.again_s(again) - run.weight_s
-        for run, again in zip(runs, recomputed, strict=True)
-    ]
+    inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - runs.weight_s
     timeline = simulate(
         job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
         JobSeconds(
-            forward_s=tuple(run.forward_s + run.per_forward_s for run in runs),
-            backward_input_s=tuple(inputs),
-            backward_weight_s=tuple(run.weight_s for run in runs),
+            forward_s=tuple((runs.forward_s + runs.per_forward_s).tolist()),
+            backward_input_s=tuple(inputs.tolist()),
+            backward_weight_s=tuple(runs.weight_s.tolist()),
             receive_forward_s=tuple(hops),
             receive_backward_s=(*backs[1:], 0.0),
         ),

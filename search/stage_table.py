@@ -7,7 +7,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +21,11 @@ from costmodel.communication import (
     MASTER_FACTOR,
     DataParallelSeconds,
     adamw_seconds,
+    boundary_seconds,
     data_parallel_seconds,
-    hop_seconds,
 )
 from costmodel.stage import StageLoad, again_seconds, block_load, join
-from costmodel.topology import dp_group, hop_group, tp_group
+from costmodel.topology import dp_group, hop_group, split_axes
 from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import ClassLayout, Precision, Recompute
@@ -45,7 +45,8 @@ _MOST_KEPT_RUNS = 100_000
 class StageTable:
     """Loads of all runs of blocks; keeps what it computed.
 
-    `layouts` is one ClassLayout per class, in class order, or empty at tp 1. `once_bytes` (n),
+    `layouts` is one ClassLayout per class, in class order, or empty at tp 1; `cp_layouts`
+    likewise on cp. `once_bytes` (n),
     known once `blocks` is, are side inputs a rank holds once whatever is in flight.
     `replica_memo` (seconds by degrees, bytes and counts) may be shared by all tables.
     `rank_ends` keeps simulations.
@@ -55,6 +56,8 @@ class StageTable:
     layouts: tuple[ClassLayout, ...]
     tp: int
     microbatch_size: int
+    cp: int = 1
+    cp_layouts: tuple[ClassLayout, ...] = ()
     precision: Precision = "model"
     once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
@@ -84,11 +87,22 @@ class StageTable:
         return {layout.class_index: layout for layout in self.layouts}
 
     @cached_property
+    def by_class_on_cp(self) -> Mapping[int, ClassLayout]:
+        """Layouts on cp by class index."""
+        return {layout.class_index: layout for layout in self.cp_layouts}
+
+    @cached_property
     def blocks(self) -> StageLoad:
         """The load of each block, as arrays along the chain, entry redistributions included."""
-        group = tp_group(self.profile.cluster, tp=self.tp)
         prices = {
-            index: self.costs.block(index, self.tp, self.microbatch_size, self.by_class.get(index))
+            index: self.costs.block(
+                index,
+                self.tp,
+                self.microbatch_size,
+                self.by_class.get(index),
+                cp=self.cp,
+                cp_layout=self.by_class_on_cp.get(index),
+            )
             for index in {block.class_index for block in self.graph.blocks}
         }
         loads = {index: block_load(price) for index, price in prices.items()}
@@ -106,27 +120,31 @@ class StageTable:
         }
         columns["side_bytes"] = np.array([of_side[names][0] for names in sides], dtype=float)
         self.once_bytes = np.array([of_side[names][1] for names in sides], dtype=float)
-        if self._boundaries_differ:
-            entries = [
+        for there, back in self._entries():
+            columns["comm_forward_s"] = columns["comm_forward_s"] + there
+            columns["comm_backward_s"] = columns["comm_backward_s"] + back
+        return StageLoad(**columns)
+
+    def _entries(self) -> Iterator[tuple[Floats, Floats]]:
+        """Yield, for tp and for cp, the seconds of bringing each block's inputs to their place."""
+        axes = split_axes(self.profile.cluster, tp=self.tp, cp=self.cp)
+        sides = (("tp", self.by_class, self.by_class_on_cp), ("cp", self.by_class_on_cp,
+                 self.by_class))  # fmt: skip
+        for axis, mine, others in sides:
+            # Where all boundaries lie alike nothing has to move.
+            if len({p for one in mine.values() for p in (*one.inputs, *one.outputs)}) <= 1:
+                continue
+            other_size = self.cp if axis == "tp" else self.tp
+            seconds = [
                 block_entry_seconds(
-                    self.graph, index, self.by_class, self.profile,
-                    group=group, microbatch_size=self.microbatch_size,
+                    self.graph, index, mine, self.profile, group=axes[axis].group,
+                    microbatch_size=self.microbatch_size,
+                    other_layouts=others, other_size=other_size,
                 )
                 for index in range(self.num_blocks)
             ]  # fmt: skip
-            columns["comm_forward_s"] = columns["comm_forward_s"] + [there for there, _ in entries]
-            columns["comm_backward_s"] = columns["comm_backward_s"] + [back for _, back in entries]
-        return StageLoad(**columns)
-
-    @cached_property
-    def _boundaries_differ(self) -> bool:
-        """Whether any block may take its input placed otherwise than it was made."""
-        places = {
-            place
-            for layout in self.layouts
-            for place in (*layout.inputs, *layout.outputs)
-        }  # fmt: skip
-        return len(places) > 1
+            there, back = np.array(seconds).T
+            yield there, back
 
     @cached_property
     def forward_s(self) -> Floats:
@@ -204,23 +222,27 @@ class StageTable:
         return Runs(blocks=self.blocks, ties=self.ties)
 
     @cached_property
-    def _arrivals(self) -> tuple[Floats, Floats]:
+    def _arrivals(self) -> Floats:
         """Bytes a stage that starts at block i receives, and of the gradients it sends back.
 
-        (n + 1) each, 0 at the ends. What block i itself takes from earlier blocks: all of it
-        in a chain, the least of it where skips reach further.
+        (2, 2, n + 1): forward and back; all, and of tensors that every tp rank holds whole.
+        0 at the ends. What block i itself takes from earlier blocks: all of it in a chain, the
+        least of it where skips reach further.
         """
         made = output_placements(self.graph, self.by_class)
-        there, back = np.zeros(self.num_blocks + 1), np.zeros(self.num_blocks + 1)
+        on_cp = output_placements(self.graph, self.by_class_on_cp)
+        sizes = np.zeros((2, 2, self.num_blocks + 1))
         for block in self.graph.blocks:
             for name in dict.fromkeys(block.inputs):
                 if self.graph.producer.get(name, block.index) < block.index:
                     meta = self.graph.tensor[name]
                     split = isinstance(made[name], Shard)
                     size = meta.bytes_at(self.microbatch_size) // (self.tp if split else 1)
-                    there[block.index] += size
-                    back[block.index] += size if meta.requires_grad else 0
-        return there, back
+                    size //= self.cp if isinstance(on_cp[name], Shard) else 1
+                    amounts = np.array([size, 0 if split else size])
+                    sizes[0, :, block.index] += amounts
+                    sizes[1, :, block.index] += amounts * meta.requires_grad
+        return sizes
 
     def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
@@ -231,17 +253,26 @@ class StageTable:
         return self._hop_seconds(dp, cp, pp)[1]
 
     def _hop_seconds(self, dp: int, cp: int, pp: int) -> tuple[Floats, Floats]:
-        group = hop_group(self.profile.cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
-        if group not in self._hops:
-            sizes, inverse = np.unique(np.stack(self._arrivals), return_inverse=True)
-            seconds = np.array([hop_seconds(self.profile, group, float(size)) for size in sizes])
+        cluster = self.profile.cluster
+        hop = hop_group(cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
+        if hop not in self._hops:
+            tp = split_axes(cluster, tp=self.tp)["tp"].group
+            kinds, inverse = np.unique(
+                np.moveaxis(self._arrivals, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
+            )
+            seconds = np.array(
+                [
+                    boundary_seconds(self.profile, hop, tp, num_bytes=size, whole_bytes=whole)
+                    for size, whole in kinds.tolist()
+                ]
+            )
             there, back = seconds[inverse].reshape(2, -1)
-            self._hops[group] = there, back
-        return self._hops[group]
+            self._hops[hop] = there, back
+        return self._hops[hop]
 
     def receive_bytes(self, window: Window) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""
-        there, back = self._arrivals
+        there, back = self._arrivals[:, 0]
         return there[window.start] + back[window.end]
 
     def with_replicas(
@@ -267,22 +298,24 @@ class StageTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One stage of consecutive blocks on a rank: seconds per microbatch, and once a step."""
+class StageRuns:
+    """The stages of one cut, an array entry for each: seconds per microbatch, and once a step."""
 
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    remade_s: float
-    param_bytes: float
-    num_params: float
-    per_forward_s: float
-    per_backward_s: float
-    after_s: float
+    forward_s: Floats
+    backward_s: Floats
+    weight_s: Floats
+    remade_s: Floats
+    param_bytes: Floats
+    num_params: Floats
+    per_forward_s: Floats
+    per_backward_s: Floats
+    after_s: Floats
 
-    def again_s(self, recompute: Recompute) -> float:
-        """Return what recomputation adds to each backward."""
-        return {"none": 0.0, "selective": self.remade_s, "full": self.forward_s}[recompute]
+    def again_s(self, recomputed: Sequence[Recompute]) -> Floats:
+        """Return what each stage's recomputation adds to its backward."""
+        names = np.array(recomputed)
+        full = np.where(names == "full", self.forward_s, 0.0)
+        return np.where(names == "selective", self.remade_s, full)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -374,26 +407,28 @@ class RankStages:
             stages=self,
         )
 
-    def run(self, first: int, end: int) -> Run:
-        """Return what blocks first..end-1 take as one stage."""
-        sums = {name: float(one[end] - one[first]) for name, one in self.table.sums.items()}
+    def runs(self, cuts: Sequence[int]) -> StageRuns:
+        """Return what the stages between these cuts take."""
+        at = np.asarray(cuts)
+        first, end = at[:-1], at[1:]
+        sums = {name: one[end] - one[first] for name, one in self.table.sums.items()}
         for i, j, size in self.table.ties:
-            sums["param_bytes"] -= size if first <= i and j < end else 0.0
-        num_blocks = end - first
-        *exchange, _ = self._replica_seconds_of(
-            sums["param_bytes"], float(num_blocks), sums["num_params"]
+            sums["param_bytes"] -= size * ((first <= i) & (j < end))
+        num_blocks = (end - first).astype(float)
+        exchange, _ = self._replica_seconds_of_kinds(
+            sums["param_bytes"], num_blocks, sums["num_params"]
         )
-        bare = _exchange(exchange).hidden_behind(
+        bare = exchange.hidden_behind(
             self.table.profile,
             forward_s=sums["forward_s"],
             backward_s=sums["backward_s"],
             num_blocks=num_blocks,
         )
-        return Run(
+        return StageRuns(
             **sums,
-            per_forward_s=float(bare.forward_s),
-            per_backward_s=float(bare.backward_s),
-            after_s=float(bare.once_s),
+            per_forward_s=bare.forward_s,
+            per_backward_s=bare.backward_s,
+            after_s=bare.once_s,
         )
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
@@ -416,11 +451,18 @@ class RankStages:
         table = self.table
         key = (self.dp, self.cp, self.zero, window)
         if key not in table.replica_seconds:
-            unique, inverse = distinct(load.param_bytes, load.num_blocks, load.num_params)
-            answers = np.array([self._replica_seconds_of(*map(float, kind)) for kind in unique])
-            *exchange, update = answers.T[:, inverse]
-            table.replica_seconds[key] = _exchange(exchange), update
+            table.replica_seconds[key] = self._replica_seconds_of_kinds(
+                load.param_bytes, load.num_blocks, load.num_params
+            )
         return table.replica_seconds[key]
+
+    def _replica_seconds_of_kinds(
+        self, param_bytes: Floats, num_blocks: Floats, num_params: Floats
+    ) -> tuple[DataParallelSeconds, Floats]:
+        unique, inverse = distinct(param_bytes, num_blocks, num_params)
+        answers = np.array([self._replica_seconds_of(*kind) for kind in unique.tolist()])
+        *exchange, update = answers.T[:, inverse]
+        return _exchange(exchange), update
 
     def _replica_seconds_of(
         self, param_bytes: float, num_blocks: float, num_params: float

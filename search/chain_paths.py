@@ -1,0 +1,279 @@
+"""The problem of cutting a chain into stages, and the `path` of each stage it may be cut into.
+
+`path` is the length of a chain of jobs that every run of the schedule must pass, one after the
+other. With t = f + b a stage's seconds per microbatch, m microbatches, and `before`, `after`
+the seconds that one microbatch spends in earlier and later stages, hops and both directions
+included:
+
+    path = forward part of before + m t + wait + end
+
+    wait    any schedule  0
+            1F1B          max(0, after - w f) + max(0, after - w b)     (when m > w + 1)
+                          with w = in_flight(s) - 1: the first backward returns `after` seconds
+                          after the first forward, w more forwards fit in between; the last
+                          backward likewise
+            FThenB        after
+    end     max(backward part of before + tail(stage 0), tail(s))
+                          a rank's tail is its gradient sync and optimizer; the last gradient
+                          travels back to stage 0, whose tail follows. Where backward is
+                          split, weight gradients may come after the last gradient has left,
+                          so m/2 b (their most) is taken off the first of the two, and half
+                          of `before`
+
+`before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
+the same recompute choice; where several are allowed they are taken without recompute, which
+keeps the value a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search.chain_windows import Window
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+FAMILIES = ("any", "1F1B", "FThenB", "split")
+"""What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
+
+
+class Band(Protocol):
+    """The costs of a window's runs, in its shape; of those that are not valid, anything.
+
+    `forward_s` and `backward_s` have a leading axis for the recompute choice.
+    """
+
+    @property
+    def forward_s(self) -> Floats:
+        """Forward seconds."""
+        ...
+
+    @property
+    def backward_s(self) -> Floats:
+        """Backward seconds."""
+        ...
+
+    @property
+    def tail_s(self) -> Floats:
+        """Seconds after the last job."""
+        ...
+
+    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
+        """Bytes of a rank holding each run with this many microbatches in flight."""
+        ...
+
+    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
+        """Whether `peak_bytes` are within a limit."""
+        ...
+
+
+class Stages(Protocol):
+    """What a chain of blocks costs, cut anyhow."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the chain."""
+        ...
+
+    def band(self, window: Window) -> Band:
+        """Return the costs of every run of a window."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainProblem:
+    """One configuration's chain.
+
+    block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
+    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
+    gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
+    most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
+    that are fixed, so that recompute alone is chosen (empty: free).
+    """
+
+    stages: Stages
+    block_forward_s: Floats
+    block_backward_s: Floats
+    hop_s: Floats
+    in_flight: tuple[int, ...]
+    num_microbatches: int
+    memory_limit_bytes: float
+    family: str = "any"
+    choices: tuple[str, ...] = ("none",)
+    most_blocks: int | None = None
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the chain."""
+        return self.stages.num_blocks
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages to cut."""
+        return len(self.in_flight)
+
+    @property
+    def longest(self) -> int:
+        """The most blocks a stage can hold."""
+        left = self.num_blocks - self.num_stages + 1
+        return left if self.most_blocks is None else min(left, self.most_blocks)
+
+    @cached_property
+    def before_f(self) -> Floats:
+        """Least forward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_forward_s)])
+
+    @cached_property
+    def before_b(self) -> Floats:
+        """Least backward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_backward_s)])
+
+    @cached_property
+    def after(self) -> Floats:
+        """Least seconds, both directions, of the blocks after each cut."""
+        return self.before_f[-1] - self.before_f + self.before_b[-1] - self.before_b
+
+    @cached_property
+    def least_hop(self) -> float:
+        """The cheapest hop anywhere inside the chain."""
+        return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A solved chain: stage s holds blocks cuts[s] .. cuts[s+1]-1 with choice index choices[s].
+
+    `value` is the bound of the step time (or, from `smallest_peak`, the peak bytes).
+    """
+
+    cuts: tuple[int, ...]
+    choices: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """What one stage may hold: `path` without its end, and what the end is made of.
+
+    Arrays are (choice, row, start); `start` (starts,) and `end` (rows, starts) say which run
+    an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
+    none or does not fit; `back` the backward part of before.
+    """
+
+    first_start: int
+    last_start: int
+    end: NDArray[np.intp]
+    until: Floats
+    back: Floats
+    tail: Floats
+
+    def own(self, first_tail: float | None) -> Floats:
+        """Path of every run, inf where it does not fit; without tails when first_tail is None."""
+        if first_tail is None:
+            return self.until + self.back
+        return self.until + np.maximum(self.back + first_tail, self.tail)
+
+
+class Paths:
+    """`path` of the header for every run of a window, on any stage."""
+
+    def __init__(self, problem: ChainProblem, window: Window) -> None:
+        self.problem = problem
+        self.window = window
+        self.band = problem.stages.band(window)
+        self.end = window.end
+        self._seconds = self.band.forward_s + self.band.backward_s
+        self._fits: dict[int, Flags] = {}
+        self._lanes: dict[int, Lane] = {}
+
+    @classmethod
+    def of_all(cls, problem: ChainProblem, width: int | None = None) -> Paths:
+        """Return the paths of every run of at most `width` blocks, by (length - 1, first)."""
+        n = problem.num_blocks
+        return cls(problem, Window.all_runs(n, width or n))
+
+    def lane(self, stage: int, rows: slice = slice(None), starts: slice = slice(None)) -> Lane:
+        """Return these rows and starts of the window as one stage sees them."""
+        problem = self.problem
+        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
+        part = (slice(None), rows, starts)
+        start, end = self.window.start[0, starts], self.end[rows, starts]
+        f, b = self.band.forward_s[part], self.band.backward_s[part]
+        # The hop next to the stage is known; farther ones cost at least the cheapest.
+        far_in, far_out = max(0, stage - 1) * problem.least_hop, (depth - 1) * problem.least_hop
+        hops_in = problem.hop_s[start] + far_in if stage else 0.0
+        before_f, before_b = problem.before_f[start], problem.before_b[start]
+        until = m * self._seconds[part] + (before_f + hops_in)
+        back = before_b + hops_in
+        if problem.family == "split":
+            back = (before_b - m * b) / 2 + hops_in if stage else np.zeros(())
+        elif depth and problem.family in ("1F1B", "FThenB"):
+            after = (problem.after + 2 * (problem.hop_s + far_out))[end]
+            warmup = problem.in_flight[stage] - 1
+            if problem.family == "FThenB":
+                until = until + after
+            elif m > warmup + 1:
+                until = until + np.maximum(0.0, after - warmup * f)
+                until += np.maximum(0.0, after - warmup * b)
+        return Lane(
+            first_start=int(start[0]),
+            last_start=int(start[-1]),
+            end=end,
+            until=np.where(self.fits(stage)[part], until, np.inf),
+            back=back,
+            tail=self.band.tail_s[rows, starts],
+        )
+
+    def fits(self, stage: int) -> Flags:
+        """Whether each run, by choice, stays within the memory limit on a stage."""
+        in_flight = self.problem.in_flight[stage]
+        if in_flight not in self._fits:
+            limit = self.problem.memory_limit_bytes
+            self._fits[in_flight] = self.window.valid & [
+                self.band.fits(in_flight, choice, limit)
+                for choice in range(len(self.problem.choices))
+            ]
+        return self._fits[in_flight]
+
+    def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
+        """Path of every run of the window on a stage, inf where it does not fit."""
+        if stage not in self._lanes:
+            self._lanes[stage] = self.lane(stage)
+        return self._lanes[stage].own(first_tail)[choice]
+
+    def peak(self, stage: int, choice: int) -> Floats:
+        """Peak bytes of every run on this stage, inf where there is none."""
+        peak = self.band.peak_bytes(self.problem.in_flight[stage], choice)
+        return np.where(self.window.valid, peak, np.inf)
+
+
+def lanes_of(problem: ChainProblem, windows: Sequence[Window]) -> list[Lane]:
+    """Return each stage's lane through its window.
+
+    Windows of many stages overlap: then all runs are priced once, and each stage looks at its
+    part of them.
+    """
+    apart = sum(window.num_cells for window in windows)
+    width = max(window.width for window in windows)
+    if apart <= problem.num_blocks * width:
+        return [Paths(problem, window).lane(stage) for stage, window in enumerate(windows)]
+    paths = Paths.of_all(problem, width)
+    return [
+        paths.lane(
+            stage,
+            slice(
+                max(1, window.first_end - window.last_start) - 1,
+                min(window.width, window.last_end - window.first_start),
+            ),
+            slice(window.first_start, window.last_start + 1),
+        )
+        for stage, window in enumerate(windows)
+    ]

@@ -1,0 +1,122 @@
+"""Which runs of blocks each stage of a chain may hold: starts and ends within bounds.
+
+A stage need not be looked at anywhere: the stages before it hold at least one block each and
+at most so many, and so do those after it. What is left is a `Window`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from operator import gt
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """The runs that one stage may hold: starts and ends within bounds, of so many blocks.
+
+    Arrays have a column for each start. Rows are ends, or lengths where those are fewer.
+    """
+
+    first_start: int
+    last_start: int
+    first_end: int
+    last_end: int
+    width: int
+
+    @classmethod
+    def all_runs(cls, num_blocks: int, width: int) -> Window:
+        """Return every run of at most `width` blocks, by (length - 1, first block)."""
+        return cls(
+            first_start=0,
+            last_start=num_blocks - 1,
+            first_end=1,
+            last_end=num_blocks,
+            width=width,
+        )
+
+    @property
+    def num_cells(self) -> int:
+        """How many entries arrays of the window have."""
+        rows = self.last_end - self.first_end + 1 if self._by_end else self.width
+        return rows * (self.last_start - self.first_start + 1)
+
+    @property
+    def _by_end(self) -> bool:
+        return self.last_end - self.first_end < self.width - 1
+
+    @cached_property
+    def start(self) -> NDArray[np.intp]:
+        """First block of each column (1, columns)."""
+        return np.arange(self.first_start, self.last_start + 1)[None, :]
+
+    @cached_property
+    def _wanted(self) -> NDArray[np.intp]:
+        if self._by_end:
+            ends = np.arange(self.first_end, self.last_end + 1)[:, None]
+            return np.broadcast_to(ends, (len(ends), self.start.shape[1]))
+        return self.start + np.arange(1, self.width + 1)[:, None]
+
+    @cached_property
+    def end(self) -> NDArray[np.intp]:
+        """The block after each run (rows, columns); of those that are not valid, some other."""
+        return np.clip(self._wanted, self.start + 1, self.last_end)
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """Which entries are runs of the window."""
+        length = self.end - self.start
+        return (
+            (self._wanted == self.end)
+            & (self.end >= self.first_end)
+            & (length >= 1)
+            & (length <= self.width)
+        )
+
+
+def stage_windows(reach: NDArray[np.intp], num_stages: int) -> tuple[Window, ...] | None:
+    """Return the runs that leave the other stages enough blocks, and not too many.
+
+    reach[i] (n + 1, never falling) is where a stage that starts at block i ends at the latest.
+    None where no cut of so many stages is left.
+    """
+    n = len(reach) - 1
+    latest, earliest = [0], [n]
+    for stage in range(num_stages):
+        latest.append(min(n - (num_stages - stage - 1), int(reach[latest[-1]])))
+        earliest.append(
+            max(num_stages - stage - 1, int(np.searchsorted(reach, earliest[-1], side="left")))
+        )
+    earliest.reverse()
+    if earliest[0] > 0 or latest[-1] < n or any(map(gt, earliest, latest)):
+        return None
+    return tuple(
+        Window(
+            first_start=earliest[s],
+            last_start=latest[s],
+            first_end=earliest[s + 1],
+            last_end=latest[s + 1],
+            width=int(
+                (reach[earliest[s] : latest[s] + 1] - np.arange(earliest[s], latest[s] + 1)).max()
+            ),
+        )
+        for s in range(num_stages)
+    )
+
+
+def even_reach(num_blocks: int, width: int) -> NDArray[np.intp]:
+    """Return `reach` of stages of at most `width` blocks."""
+    return np.minimum(num_blocks, np.arange(num_blocks + 1) + width)
+
+
+def fixed_windows(cuts: Sequence[int]) -> tuple[Window, ...]:
+    """Return the one run of each stage between given cuts."""
+    return tuple(
+        Window(first_start=a, last_start=a, first_end=b, last_end=b, width=b - a)
+        for a, b in pairwise(cuts)
+    )
