@@ -62,6 +62,7 @@ def _summary(plan: Plan) -> Table:
         ),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
+        *([("on the host", "optimizer and its state")] if plan.optimizer_on_host else []),
     ):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
@@ -70,14 +71,19 @@ def _summary(plan: Plan) -> Table:
 def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
     has_meshes = any(stage.tp for stage in plan.stages)
+    has_trips = any(stage.activations_on_host for stage in plan.stages)
     if has_meshes:
         table.add_column("mesh")
+    if has_trips:
+        table.add_column("activations wait")
     if graph is not None:
         table.add_column("parameters", justify="right")
     for index, stage in enumerate(plan.stages):
         row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
         if has_meshes:
             row.append(f"dp {plan.stage_dp(index)} · tp {plan.stage_tp(index)}")
+        if has_trips:
+            row.append("on the host" if stage.activations_on_host else "on the device")
         if graph is not None:
             row.append(f"{_num_params(stage, graph):,}")
         table.add_row(*row)
@@ -217,6 +223,9 @@ def describe_timeline(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
 def describe_dry_run(run: DryRun) -> list[RenderableType]:
     """Return a rank's bytes after each part of a step, and where they are highest."""
     table = Table("part of the step", "bytes at its end", "highest inside")
+    offloads = bool(run.host_peak_bytes)
+    if offloads:
+        table.add_column("on the host")
     top = max((moment.peak_bytes for moment in run.moments), default=0)
     shown = run.moments if len(run.moments) <= MAX_MOMENTS else _new_heights(run.moments)
     for moment in shown:
@@ -224,6 +233,7 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
             Text(moment.name),
             format_bytes(moment.end_bytes),
             format_bytes(moment.peak_bytes),
+            *([format_bytes(moment.host_bytes)] if offloads else []),
             style="bold" if moment.peak_bytes == top else None,
         )
     left_out = len(run.moments) - len(shown)
@@ -234,6 +244,16 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
             f"rank {run.rank} (pp rank {run.pp_rank}) holds {format_bytes(run.rest_bytes)} between "
             f"steps and {format_bytes(run.peak_bytes)} at the height of one, in tensors: the "
             "framework's own memory and what its allocator rounds up come on top"
+        ),
+        *(
+            [
+                Text(
+                    f"on the host it holds {format_bytes(run.host_rest_bytes)} between steps and "
+                    f"at most {format_bytes(run.host_peak_bytes)} in one"
+                )
+            ]
+            if offloads
+            else []
         ),
     ]
 

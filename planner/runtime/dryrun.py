@@ -3,17 +3,18 @@
 The real engine runs, with every tensor a shape without values and every message sent to
 nobody (PyTorch's fake process group), so a plan for a thousand GPUs can be looked at on a
 laptop, rank by rank. Bytes are those of live storages as the CPU kernels allocate them:
-what an allocator rounds up, and the framework's own context, are not in them.
+what an allocator rounds up, and the framework's own context, are not in them. What the plan
+puts on the host is counted apart, though here both are the same memory.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.runtime.host import Host, Pairs, Ticket
+
+if TYPE_CHECKING:
+    from planner.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """A job, or another part of a step, with the live bytes at its end and at its height."""
+    """A job, or another part of a step, with the live bytes at its end and at its height.
+
+    `host_bytes` is the height of those on the host.
+    """
 
     kind: str
     name: str
     end_bytes: int
     peak_bytes: int
+    host_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +50,26 @@ class DryRun:
     """The byte timeline of one rank over one step, after a step that set up all state.
 
     `rest_bytes` are alive between two steps: weights, gradients, optimizer state and, as
-    the caller holds it, the batch (`batch_bytes`).
+    the caller holds it, the batch (`batch_bytes`). `host_rest_bytes` are those of them that
+    the plan puts on the host; the others are a device's alone.
     """
 
     rank: int
     pp_rank: int
     batch_bytes: int
     rest_bytes: int
+    host_rest_bytes: int
     moments: tuple[Moment, ...]
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes alive at once in the step."""
         return max((moment.peak_bytes for moment in self.moments), default=self.rest_bytes)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes on the host at once in the step."""
+        return max((moment.host_bytes for moment in self.moments), default=self.host_rest_bytes)
 
 
 def dry_run(
@@ -84,13 +100,20 @@ def dry_run(
                 batch_bytes = ledger.live_bytes
                 # Fused: the plain loop reads step counters, which have no value here.
                 engine = Engine(
-                    plan, graph, model, mesh, optimizer=lambda p: torch.optim.AdamW(p, fused=True)
+                    plan,
+                    graph,
+                    model,
+                    mesh,
+                    optimizer=lambda p: torch.optim.AdamW(p, fused=True),
+                    host=_CountedHost(mesh.device, ledger),
                 )
+                if plan.optimizer_on_host:
+                    _count_shards_as_host(engine, ledger)
                 # A message sent to nobody has left at once.
                 engine._executor._post._sending = _Gone()
                 del model  # as `apply` does: only the pieces stay
                 engine.step(batch)
-                rest_bytes = ledger.live_bytes
+                rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
                 # Both call the same recorder, which is all that a timeline needs of them.
                 engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
                 ledger.moments.clear()
@@ -100,6 +123,7 @@ def dry_run(
             pp_rank=mesh.rank("pp"),
             batch_bytes=batch_bytes,
             rest_bytes=rest_bytes,
+            host_rest_bytes=host_rest_bytes,
             moments=tuple(ledger.moments),
         )
 
@@ -169,15 +193,18 @@ class _Gone(deque[Any]):
 class _Ledger(TorchDispatchMode):
     """Counts bytes of live storages as ops make them, and plays the engine's recorder.
 
-    Mutable: it is a running tally. A storage is found when an op returns a tensor in it,
-    changes when FSDP2 resizes it, and leaves when the last tensor in it dies.
+    `live_bytes` are the device's, `host_bytes` the host's. Mutable: it is a running tally. A
+    storage is found when an op returns a tensor in it, changes when FSDP2 resizes it, and
+    leaves when the last tensor in it dies.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = 0
+        self.live_bytes = self.host_bytes = 0
         self.moments: list[Moment] = []
-        self._peak_bytes = 0
+        self._peak_bytes = self._host_peak_bytes = 0
+        self._is_host = False
+        self._on_host: set[int] = set()
         self._bytes: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
 
@@ -214,11 +241,35 @@ class _Ledger(TorchDispatchMode):
         if kind == "WAIT":
             yield
             return
-        self._peak_bytes = self.live_bytes
+        self._peak_bytes, self._host_peak_bytes = self.live_bytes, self.host_bytes
         yield
         self.moments.append(
-            Moment(kind=kind, name=name, end_bytes=self.live_bytes, peak_bytes=self._peak_bytes)
+            Moment(
+                kind=kind,
+                name=name,
+                end_bytes=self.live_bytes,
+                peak_bytes=self._peak_bytes,
+                host_bytes=self._host_peak_bytes,
+            )
         )
+
+    @contextmanager
+    def counting_as_host(self) -> Iterator[None]:
+        """Count storages made inside as the host's."""
+        before, self._is_host = self._is_host, True
+        try:
+            yield
+        finally:
+            self._is_host = before
+
+    def move_to_host(self, tensor: Tensor) -> None:
+        """Count a tensor's storage as the host's from now on."""
+        key = tensor.untyped_storage()._cdata
+        num_bytes = self._bytes.get(key, 0)
+        if num_bytes and key not in self._on_host:
+            self._count(key, 0)
+            self._on_host.add(key)
+            self._count(key, num_bytes)
 
     def end_step(self) -> None:
         """Nothing: moments are read when both steps are over."""
@@ -231,12 +282,59 @@ class _Ledger(TorchDispatchMode):
         def gone(_: Any) -> None:
             self._count(key, 0)
             del self._bytes[key], self._alive[key]
+            self._on_host.discard(key)
 
         self._bytes[key] = 0
+        if self._is_host:
+            self._on_host.add(key)
         self._alive[key] = weakref.ref(storage, gone)
         self._count(key, storage.nbytes())
 
     def _count(self, key: int, num_bytes: int) -> None:
-        self.live_bytes += num_bytes - self._bytes[key]
+        more = num_bytes - self._bytes[key]
         self._bytes[key] = num_bytes
-        self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+        if key in self._on_host:
+            self.host_bytes += more
+            self._host_peak_bytes = max(self._host_peak_bytes, self.host_bytes)
+        else:
+            self.live_bytes += more
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes)
+
+
+class _Done:
+    """Copies of nothing, which are over at once."""
+
+    def wait(self) -> None:
+        """Go on."""
+
+    def hold_device(self) -> None:
+        """Go on."""
+
+
+class _CountedHost(Host):
+    """The host's side of a rank whose memory a ledger counts."""
+
+    def __init__(self, device: torch.device, ledger: _Ledger) -> None:
+        super().__init__(device)
+        self._ledger = ledger
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, is_copied: bool = False) -> Tensor:
+        with self.holding():
+            return super().empty(shape, dtype, is_copied=is_copied)
+
+    def holding(self) -> AbstractContextManager[None]:
+        return self._ledger.counting_as_host()
+
+    def _begin(self, pairs: Pairs, direction: str, name: str) -> Ticket:
+        return _Done()
+
+
+def _count_shards_as_host(engine: Engine, ledger: _Ledger) -> None:
+    """Count as the host's what FSDP2 would copy there: it leaves out copies from CPU to CPU."""
+    for copies in engine._trained.by_name().values():
+        for param in copies:
+            if isinstance(param, DTensor):
+                ledger.move_to_host(param._local_tensor)
+                param.register_post_accumulate_grad_hook(
+                    lambda shard: ledger.move_to_host(shard.grad._local_tensor)
+                )
