@@ -10,6 +10,10 @@ from typing import Any
 
 from planner.graph import Program, Ref, iter_refs
 
+LARGE_BYTES = 2**20
+"""From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
+takes gradients elsewhere (`planner.runtime.weight_grads`)."""
+
 
 def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | None, bool]]:
     """Return (x, weight, bias, transposed) of each op that multiplies by a trained weight.

@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from planner.weight_products import LARGE_BYTES
+
 Place = tuple[int, int]
 """(stage, microbatch)."""
-
-_LARGE_BYTES = 2**20
-"""From this size on, a weight's gradient is added inside the product."""
 
 
 class Pending(NamedTuple):
@@ -107,7 +106,7 @@ class WeightProduct(nn.Module):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiply. Not `forward`: looking for a module's hooks costs as much as the rest."""
         pending = self._queue.current
-        if not torch.is_grad_enabled() or (pending is None and weight.nbytes < _LARGE_BYTES):
+        if not torch.is_grad_enabled() or (pending is None and weight.nbytes < LARGE_BYTES):
             return _product(x, weight, bias, transposed=self._transposed)
         if pending is None:
             return _Product.apply(x, weight, bias, self._transposed)
