@@ -1,20 +1,21 @@
 """Records a rank's timeline while it runs, if asked to.
 
-On a GPU, spans are pairs of CUDA events around the work and are read when the step is
-over, so they show when the device worked, not when Python asked it to; on a CPU they are
-the monotonic clock.
+On a GPU, spans are pairs of CUDA events around the work, so they show when the device worked,
+not when Python asked it to; they are read once they have happened, and nobody waits for them.
+On a CPU they are the monotonic clock.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,18 @@ import torch.distributed as dist
 from planner.runtime.mesh import Mesh
 from planner.runtime.workers import TIMELINE_DIR
 from planner.schedule.jobs import Job
-from planner.timeline import Span, rank_file, write_header, write_spans
+from planner.timeline import rank_file, span_line, write_header
 
 _CLOCK_ROUNDS = 8
+_CLOCK_AGE_S = 10.0
+"""A device's clock is set by the host's again after this long: they drift apart by some 10 us
+a second.
+"""
+
+_MEMORY_AGE_S = 0.02
+"""A CPU's memory counter takes as long to read as ten spans take to keep; it is read anew
+after this long.
+"""
 
 
 def job_name(job: Job, kind: str | None = None) -> str:
@@ -32,81 +42,111 @@ def job_name(job: Job, kind: str | None = None) -> str:
     return f"{kind or job.kind}{job.stage_index}.{job.microbatch_index}"
 
 
+class _Ended(NamedTuple):
+    """A span that ended, by the host's clock, and the events that know better, if any."""
+
+    kind: str
+    name: str
+    step: int
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+    memory_bytes: int
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+
+
 class Recorder:
-    """Spans of this rank. Mutable: it fills and flushes a buffer, once per step."""
+    """Spans of this rank. Mutable: it fills a buffer, and writes it at the end of a step."""
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.on_gpu = mesh.device.type == "cuda"
-        self._spans: list[Span] = []
-        self._events: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
-        self._memory_bytes = _memory_counter(mesh.device)
+        self.ended: deque[_Ended] = deque()
+        self.memory_bytes = _memory_counter(mesh.device)
         self.step = 0
         offset = _clock_offset_s(mesh)
+        self._device_clock = DeviceClock() if self.on_gpu else None
         self._file: IO[str] = rank_file(folder, dist.get_rank()).open("w")
         write_header(
             self._file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset
         )
+        if self.on_gpu:
+            atexit.register(self.close)
 
     def span(
         self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
     ) -> _Open:
         """Record what happens inside; `on_host` says that no device does it."""
-        return _Open(self, kind, name, stage, microbatch, by_events=self.on_gpu and not on_host)
-
-    def add(
-        self,
-        span: _Open,
-        start_s: float,
-        end_s: float,
-        events: tuple[torch.cuda.Event, ...] | None,
-    ) -> None:
-        """Keep a span that ended."""
-        if events is not None:
-            self._events.append((len(self._spans), events[0], events[1]))
-        self._spans.append(
-            Span(
-                kind=span.kind,
-                name=span.name,
-                step=self.step,
-                stage=span.stage,
-                microbatch=span.microbatch,
-                start_s=start_s,
-                end_s=end_s,
-                memory_bytes=self._memory_bytes(),
-            )
-        )
+        return _Open(self, kind, name, stage, microbatch, self.on_gpu and not on_host)
 
     def end_step(self) -> None:
-        """Write the step's spans out."""
-        if self._events:
-            self._read_events()
-        write_spans(self._file, self._spans)
-        self._file.flush()
-        self._spans.clear()
+        """Write out what has ended: on a GPU, that is not yet all of the step."""
         self.step += 1
+        clock = self._device_clock
+        if clock is None:
+            self._write(len(self.ended))
+            return
+        if clock.age_s() > _CLOCK_AGE_S:
+            torch.cuda.synchronize()
+            self._write(len(self.ended))
+            clock.set()
+            return
+        happened, known = 0, len(self.ended)  # copies that go on may add to it meanwhile
+        while happened < known and _has_happened(self.ended[happened]):
+            happened += 1
+        self._write(happened)
 
-    def _read_events(self) -> None:
-        """Replace host times by device times: count back from an event both clocks know."""
-        now = torch.cuda.Event(enable_timing=True)
-        now.record()
-        now.synchronize()
-        now_s = time.perf_counter()
-        for index, begin, end in self._events:
-            self._spans[index] = replace(
-                self._spans[index],
-                start_s=now_s - begin.elapsed_time(now) / 1e3,
-                end_s=now_s - end.elapsed_time(now) / 1e3,
-            )
-        self._events.clear()
+    def close(self) -> None:
+        """Write the rest."""
+        if self._file.closed:
+            return
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        self._write(len(self.ended))
+        self._file.close()
+
+    def _write(self, number: int) -> None:
+        lines = []
+        for _ in range(number):
+            *known, start_s, end_s, memory_bytes, events = self.ended.popleft()
+            if events is not None and self._device_clock is not None:
+                start_s, end_s = map(self._device_clock.seconds, events)
+            lines.append(span_line(*known, start_s, end_s, memory_bytes))  # type: ignore[arg-type]
+        self._file.write("".join(lines))
+        self._file.flush()
+
+
+def _has_happened(span: _Ended) -> bool:
+    return span.events is None or span.events[1].query()
+
+
+class DeviceClock:
+    """Says when CUDA events happened, on the host's clock. Mutable: it is set now and then."""
+
+    def __init__(self) -> None:
+        self.set()
+
+    def set(self) -> None:
+        """Take an event that both clocks know, which events to come are counted from."""
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record()
+        self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    def age_s(self) -> float:
+        """How long ago it was set."""
+        return time.perf_counter() - self._zero_s
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """When an event happened, that has, and was recorded since the clock was set."""
+        return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
 
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = (
-        "_by_events", "_events", "_recorder", "_start_s", "kind", "microbatch", "name", "stage",
-    )  # fmt: skip
+    __slots__ = ("_by_events", "_events", "_recorder", "_start_s", "_what")
 
     def __init__(
         self,
@@ -115,25 +155,29 @@ class _Open:
         name: str,
         stage: int,
         microbatch: int,
-        *,
         by_events: bool,
     ) -> None:
-        self._recorder, self.kind, self.name = recorder, kind, name
-        self._by_events = by_events
-        self.stage, self.microbatch = stage, microbatch
-        self._events: tuple[torch.cuda.Event, ...] | None = None
+        self._recorder, self._by_events = recorder, by_events
+        self._what = (kind, name, recorder.step, stage, microbatch)
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def __enter__(self) -> None:
         if self._by_events:
-            self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._events = (
+                torch.cuda.Event(enable_timing=True),
+                torch.cuda.Event(enable_timing=True),
+            )
             self._events[0].record()
         self._start_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         end_s = time.perf_counter()
+        recorder = self._recorder
         if self._events is not None:
             self._events[1].record()
-        self._recorder.add(self, self._start_s, end_s, self._events)
+        recorder.ended.append(
+            _Ended(*self._what, self._start_s, end_s, recorder.memory_bytes(), self._events)
+        )
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:
@@ -150,9 +194,25 @@ def _memory_counter(device: torch.device) -> Callable[[], int]:
         return lambda: int(stats(device)["allocated_bytes"]["all"]["current"])
     if sys.platform != "linux":
         return lambda: 0
-    page_bytes = resource.getpagesize()
-    statm = os.open("/proc/self/statm", os.O_RDONLY)  # stays open: opening takes most of the time
-    return lambda: int(os.pread(statm, 64, 0).split()[1]) * page_bytes
+    return _ResidentSet()
+
+
+class _ResidentSet:
+    """Bytes of this process in memory, as of at most `_MEMORY_AGE_S` ago. Mutable: a reading."""
+
+    def __init__(self) -> None:
+        self._page_bytes = resource.getpagesize()
+        # It stays open: opening takes most of the time.
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+        self._read_s = float("-inf")
+        self._bytes = 0
+
+    def __call__(self) -> int:
+        now_s = time.perf_counter()
+        if now_s - self._read_s > _MEMORY_AGE_S:
+            self._bytes = int(os.pread(self._statm, 64, 0).split()[1]) * self._page_bytes
+            self._read_s = now_s
+        return self._bytes
 
 
 def _clock_offset_s(mesh: Mesh) -> float:
