@@ -7,9 +7,9 @@ exchange with its dp replicas then, and optimizer(r) its parameter update. On th
 ends last,
 
     step_s = compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s + bubble_s
-             + optimizer_s
+             + optimizer_s + offload_s
 
-pp_comm_s is what the step would gain if transfers between stages took no time; bubble_s is
+offload_s is what copies of activations lengthen jobs by, pp_comm_s is what the step would gain if transfers between stages took no time; bubble_s is
 the rest of the time the rank waits for others.
 """
 
@@ -20,9 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from costmodel.cache import CostCache
 from costmodel.communication import adamw_seconds
 from costmodel.memory import MemoryParts, kept_bytes
+from costmodel.offload import host_step_seconds, least_job_seconds
 from costmodel.plan_memory import plan_memory
 from costmodel.plan_price import PlanPrice, price_plan
 from costmodel.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
@@ -30,6 +33,7 @@ from costmodel.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
+from planner.schedule.trips import trips
 from profiles import Profile
 
 
@@ -45,11 +49,15 @@ class TimeParts:
     pp_comm_s: float
     bubble_s: float
     optimizer_s: float
+    offload_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return sum(asdict(self).values())
+        return (
+            self.compute_s + self.recompute_s + self.host_s + self.tp_comm_s + self.dp_comm_s
+            + self.pp_comm_s + self.bubble_s + self.optimizer_s
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,13 +114,14 @@ def estimate(
     costs = costs or CostCache(graph, profile)
     price = price_plan(plan, costs)
     table = _table_of(plan)
-    timeline = simulate(table, price.job_seconds)
+    at_least = _copies_beside_jobs(price, profile, table)
+    timeline = simulate(table, price.job_seconds, at_least=at_least)
     flop = sum(
         float(load.forward_flop + load.backward_flop) * plan.stage_dp(s) * plan.stage_tp(s)
         for s, load in enumerate(price.loads)
     )
     return Estimate(
-        time=_time_parts(price, profile, timeline, table),
+        time=_time_parts(price, profile, timeline, table, at_least),
         memory=plan_memory(price, costs, timeline.schedule),
         timeline=timeline,
         flop=flop * plan.num_microbatches * plan.cp,
@@ -149,8 +158,28 @@ def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     )
 
 
+def _copies_beside_jobs(
+    price: PlanPrice, profile: Profile, table: JobTable
+) -> tuple[np.ndarray, ...] | None:
+    """Return what the copies of activations take beside each job of each rank, if there are any."""
+    plan = price.plan
+    moved = {
+        s: float(kept_bytes(price.loads[s], recompute=stage.recompute) - price.loads[s].side_bytes)
+        for s, stage in enumerate(plan.stages)
+        if stage.activations_on_host
+    }
+    if not moved:
+        return None
+    rows = table.schedule.jobs
+    return tuple(least_job_seconds(profile, len(row), trips(row, moved), moved) for row in rows)
+
+
 def _time_parts(
-    price: PlanPrice, profile: Profile, timeline: Timeline, table: JobTable
+    price: PlanPrice,
+    profile: Profile,
+    timeline: Timeline,
+    table: JobTable,
+    at_least: tuple[np.ndarray, ...] | None,
 ) -> TimeParts:
     """Split the step of the rank that ends last into its parts."""
     plan, loads, syncs, seconds = price.plan, price.loads, price.syncs, price.job_seconds
@@ -162,8 +191,9 @@ def _time_parts(
     optimizer = []
     for stages in stages_of:
         replicas = plan.stage_dp(stages[0]) * plan.cp
+        step_seconds = host_step_seconds if plan.optimizer_on_host else adamw_seconds
         optimizer.append(
-            adamw_seconds(
+            step_seconds(
                 profile,
                 param_bytes=sum(float(loads[s].param_bytes) for s in stages)
                 / (replicas if plan.zero_stage else 1),
@@ -185,7 +215,7 @@ def _time_parts(
     )
     pp_comm = 0.0
     if plan.pp > 1:
-        pp_comm = timeline.rank_end_s[rank] - simulate(table, instant).rank_end_s[rank]
+        pp_comm = timeline.rank_end_s[rank] - simulate(table, instant, at_least=at_least).rank_end_s[rank]
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
     # Of m microbatches, those recomputed in full: all, none, or all but the last.
     again_m = {s: m - (not plan.stages[s].recompute_last) for s in stages}
@@ -208,6 +238,7 @@ def _time_parts(
             - loads[s].host_backward_s
         )
     )
+    jobs = timeline.busy_s[rank]
     per_job = m * total(lambda s: syncs[s].forward_s + syncs[s].backward_s)
     return TimeParts(
         compute_s=compute,
@@ -218,4 +249,5 @@ def _time_parts(
         pp_comm_s=pp_comm,
         bubble_s=idle - pp_comm,
         optimizer_s=optimizer[rank],
+        offload_s=0.0 if at_least is None else jobs - busy,
     )

@@ -290,6 +290,8 @@ class ModelGraph:
 
 def to_json(value: Any) -> Any:
     """Return a ModelGraph (or any part of one) as JSON data; `from_json` is the inverse."""
+    if value is None or type(value) in (str, int, bool, float):
+        return value
     if isinstance(value, Affine):
         return {"a": [value.per_sample, value.fixed]}
     if isinstance(value, Ref):

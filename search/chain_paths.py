@@ -182,6 +182,10 @@ class Lane:
         return self.until + np.maximum(self.back + first_tail, self.tail)
 
 
+_CELLS_OF_A_BAND = 10_000
+"""How many runs can be priced in the time it takes to begin."""
+
+
 class Paths:
     """`path` of the header for every run of a window, on any stage."""
 
@@ -261,7 +265,7 @@ def lanes_of(problem: ChainProblem, windows: Sequence[Window]) -> list[Lane]:
     Windows of many stages overlap: then all runs are priced once, and each stage looks at its
     part of them.
     """
-    apart = sum(window.num_cells for window in windows)
+    apart = sum(window.num_cells + _CELLS_OF_A_BAND for window in windows)
     width = max(window.width for window in windows)
     if apart <= problem.num_blocks * width:
         return [Paths(problem, window).lane(stage) for stage, window in enumerate(windows)]

@@ -17,25 +17,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
-from costmodel.compute import op_seconds
 from costmodel.topology import tp_group
-from planner.graph import ModelGraph, Op, Program, TensorMeta
+from planner.graph import ModelGraph, Program
 from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
-from planner.redistribute import collectives
 from planner.sharding import segment_counts, strategies
 from profiles import Profile
-from search.block_problem import (
-    BlockProblem,
-    Boundary,
-    Memory,
-    build_block_problems,
-    read_layouts,
-)
+from search.block_build import build_block_problems
+from search.block_prices import Prices
+from search.block_problem import BlockProblem, Boundary, read_layouts
 from search.eliminate import Choice, TooWide, solve_by_elimination
 from search.request import SearchRequest
 
@@ -72,7 +66,8 @@ class LayoutSolver:
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    _memory: dict[int, Memory] = field(default_factory=dict)
+    _prices: dict[int, Prices] = field(default_factory=dict)
+    _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
 
     @cached_property
@@ -121,39 +116,25 @@ class LayoutSolver:
         classes: tuple[int, ...],
         boundaries: Sequence[Boundary],
     ) -> tuple[BlockProblem, ...]:
-        group = tp_group(self.profile.cluster, tp=tp)
-
-        @cache
-        def redistribute(
-            source: Placement, target: Placement, is_term: bool, num_bytes: int, has_gradient: bool
-        ) -> float:
-            forward, backward = collectives(source, target, is_term)
-            kinds = (forward, backward if has_gradient else None)
-            return sum(
-                self.profile.collective_seconds(kind, num_bytes, group).seconds
-                for kind in kinds
-                if kind is not None
-            )
-
-        def seconds(op: Op, tensor: Mapping[str, TensorMeta]) -> float:
-            return sum(op_seconds(op, tensor, self.profile))
-
+        if tp not in self._prices:
+            group = tp_group(self.profile.cluster, tp=tp)
+            self._prices[tp] = Prices(profile=self.profile, group=group, axis_size=tp)
         return build_block_problems(
             [(index, self.program(index, microbatch_size)) for index in classes],
-            axis_size=tp,
-            strategies=partial(strategies, segments=self._segments(microbatch_size)),
-            op_seconds=seconds,
-            redistribute_seconds=redistribute,
             boundaries=boundaries,
+            prices=self._prices[tp],
+            segments=self._segments(microbatch_size),
             pins=self.pins,
-            memory=self._memory.setdefault(tp, Memory()),
             shared=[members for members in self.shared if members[0][0] in classes],
         )
 
     def _segments(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the counts of segments worth trying anywhere in the model (fused q, k, v)."""
-        programs = [self.program(i, microbatch_size) for i in range(len(self.graph.classes))]
-        return tuple(sorted({count for p in programs for count in segment_counts(p)}))
+        if microbatch_size not in self._segments_of:
+            programs = [self.program(i, microbatch_size) for i in range(len(self.graph.classes))]
+            counts = {count for program in programs for count in segment_counts(program)}
+            self._segments_of[microbatch_size] = tuple(sorted(counts))
+        return self._segments_of[microbatch_size]
 
     def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         boundaries = boundary_options(self.graph, tp, microbatch_size)

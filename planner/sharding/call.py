@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,13 @@ class Call:
         """Return the sharding every op has: all of it on every rank."""
         return OpSharding(inputs=(R,) * len(self.op.inputs), outputs=(R,) * len(self.op.outputs))
 
-    def fits(self, sharding: OpSharding) -> bool:
-        """Whether every shard of this sharding has an equal, whole size."""
-        pairs = (
-            *zip(sharding.inputs, self.inputs, strict=True),
-            *zip(sharding.outputs, self.outputs, strict=True),
-        )
-        return all(divides(placement, shape, self.axis_size) for placement, shape in pairs)
+
+def fits(placements: Sequence[Placement], shapes: Sequence[Shape], axis_size: int) -> bool:
+    """Whether every shard of tensors of these shapes has an equal, whole size."""
+    for placement, shape in zip(placements, shapes, strict=True):
+        if not divides(placement, shape, axis_size):
+            return False
+    return True
 
 
 def divides(placement: Placement, shape: Shape, axis_size: int) -> bool:

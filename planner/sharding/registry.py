@@ -16,7 +16,7 @@ from typing import TypeVar
 from planner.errors import LayoutError
 from planner.graph import Arg, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.sharding.call import Call, divides, local_shape
+from planner.sharding.call import Call, divides, fits, local_shape
 
 _T = TypeVar("_T")
 Rule = Callable[[Call], Iterable[OpSharding]]
@@ -155,12 +155,13 @@ def _strategies(
 ) -> tuple[OpSharding, ...]:
     """`strategies` of ops that are alike; a model repeats its ops, and a search asks often."""
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
+    shapes = (*call.inputs, *call.outputs)
     found = {call.replicated(): None}
     for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
         for sharding in function(call):
             counts = (1,) if contiguous else (1, *call.segments)
             for candidate in (_in_segments(sharding, count) for count in counts):
-                if call.fits(candidate):
+                if fits((*candidate.inputs, *candidate.outputs), shapes, axis_size):
                     found[candidate] = None
     return tuple(found)
 

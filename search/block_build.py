@@ -1,0 +1,301 @@
+"""Block problems from bound programs: variables of ops and parameters, links of tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.errors import LayoutError
+from planner.graph import Op, Program, TensorMeta
+from planner.placement import OpSharding, Partial, Placement, Replicate
+from search.block_prices import STATE_FACTOR, Prices
+from search.block_problem import Ask, BlockProblem, Boundary, Link, Variable, at_rest
+
+
+def build_block_problems(
+    programs: Sequence[tuple[int, Program]],
+    *,
+    boundaries: Sequence[Boundary],
+    prices: Prices,
+    segments: tuple[int, ...] = (),
+    pins: Mapping[tuple[int, str], Placement] | None = None,
+    shared: Sequence[Sequence[tuple[int, str]]] = (),
+) -> tuple[BlockProblem, ...]:
+    """Return the choice problem of bound programs, given as (class index, program).
+
+    There is one for each of `boundaries`; they differ in the links at the blocks' ends alone.
+    `segments` are the counts of segments to offer beside plain shards. `pins` fixes tensors
+    inside; `shared` lists groups of (class, param) that are one tied parameter. Raises
+    LayoutError when a pin leaves an op no strategy.
+    """
+    builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
+    for class_index, program in programs:
+        builder.add_ops(class_index, program)
+    group_of = {member: tuple(group) for group in shared for member in group}
+    for class_index, program in programs:
+        builder.add_links(class_index, program, group_of)
+    builder.add_shared_params([tuple(group) for group in shared], dict(programs))
+    return tuple(
+        BlockProblem(
+            axis_size=prices.axis_size,
+            variables=tuple(builder.variables),
+            links=(*builder.links, *builder.links_at_ends(boundary)),
+            programs=tuple(programs),
+            shared=tuple(builder.shared_variables),
+            boundary=boundary,
+        )
+        for boundary in boundaries
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """A tensor that a block takes or hands on: its maker (None: another block) and uses."""
+
+    class_index: int
+    meta: TensorMeta
+    producer: int | None
+    source: tuple[Placement, ...]
+    uses: tuple[tuple[int | None, list[Ask]], ...]
+    is_output: bool
+
+    def link_ends(
+        self, boundary: Boundary
+    ) -> tuple[tuple[Placement, ...], list[tuple[int | None, list[Ask]]]]:
+        """Return the placements its maker yields, and all its uses."""
+        place = boundary.get((self.class_index, self.meta.name), Replicate())
+        outside: list[tuple[int | None, list[Ask]]] = [(None, [(place, False)])]
+        return (
+            self.source if self.producer is not None else (place,),
+            [*self.uses, *(outside if self.is_output else [])],
+        )
+
+
+class _Builder:
+    """Collects variables and links; a builder because ops and links refer to each other."""
+
+    def __init__(
+        self,
+        *,
+        prices: Prices,
+        segments: tuple[int, ...],
+        pins: dict[tuple[int, str], Placement],
+    ) -> None:
+        self.prices = prices
+        self.segments = segments
+        self.pins = pins
+        self.variables: list[Variable] = []
+        self.links: list[Link] = []
+        self.op_variable: dict[tuple[int, str], int] = {}
+        self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
+        self.ends: list[_End] = []
+
+    def add_ops(self, class_index: int, program: Program) -> None:
+        owned = _single_use_params(program)
+        for op in program.ops:
+            offered, seconds, num_bytes = self.prices.of_op(op, program, owned, self.segments)
+            keep = [
+                index
+                for index, sharding in enumerate(offered)
+                if self._respects_pins(class_index, op, sharding)
+            ]
+            allowed = tuple(offered[index] for index in keep)
+            if not allowed:
+                wanted = ", ".join(
+                    f"{name}={self.pins[class_index, name]}"
+                    for name in (*op.inputs, *op.outputs)
+                    if (class_index, name) in self.pins
+                )
+                raise LayoutError(
+                    f"no sharding rule of op {op.name} ({op.target}) in block class "
+                    f"{program.name!r} fits the pinned {wanted} on tp={self.prices.axis_size}; "
+                    "drop a pin or choose another placement"
+                )
+            self.op_variable[class_index, op.name] = len(self.variables)
+            self.variables.append(
+                Variable(
+                    name=f"{class_index}:{op.name}",
+                    values=allowed,
+                    seconds=seconds[keep],
+                    num_bytes=num_bytes[keep],
+                )
+            )
+
+    def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
+        if not self.pins:
+            return True
+        pairs = (*zip(op.inputs, sharding.inputs, strict=True),
+                 *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
+        return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
+
+    def add_links(
+        self,
+        class_index: int,
+        program: Program,
+        group_of: Mapping[tuple[int, str], tuple[tuple[int, str], ...]],
+    ) -> None:
+        uses = self._uses(class_index, program)
+        owned = _single_use_params(program)
+        at_end = {*program.inputs, *program.outputs}
+        made: dict[str, tuple[int, tuple[Placement, ...]]] = {}
+        for op in program.ops:
+            variable = self.op_variable[class_index, op.name]
+            for position, name in enumerate(op.outputs):
+                source = tuple(s.outputs[position] for s in self.variables[variable].values)
+                if name in at_end:
+                    made[name] = variable, source
+                else:
+                    self._add_link(program.tensor[name], variable, source, uses[name])
+        for name in dict.fromkeys((*program.inputs, *program.outputs)):
+            producer, source = made.get(name, (None, ()))
+            self.ends.append(
+                _End(
+                    class_index=class_index,
+                    meta=program.tensor[name],
+                    producer=producer,
+                    source=source,
+                    uses=tuple(uses[name]),
+                    is_output=name in program.outputs,
+                )
+            )
+        for name in program.params:
+            if (class_index, name) in group_of:
+                continue
+            meta = program.tensor[name]
+            if meta.kind != "param":
+                self._add_link(meta, None, [Replicate()], uses[name])
+            elif name in owned:
+                self._add_owned_param(meta, uses[name])
+            else:
+                self._add_param([(class_index, name)], meta, uses[name])
+
+    def _uses(
+        self, class_index: int, program: Program
+    ) -> dict[str, list[tuple[int | None, list[Ask]]]]:
+        """For each tensor its uses: (variable, what each of its values asks)."""
+        uses: dict[str, list[tuple[int | None, list[Ask]]]] = defaultdict(list)
+        for op in program.ops:
+            variable = self.op_variable[class_index, op.name]
+            shardings = self.variables[variable].values
+            for position, name in enumerate(op.inputs):
+                asks = [(s.inputs[position], gradient_partial(s, position)) for s in shardings]
+                uses[name].append((variable, asks))
+        return uses
+
+    def links_at_ends(self, boundary: Boundary) -> list[Link]:
+        """Return the links of what blocks hand to each other, placed so."""
+        before = len(self.links)
+        for end in self.ends:
+            source, uses = end.link_ends(boundary)
+            self._add_link(end.meta, end.producer, source, uses)
+        made = self.links[before:]
+        del self.links[before:]
+        return made
+
+    def add_shared_params(
+        self, groups: Sequence[tuple[tuple[int, str], ...]], programs: Mapping[int, Program]
+    ) -> None:
+        for group in groups:
+            members = [(c, name) for c, name in group if c in programs]
+            if not members:
+                continue
+            gathered: list[tuple[int | None, list[Ask]]] = []
+            for class_index, name in members:
+                gathered += self._uses(class_index, programs[class_index])[name]
+            first_class, first_name = members[0]
+            self._add_param(members, programs[first_class].tensor[first_name], gathered)
+
+    def _add_param(
+        self,
+        members: Sequence[tuple[int, str]],
+        meta: TensorMeta,
+        uses: list[tuple[int | None, list[Ask]]],
+    ) -> None:
+        """A parameter with several uses chooses its placement by a variable of its own."""
+        asked = [place for _, asks in uses for place, _ in asks]
+        places = tuple(dict.fromkeys(p for p in (Replicate(), *asked) if p != Partial()))
+        pinned = [self.pins[m] for m in members if m in self.pins]
+        places = tuple(p for p in places if all(p == pin for pin in pinned))
+        if not places:
+            raise LayoutError(
+                f"parameter {meta.fqn or meta.name!r} is pinned to {', '.join(map(str, pinned))}, "
+                "which no op that uses it can take; drop the pin"
+            )
+        variable = len(self.variables)
+        local = [self.prices.local_bytes(meta, place) for place in places]
+        self.variables.append(
+            Variable(
+                name=f"param:{meta.name}",
+                values=places,
+                seconds=np.zeros(len(places)),
+                num_bytes=STATE_FACTOR * np.array(local, dtype=np.float64),
+            )
+        )
+        self.shared_variables.append((tuple(members), variable))
+        self._add_link(meta, variable, list(places), uses)
+
+    def _add_owned_param(self, meta: TensorMeta, uses: list[tuple[int | None, list[Ask]]]) -> None:
+        """A parameter with one use lies as that use asks; only its gradient may need repair."""
+        ((variable, asks),) = uses
+        if variable is None:
+            return
+        moves = tuple((at_rest(place), place, partial) for place, partial in asks)
+        extra = self.prices.of_moves(moves, meta.bytes_at(1), meta.requires_grad)
+        if extra.any():
+            old = self.variables[variable]
+            self.variables[variable] = replace(old, seconds=old.seconds + extra)
+
+    def _add_link(
+        self,
+        meta: TensorMeta,
+        producer: int | None,
+        source: Sequence[Placement],
+        uses: Sequence[tuple[int | None, Sequence[Ask]]],
+    ) -> None:
+        if not uses:
+            return
+        sources = tuple(dict.fromkeys(source))
+        asks = tuple(dict.fromkeys(ask for _, asked in uses for ask in asked))
+        seconds = self.prices.of_link(sources, asks, meta.bytes_at(1), meta.requires_grad)
+        if not seconds.any():
+            return
+        row = {place: index for index, place in enumerate(sources)}
+        column = {ask: index for index, ask in enumerate(asks)}
+        self.links.append(
+            Link(
+                tensor=meta.name,
+                producer=producer,
+                source=tuple(row[p] for p in source),
+                uses=tuple((u, tuple(column[a] for a in asked)) for u, asked in uses),
+                seconds=seconds,
+                sources=sources,
+                asks=asks,
+            )
+        )
+
+
+def gradient_partial(sharding: OpSharding, position: int) -> bool:
+    """Whether the op returns a partial gradient for its input at `position`.
+
+    A replicated input of an op that works on shards meets only this rank's share of the
+    outputs, so each rank holds a term of its gradient.
+    """
+    if not isinstance(sharding.inputs[position], Replicate):
+        return False
+    return any(not isinstance(p, Replicate) for p in sharding.outputs)
+
+
+def _single_use_params(program: Program) -> set[str]:
+    """Parameters that exactly one op argument uses (and no output hands on)."""
+    count: dict[str, int] = defaultdict(int)
+    for op in program.ops:
+        for name in op.inputs:
+            count[name] += 1
+    return {
+        name
+        for name in program.params
+        if program.tensor[name].kind == "param" and count[name] == 1 and name not in program.outputs
+    }
