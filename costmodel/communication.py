@@ -95,6 +95,7 @@ def data_parallel_seconds(
     param_bytes: float,
     num_blocks: int,
     gradient_bytes: float | None = None,
+    on_host: bool = False,
 ) -> DataParallelSeconds:
     """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
 
@@ -102,7 +103,7 @@ def data_parallel_seconds(
     gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
     is one block's weights. `gradient_bytes` differ from `param_bytes` where gradients are
-    summed in another dtype.
+    summed in another dtype; `on_host` shards are copied up before and gradients down after.
     """
     if group.size == 1 or param_bytes == 0:
         return DataParallelSeconds()
@@ -120,6 +121,10 @@ def data_parallel_seconds(
     copies = 2 * (1 + 1 / group.size) / profile.cluster.memory_bytes_per_s
     gather = message("all_gather", param_bytes, num_blocks) + copies * param_bytes
     scatter = message("reduce_scatter", reduced, num_blocks) + copies * reduced
+    if on_host:  # what rests there is as wide as the gradients
+        shard = reduced / group.size
+        gather += profile.step_seconds("host_to_device", num_bytes=shard).seconds
+        scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
     if zero_stage == 1:
         return DataParallelSeconds(first_forward_s=gather, last_backward_s=scatter)
     if zero_stage == 2:

@@ -9,8 +9,9 @@ ends last,
     step_s = compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s + bubble_s
              + optimizer_s + offload_s
 
-offload_s is what copies of activations lengthen jobs by, pp_comm_s is what the step would gain if transfers between stages took no time; bubble_s is
-the rest of the time the rank waits for others.
+offload_s is by how much copies of activations lengthen jobs; pp_comm_s is what the step would
+gain if transfers between stages took no time; bubble_s is the rest of the time the rank waits
+for others.
 """
 
 from __future__ import annotations
@@ -215,7 +216,9 @@ def _time_parts(
     )
     pp_comm = 0.0
     if plan.pp > 1:
-        pp_comm = timeline.rank_end_s[rank] - simulate(table, instant, at_least=at_least).rank_end_s[rank]
+        pp_comm = (
+            timeline.rank_end_s[rank] - simulate(table, instant, at_least=at_least).rank_end_s[rank]
+        )
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
     # Of m microbatches, those recomputed in full: all, none, or all but the last.
     again_m = {s: m - (not plan.stages[s].recompute_last) for s in stages}
@@ -238,8 +241,8 @@ def _time_parts(
             - loads[s].host_backward_s
         )
     )
-    jobs = timeline.busy_s[rank]
     per_job = m * total(lambda s: syncs[s].forward_s + syncs[s].backward_s)
+    unlengthened = compute + again - in_full + host + tp_comm + per_job
     return TimeParts(
         compute_s=compute,
         recompute_s=again - in_full,
@@ -249,5 +252,5 @@ def _time_parts(
         pp_comm_s=pp_comm,
         bubble_s=idle - pp_comm,
         optimizer_s=optimizer[rank],
-        offload_s=0.0 if at_least is None else jobs - busy,
+        offload_s=0.0 if at_least is None else timeline.busy_s[rank] - unlengthened,
     )

@@ -171,6 +171,7 @@ def _sync(plan: Plan, costs: CostCache, stage: int, load: StageLoad) -> DataPara
         param_bytes=param_bytes,
         num_blocks=int(load.num_blocks),
         gradient_bytes=param_bytes * (MASTER_FACTOR if plan.precision == "bf16" else 1),
+        on_host=plan.optimizer_on_host,
     )
     return raw.hidden_behind(
         costs.profile,

@@ -166,8 +166,14 @@ def build_job_table(schedule: Schedule) -> JobTable:
     )
 
 
-def simulate(schedule: Schedule | JobTable, seconds: JobSeconds) -> Timeline:
-    """Return when each job runs.
+def simulate(
+    schedule: Schedule | JobTable,
+    seconds: JobSeconds,
+    *,
+    at_least: Sequence[np.ndarray] | None = None,
+) -> Timeline:
+    """Return when each job runs. `at_least[pp_rank][position]` are seconds that a job takes if
+    it is shorter: what is copied beside it.
 
     Raises ScheduleError when times are given for another number of stages, or when the
     table never ends (`planner.schedule.validate_schedule` says where).
@@ -186,7 +192,10 @@ def simulate(schedule: Schedule | JobTable, seconds: JobSeconds) -> Timeline:
     )
     by_kind = np.asarray([*seconds.forward_s, *full, *inputs, *weight, *last_full, *last_inputs])
     hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
-    durations = [by_kind[index].tolist() for index in table.duration]
+    each = [by_kind[index] for index in table.duration]
+    if at_least is not None:
+        each = [np.maximum(*both) for both in zip(each, at_least, strict=True)]
+    durations = [one.tolist() for one in each]
 
     arrival = [-1.0] * table.num_results
     waiting = [NONE] * table.num_results
