@@ -12,8 +12,9 @@ import numpy as np
 from costmodel import CostCache, Estimate, StageLoad, estimate, rank_memory
 from costmodel.memory import kept_bytes
 from costmodel.stage import again_seconds
+from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
+from planner.plan import ClassLayout, ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
     find_schedule,
@@ -21,6 +22,7 @@ from planner.schedule import (
     in_flight_per_stage,
     stage_to_pp_rank,
 )
+from planner.sharding import propagate_cp
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds, virtual_stage_bound
@@ -47,7 +49,8 @@ class Candidates:
     model_file: str = ""
     precision: Precision = "model"
     cuts: tuple[int, ...] = ()
-    _tables: dict[tuple[int, int], tuple[StageTable, ...]] = field(default_factory=dict)
+    refusal: LayoutError | None = None
+    _tables: dict[tuple[int, int, int], tuple[StageTable, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
@@ -76,9 +79,12 @@ class Candidates:
             refusals=refusals,
         )
 
-    def tables(self, tp: int, microbatch_size: int) -> tuple[StageTable, ...]:
-        """Return one table per layout worth trying at this degree and microbatch size."""
-        key = (tp, microbatch_size)
+    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
+        """Return one table per layout worth trying at these degrees and microbatch size.
+
+        None where cp cannot divide what the blocks of any layout do; `refusal` then says why.
+        """
+        key = (tp, cp, microbatch_size)
         if key not in self._tables:
             layouts = (
                 [found.by_class for found in self.solver.layouts(tp, microbatch_size)]
@@ -91,12 +97,39 @@ class Candidates:
                     layouts=by_class,
                     tp=tp,
                     microbatch_size=microbatch_size,
+                    cp=cp,
+                    cp_layouts=on_cp,
                     precision=self.precision,
                     replica_memo=self._replica_memo,
                 )
-                for by_class in layouts
+                for by_class, on_cp in self._with_cp(layouts, tp, microbatch_size, cp)
             )
         return self._tables[key]
+
+    def _with_cp(
+        self,
+        layouts: Sequence[tuple[ClassLayout, ...]],
+        tp: int,
+        microbatch_size: int,
+        cp: int,
+    ) -> list[tuple[tuple[ClassLayout, ...], tuple[ClassLayout, ...]]]:
+        """Return layouts on tp, each with those on cp of what it makes; without the refused."""
+        if cp == 1:
+            return [(by_class, ()) for by_class in layouts]
+        found = []
+        for by_class in layouts:
+            on_tp = {layout.class_index: layout for layout in by_class}
+            programs = [
+                self.costs.local(index, tp, microbatch_size, on_tp.get(index))
+                for index in range(len(self.graph.classes))
+            ]
+            try:
+                on_cp = propagate_cp(self.graph, programs, microbatch_size=microbatch_size, cp=cp)
+            except LayoutError as error:
+                self.refusal = error
+                continue
+            found.append((by_class, on_cp))
+        return found
 
     def bounds(self, table: StageTable) -> TableBounds:
         """Return the bounds of a table."""
@@ -281,7 +314,7 @@ class Candidates:
                 )
                 for stage, choice in enumerate(cut.choices)
             ),
-            layouts=table.layouts,
+            layouts=(*table.layouts, *table.cp_layouts),
         )
 
     @cached_property

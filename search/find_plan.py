@@ -24,7 +24,7 @@ from search.request import Certificate, SearchRequest, SearchResult
 from search.runners_up import find_runners_up
 from search.space import Refusals
 from search.synthesis import SYNTHESISED, with_synthesised_table
-from search.walk import Finished, Walk, size_of
+from search.walk import BEATEN, Finished, Walk, size_of
 
 _MOST_OWN_TABLES = 4
 """How many of the best plans get a table of their own where the request asks for one."""
@@ -71,11 +71,14 @@ def search_among(
             started=started,
             every_size=every_size,
         )
-        considered = first_gate(search, shapes, progress)
-        run_gates(search, progress)
-        for entry in search.later:
-            search.push(entry)
-        run_gates(search, progress)
+        # What is plain first, to have something for the others to beat.
+        considered = 0
+        for with_cp in (False, True):
+            some = [shape for shape in shapes if (shape.cp > 1) == with_cp]
+            considered += first_gate(search, some, progress)
+            run_gates(search, progress)
+            search.open_later()
+            run_gates(search, progress)
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
@@ -132,14 +135,14 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
     ended = not search.stopped_early
     beaten = waiting if ended else 0
     if beaten:
-        search.pruned["bound: cannot beat the best"] += beaten
+        search.pruned[BEATEN] += beaten
     lower = min([search.best_s, *search.open_bounds, *(() if ended else left)])
     return Certificate(
         best_s=search.best_s,
         lower_bound_s=min(lower, search.best_s),
         considered=considered,
         evaluated=search.simulated,
-        unexplored=0 if ended else waiting,
+        unexplored=search.left_out + (0 if ended else waiting),
         pruned=tuple(sorted(search.pruned.items())),
         proved_by=(
             ("degrees, microbatches and schedules", "branch and bound"),

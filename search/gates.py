@@ -26,7 +26,7 @@ from search.chain_paths import ChainProblem, Cut
 from search.joint import solve_by_joint_program
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
-from search.walk import Entry, Finished, Unopened, Walk
+from search.walk import BEATEN, Entry, Finished, Unopened, Walk
 
 Progress = Callable[[float, str], None]
 
@@ -39,6 +39,7 @@ _LEAST_TIGHTENING = 0.002
 
 TOO_LARGE = "memory: a smaller microbatch does not fit either"
 NO_FASTER = "microbatch: a smaller one is as fast per sample"
+NO_CP = "layout: cp cannot divide what blocks do"
 
 
 def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> int:
@@ -46,42 +47,64 @@ def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> 
 
     Microbatch sizes are priced in ascending order, and no further once a size does not fit,
     or is no faster per sample than a smaller one (larger ones then only fill the pipeline
-    less well).
+    less well). With cp, a rank's part of a block takes a cp-th of the block's time at least.
     """
-    groups: dict[tuple[int, int], list[Shape]] = {}
+    groups: dict[tuple[int, int, int], list[Shape]] = {}
     for shape in shapes:
-        groups.setdefault((shape.tp, shape.microbatch_size), []).append(shape)
-    enough: dict[int, str] = {}
-    per_sample: dict[int, float] = {}
+        groups.setdefault((shape.cp, shape.tp, shape.microbatch_size), []).append(shape)
+    enough: dict[tuple[int, int], str] = {}
+    per_sample = search.per_sample
     considered = 0
-    for done, (tp, size) in enumerate(sorted(groups)):
-        members = groups[tp, size]
+    for done, (cp, tp, size) in enumerate(sorted(groups)):
+        members = groups[cp, tp, size]
         count = sum(shape.num_configurations for shape in members)
         if progress:
             progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
-        if tp in enough:
+        reason = enough.get((cp, tp))
+        if reason is None and cp > 1:
+            bound = _least_with_cp(members, per_sample.get((1, tp), 0.0))
+            if bound < search.best_s and search.best is not None and search.out_of_time():
+                considered += count
+                search.leave_out(bound, count)
+                continue
+            reason = BEATEN if bound >= search.best_s else None
+        if reason is not None:
             considered += count
-            search.pruned[enough[tp]] += count
+            search.pruned[reason] += count
             continue
         fitted, seconds = False, float("inf")
-        for table in search.candidates.tables(tp, size):
+        tables = search.candidates.tables(tp, size, cp)
+        if not tables:
+            considered += count
+            search.pruned[NO_CP] += count
+            continue
+        for table in tables:
             considered += count
             bounds = search.candidates.bounds(table)
             seconds = min(seconds, bounds.block_seconds(members[0].recompute)[0] / size)
             for shape in members:
                 fitted |= _push_shape(search, shape, table)
+        key = (cp, tp)
         if not fitted and not (search.every_size and _nearly_fits(search, members)):
-            enough[tp] = TOO_LARGE
-        elif not search.every_size and seconds >= per_sample.get(tp, float("inf")):
-            enough[tp] = NO_FASTER
-        per_sample[tp] = min(seconds, per_sample.get(tp, float("inf")))
+            enough[key] = TOO_LARGE
+        elif not search.every_size and seconds >= per_sample.get(key, float("inf")):
+            enough[key] = NO_FASTER
+        per_sample[key] = min(seconds, per_sample.get(key, float("inf")))
     return considered
+
+
+def _least_with_cp(members: list[Shape], per_sample_s: float) -> float:
+    """Return a step time that shapes of one cp cannot beat, from a sample's seconds without it."""
+    return min(
+        shape.num_microbatches * shape.microbatch_size * per_sample_s / (shape.cp * shape.pp)
+        for shape in members
+    )
 
 
 def _nearly_fits(search: Walk, members: list[Shape]) -> bool:
     """Whether a larger microbatch, whose layouts may lie otherwise, is still worth a look."""
     shape = members[0]
-    tables = search.candidates.tables(shape.tp, shape.microbatch_size)
+    tables = search.candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
     least = min(
         search.candidates.bounds(table).least_peak_bytes(one)
         for table in tables

@@ -96,18 +96,24 @@ def can_fit(candidates: Candidates, shapes: Sequence[Shape], memory_limit_bytes:
 def _by_least_bytes(
     candidates: Candidates, shapes: Sequence[Shape]
 ) -> list[tuple[float, int, Configuration, StageTable]]:
-    """Return (bound in bytes, order, configuration, table), the smallest bound first."""
-    least = {
-        tp: min(shape.microbatch_size for shape in shapes if shape.tp == tp)
-        for tp in {shape.tp for shape in shapes}
-    }
+    """Return (bound in bytes, order, configuration, table), the smallest bound first.
+
+    Raises LayoutError where no layout does what is asked.
+    """
+    least: dict[tuple[int, int], int] = {}
+    for shape in shapes:
+        key = (shape.tp, shape.cp)
+        least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
     # Activations grow with the microbatch, all else stays.
-    small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp]]
+    small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
     every = [one for shape in small for one in shape.configurations()]
     plain = [one for one in every if one.vpp == 1] or every
     tries = [
         (candidates.bounds(table).least_peak_bytes(one), order, one, table)
         for order, one in enumerate(plain)
-        for table in candidates.tables(one.tp, one.microbatch_size)
+        for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
     ]
+    if not tries:
+        assert candidates.refusal is not None, "only cp can leave no layout"
+        raise candidates.refusal
     return sorted(tries, key=lambda one: one[:2])

@@ -2,8 +2,8 @@
 
 A configuration fixes everything but the stage boundaries and the placements inside blocks.
 Degrees are any divisors, not only powers of two, and what the user fixed is honoured
-exactly. Tensor-parallel groups stay inside a node, and ranks hold at most `MOST_VPP` stages,
-unless asked otherwise by `tp` or `vpp`.
+exactly. Tensor-parallel groups stay inside a node, ranks hold at most `MOST_VPP` stages, and cp
+leaves each rank `LEAST_POSITIONS` of a sequence, unless asked otherwise by `tp`, `vpp` or `cp`.
 
 A `Shape` is a set of configurations that differ in schedule, vpp and ZeRO stage alone; they
 share most bounds, so a search opens a shape only when it may hold the best.
@@ -21,9 +21,13 @@ from planner.graph import ModelGraph
 from planner.plan import Recompute
 from planner.plan_defaults import check_balance
 from planner.schedule import find_schedule
+from planner.sharding import check_hands_on_sequences, longest_sequence
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8
+LEAST_POSITIONS = 8192
+"""Of a sequence, left to each cp rank unless cp is asked for: what Llama 3 405B left at 131,072
+tokens, with no cp at 8,192 (The Llama 3 Herd of Models, table 4)."""
 SEARCHED_ZERO = (0, 1, 3)
 SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "eager_1f1b")
 """Schedules tried where none is asked for. Those that hold every microbatch before the first
@@ -128,10 +132,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             "another --profile"
         )
     if request.cp is not None and request.cp > 1:
-        raise LayoutError(
-            f"--cp {request.cp} was given; the search does not price context parallelism yet, "
-            "so use --cp 1 (planner.plan_defaults.default_plan makes a plan with cp)"
-        )
+        check_hands_on_sequences(graph, request.cp)
     fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
     given = {name: value for name, value in fixed.items() if value is not None}
     product = 1
@@ -246,7 +247,7 @@ def _shapes(
     if not allowed:
         refusals.add("forbidden", "every kind of recompute is forbidden")
         return
-    for dp, cp, tp, pp in _degrees(request, cluster, can_split, refusals):
+    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, refusals):
         if pp > len(graph.blocks):
             refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
@@ -276,12 +277,15 @@ def _shapes(
 
 def _degrees(
     request: SearchRequest,
+    graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
     refusals: Refusals,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, cp, tp, pp)."""
     n = request.num_devices
+    most_cp = longest_sequence(graph) // LEAST_POSITIONS
+    cps = [cp for cp in divisors(n) if cp == 1 or cp <= most_cp]
     for tp in request.values("tp", divisors(n)):
         if n % tp:
             continue
@@ -292,13 +296,25 @@ def _degrees(
             if not can_split(tp):
                 refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
                 continue
-        for cp in request.values("cp", (1,)):
+        for cp in request.values("cp", cps):
             if n % (tp * cp):
+                continue
+            if cp > 1 and (reason := _why_not_cp(graph, cp)):
+                refusals.add("cp divides sequences", reason)
                 continue
             for pp in request.values("pp", divisors(n // tp // cp)):
                 dp = n // tp // cp // pp
                 if n % (tp * cp * pp) == 0 and dp in request.values("dp", (dp,)):
                     yield dp, cp, tp, pp
+
+
+def _why_not_cp(graph: ModelGraph, cp: int) -> str:
+    """Say why cp cannot divide the sequences of a model; nothing when it can."""
+    try:
+        check_hands_on_sequences(graph, cp)
+    except LayoutError as error:
+        return str(error)
+    return ""
 
 
 def _schedules(

@@ -435,9 +435,9 @@ class RankStages:
         """Return the update of a rank that holds so many bytes in so many tensors."""
         return adamw_seconds(
             self.table.profile,
-            param_bytes=param_bytes / (self.dp if self.zero else 1),
+            param_bytes=param_bytes / (self.dp * self.cp if self.zero else 1),
             num_tensors=int(num_params),
-            sharded=bool(self.zero) and self.dp > 1,
+            sharded=bool(self.zero) and self.dp * self.cp > 1,
             precision=self.table.precision,
         )
 

@@ -21,6 +21,8 @@ from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
 
+BEATEN = "bound: cannot beat the best"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unopened:
@@ -58,7 +60,11 @@ class Finished:
 
 @dataclass(kw_only=True)
 class Walk:
-    """State of one search; mutable because branch and bound is a walk."""
+    """State of one search; mutable because branch and bound is a walk.
+
+    `per_sample` are the least seconds of a sample through all blocks by (cp, tp); `left_out`
+    counts configurations that a time limit left without a price.
+    """
 
     candidates: Candidates
     request: SearchRequest
@@ -73,6 +79,8 @@ class Walk:
     later: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
+    per_sample: dict[tuple[int, int], float] = field(default_factory=dict)
+    left_out: int = 0
     simulated: int = 0
     best: Finished | None = None
     stopped_early: str = ""
@@ -85,10 +93,22 @@ class Walk:
     def push(self, entry: Entry | Unopened) -> None:
         """Add what may hold the best, unless its bound already rules it out."""
         if entry.bound >= self.best_s:
-            self.pruned["bound: cannot beat the best"] += size_of(entry)
+            self.pruned[BEATEN] += size_of(entry)
             self.losers.append((entry.bound, next(self.ticket), entry))
             return
         heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
+
+    def open_later(self) -> None:
+        """Push what was put off."""
+        for entry in self.later:
+            self.push(entry)
+        self.later.clear()
+
+    def leave_out(self, bound: float, count: int) -> None:
+        """Leave configurations that may be as fast as `bound` without a look: time is up."""
+        self.left_out += count
+        self.open_bounds.append(bound)
+        self.stopped_early = f"--time-limit {self.request.time_limit_s} s passed"
 
     def out_of_time(self) -> bool:
         """Whether the request's time limit has passed."""

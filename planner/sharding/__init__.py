@@ -22,7 +22,11 @@ from planner.sharding import (  # noqa: F401 - importing a family registers its 
     views,
 )
 from planner.sharding.call import divides, local_shape
-from planner.sharding.context import propagate_cp
+from planner.sharding.context import (
+    check_hands_on_sequences,
+    longest_sequence,
+    propagate_cp,
+)
 from planner.sharding.pins import Pin, parse_pin
 from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
@@ -38,12 +42,14 @@ from planner.sharding.registry import (
 
 __all__ = [
     "Pin",
+    "check_hands_on_sequences",
     "divides",
     "grad_is_partial",
     "has_rule",
     "is_linear",
     "local_ops",
     "local_shape",
+    "longest_sequence",
     "ops_without_rule",
     "parse_pin",
     "propagate_cp",

@@ -27,8 +27,7 @@ def propagate_cp(
     Raises LayoutError for a model whose blocks do not hand on sequences, or not of a size
     that divides; it names the block and the tensor.
     """
-    for block in graph.blocks:
-        _check_hands_on_sequences(graph, block, cp)
+    check_hands_on_sequences(graph, cp)
     layouts = propagate_graph(
         graph,
         microbatch_size=microbatch_size,
@@ -40,7 +39,24 @@ def propagate_cp(
     return tuple(layout.model_copy(update={"axis": "cp"}) for layout in layouts)
 
 
-def _check_hands_on_sequences(graph: ModelGraph, block: Block, cp: int) -> None:
+def check_hands_on_sequences(graph: ModelGraph, cp: int) -> None:
+    """Raise LayoutError for a block whose outputs are no sequences that cp divides."""
+    for block in graph.blocks:
+        _check_block(graph, block, cp)
+
+
+def longest_sequence(graph: ModelGraph) -> int:
+    """Return the positions of the longest sequence that blocks hand on; 0 for none."""
+    handed = (graph.tensor[name] for block in graph.blocks for name in block.outputs)
+    lengths = (
+        t.shape[SEQUENCE_DIM]
+        for t in handed
+        if t.requires_grad and len(t.shape) == 3 and isinstance(t.shape[0], Affine)
+    )
+    return max((length for length in lengths if isinstance(length, int)), default=0)
+
+
+def _check_block(graph: ModelGraph, block: Block, cp: int) -> None:
     trained = [graph.tensor[n] for n in block.outputs if graph.tensor[n].requires_grad]
     handed = [t for t in trained if t.name != graph.loss]
     sequences = [t for t in handed if len(t.shape) == 3 and isinstance(t.shape[0], Affine)]

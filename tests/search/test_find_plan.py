@@ -170,7 +170,7 @@ def test_less_memory_is_never_faster(gpt):
         ({"microbatch_size": 3}, r"--microbatch-size 3 does not divide .* use 1, 2, 4, 8"),
         ({"pp": 4, "batch": 2}, r"pp=4 needs at least 4 microbatches, but the batch gives at most"),
         ({"pp": 2, "vpp": 9}, r"makes 18 stages, but the model has \d+ blocks"),
-        ({"cp": 2}, r"--cp 2 was given; the search does not price context parallelism yet"),
+        ({"cp": 4, "gpus": 6, "batch": 6}, r"cp=4 does not divide --gpus 6"),
         ({"zero": 4}, r"--zero 4 was given; ZeRO stages are 0, 1, 2 and 3"),
         ({"recompute": "some"}, r"--recompute some was given; use none, selective or full"),
         ({"gpus": 7, "batch": 4}, r"7 devices with a global batch of 4 cannot be used: .*dp=7"),
