@@ -46,8 +46,9 @@ def host_step_seconds(
     wide = MASTER_FACTOR if precision == "bf16" else 1
     update = profile.host_optimizer_seconds(
         param_bytes=wide * param_bytes,
-        weight_bytes=0.0 if sharded else param_bytes,
+        weight_bytes=param_bytes,
         num_tensors=num_tensors,
+        sharded=sharded,
     ).seconds
     if sharded:
         return update

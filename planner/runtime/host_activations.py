@@ -132,7 +132,8 @@ class Parcel:
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
         load.uses += 1
-        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        offset = int(tensor.storage_offset())
+        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Give autograd a tensor back."""

@@ -210,8 +210,11 @@ class _Call:
         return _Put(kept, tensor.requires_grad)
 
     def _take(self, put: _Put) -> Tensor:
-        value = put.kept if self._parcel is None else self._parcel.unpack(put.kept)
-        return value.detach().requires_grad_(put.requires_grad)
+        kept = put.kept
+        if self._parcel is not None:
+            kept = self._parcel.unpack(kept)
+        assert isinstance(kept, Tensor)
+        return kept.detach().requires_grad_(put.requires_grad)
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved | int:
         if self._given is not None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import planner
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
 from planner.plan_defaults import default_plan
@@ -25,6 +24,7 @@ from planner.runtime.mesh import build_mesh
 from planner.runtime.recorder import Recorder
 from planner.timeline import load_timeline
 from tests.builders import gpt_batch
+from tests.captures import capture_module
 from tests.runtime.test_precision import GPT, TiedGPT, seeded
 from tests.spawn import run_ranks
 
