@@ -9,6 +9,7 @@ import planner.capture
 from tests import captures
 
 _NEEDED = (
+    "pytest",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -17,7 +18,7 @@ _NEEDED = (
     "planner.capture",
     "planner.runtime.engine",
     "planner.runtime.verify",
-    "tests.builders",
+    "tests.runtime.scenarios",
 )
 _WHERE_INSTALLED = tuple(
     f"transformers.models.{name}.modeling_{name}"

@@ -1,7 +1,7 @@
-"""`launch` end to end: success, failure on one rank, interruption, and what is refused.
+"""`launch` when something goes wrong: a rank fails, the run is interrupted, or it is refused.
 
-P8, P10 (refused before launch), P25 (launcher), M22 and P13 (a script with a plan file), G14
-(an exception ends the run), G15 (no process left), V1, V7 (groups, control group), V11.
+P8, P10 (refused before launch), G14 (an exception ends the run), G15 (no process left), V1, V7
+(groups, control group), V11. What goes right is tested with the command, in `tests/cli`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 TRAIN = """
 import os, sys, time
+mode = sys.argv[2]
+if mode == "asleep":
+    print("step 0", flush=True)
+    time.sleep(100)
 import torch
 import planner
 from tests.builders import PlainGPT, gpt_batch
@@ -34,7 +38,6 @@ torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' we
 model = PlainGPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
-mode = sys.argv[2]
 if mode == "fault" and 1 in engine.stages:
     stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
     def failing(*inputs, **settings):
@@ -122,20 +125,6 @@ def _gone_within(seconds: float, tmp_path: Path) -> bool:
     return False
 
 
-def test_a_script_trains_and_every_rank_sees_the_loss(start, tmp_path):
-    process = start("plain")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert err == ""
-    losses: dict[str, set[str]] = {}
-    for step, loss in re.findall(r"step (\d) loss (\S+)", out):
-        losses.setdefault(step, set()).add(loss)
-    assert sorted(losses) == ["0", "1", "2"]
-    assert all(len(values) == 1 for values in losses.values()), "ranks disagree"
-    assert float(min(losses["2"])) < float(min(losses["0"]))
-    assert not _ranks_left(tmp_path)
-
-
 def test_an_exception_is_told_once_and_ends_the_run(start, tmp_path):
     """G14: stage 1, microbatch 2; the traceback once, from the user's script on."""
     process = start("fault")
@@ -156,15 +145,6 @@ def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
     assert _gone_within(10, tmp_path)
 
 
-def test_a_user_error_in_the_ranks_is_one_error_here(plan_path, tmp_path, monkeypatch):
-    """A batch of another shape: the launcher raises what the ranks raised."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN.replace("engine.plan.global_batch))", "3))"))
-    with pytest.raises(PlannerError, match=r"the batch has 3 samples; .* take 4; give"):
-        launch(plan_path, script, [str(plan_path), "plain"], "cpu")
-
-
 def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
     monkeypatch.setenv("PLANNER_STALL_S", "1")
     _, err = start("stall").communicate(timeout=120)
@@ -177,10 +157,17 @@ def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
     assert re.search(r"rank 1: job 1F0 \(forward of stage 1, microbatch 0\)", err)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_survives_the_launcher(start, tmp_path, sent):
-    """G15: interrupted, terminated, or killed outright."""
-    process = start("endless")
+@pytest.mark.parametrize(
+    ("sent", "mode"),
+    [(signal.SIGINT, "endless"), (signal.SIGTERM, "asleep"), (signal.SIGKILL, "asleep")],
+)
+def test_no_process_survives_the_launcher(start, tmp_path, sent, mode):
+    """G15: interrupted, terminated, or killed outright.
+
+    An interrupt meets Python's own handler in the ranks, which are training then; the other
+    signals end a process whatever it does.
+    """
+    process = start(mode)
     assert "step 0" in process.stdout.readline()
     process.send_signal(sent)
     process.wait(timeout=10)
