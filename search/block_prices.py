@@ -79,9 +79,7 @@ class Prices:
             seconds.append(known[dims])
         return np.array(seconds)
 
-    def _bytes_of(
-        self, op: Op, program: Program, sharding: OpSharding, owned: set[str]
-    ) -> float:
+    def _bytes_of(self, op: Op, program: Program, sharding: OpSharding, owned: set[str]) -> float:
         total = 0.0
         for name, place in zip(op.outputs, sharding.outputs, strict=True):
             total += self.local_bytes(program.tensor[name], place)

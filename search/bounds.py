@@ -14,7 +14,6 @@ some rank that keeps at least one microbatch of it. With `a` the bytes a chain k
 microbatch and stage s holding k_s microbatches at most, sum over s of kept_s >= a and
 kept_s <= L / k_s, so L >= a / sum(1 / k_s).
 
-With a cut at hand, `virtual_stage_bound` adds up what each rank does in all its stages.
 Each bound is below the cost model's own answer, so pruning by it is safe.
 """
 
@@ -30,8 +29,7 @@ import numpy as np
 from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
-from planner.schedule import find_schedule, stage_to_pp_rank
-from search.chain_paths import Floats
+from planner.schedule import find_schedule
 from search.rank_bytes import peak_bytes
 from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
@@ -106,6 +104,7 @@ class TableBounds:
             zero=configuration.zero,
             profile=self.table.profile,
             precision=self.table.precision,
+            on_host=self.table.on_host,
         )
 
     def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
@@ -118,7 +117,8 @@ class TableBounds:
             # Neighbours in one stage share what one keeps of its outputs.
             self._memory[key] = float(np.sum(np.maximum(0.0, kept - load.tail_bytes)))
         context = float(self.table.profile.context_bytes)
-        return context + self._memory[key] / sum(1.0 / k for k in in_flight)
+        live = map(self.table.on_host.live, in_flight)
+        return context + self._memory[key] / sum(1.0 / k for k in live)
 
 
 @lru_cache(maxsize=4096)
@@ -143,41 +143,3 @@ def pipeline_factor(schedule: str, pp: int, m: int) -> float:
     if weights.min() < 0:
         return best
     return max(best, float(1.0 / weights.sum()))
-
-
-def virtual_stage_bound(
-    configuration: Configuration,
-    table: StageTable,
-    cuts: Sequence[int],
-    hop_s: Floats,
-    recomputed: Sequence[Recompute],
-) -> float:
-    """Return a step time that these stages cannot beat under any table of the schedule's kind.
-
-    A rank starts when the first microbatch has passed the stages before its first one, does
-    all its work, and (unless backward is split, when weight gradients may come last) sends
-    the last gradient back through those stages to rank 0. Then follow gradient sync and
-    optimizer. `recomputed` says what each stage computes again.
-    """
-    one = configuration
-    homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
-    splits = find_schedule(one.schedule).splits_backward
-    ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
-    runs = ranks.runs(cuts)
-    forward = runs.forward_s + runs.per_forward_s
-    backward = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed)
-    hops = hop_s[np.asarray(cuts[:-1])]
-    hops[1:] *= homes[1:] != homes[:-1]
-    param_bytes = np.bincount(homes, weights=runs.param_bytes)
-    num_params = np.bincount(homes, weights=runs.num_params)
-    tail = np.bincount(homes, weights=runs.after_s) + [
-        ranks.optimizer_s(size, count) for size, count in zip(param_bytes, num_params, strict=True)
-    ]
-    work = one.num_microbatches * np.bincount(homes, weights=forward + backward)
-    # Rank r's first stage is r under loop and fold placements alike.
-    hops_before = np.cumsum(hops)[: one.pp]
-    fill = np.cumsum(forward)[: one.pp] - forward[: one.pp] + hops_before
-    drain = np.cumsum(backward)[: one.pp] - backward[: one.pp] + hops_before
-    own = fill + work + tail
-    through_rank_0 = own if splits else fill + work + drain + tail[0]
-    return float(max(own.max(), through_rank_0.max()))

@@ -25,9 +25,11 @@ from planner.schedule import (
 from planner.sharding import propagate_cp
 from profiles import Profile
 from search.balance import balanced_cut
-from search.bounds import TableBounds, virtual_stage_bound
+from search.bounds import TableBounds
 from search.chain_paths import ChainProblem, Cut, Floats
+from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
+from search.on_host import OnHost, tiers
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import peak_bytes
 from search.request import SearchRequest
@@ -48,17 +50,28 @@ class Candidates:
     costs: CostCache
     model_file: str = ""
     precision: Precision = "model"
+    on_host: OnHost = OnHost()
     cuts: tuple[int, ...] = ()
     refusal: LayoutError | None = None
     _tables: dict[tuple[int, int, int], tuple[StageTable, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
     _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, graph: ModelGraph, profile: Profile, request: SearchRequest) -> Candidates:
-        """Return what searches share that ask the same of placements, stages and precision."""
+    def of(
+        cls,
+        graph: ModelGraph,
+        profile: Profile,
+        request: SearchRequest,
+        on_host: OnHost | None = None,
+    ) -> Candidates:
+        """Return what searches share that ask the same of placements, stages, precision and
+        offload; `on_host` is, if not given, what the request tries first.
+        """
+        on_host = on_host or tiers(request.offload)[0][0]
         return cls(
             graph=graph,
             profile=profile,
@@ -66,6 +79,7 @@ class Candidates:
             costs=CostCache(graph, profile),
             model_file=request.model_file,
             precision=request.precision,
+            on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
         )
 
@@ -100,6 +114,7 @@ class Candidates:
                     cp=cp,
                     cp_layouts=on_cp,
                     precision=self.precision,
+                    on_host=self.on_host,
                     replica_memo=self._replica_memo,
                 )
                 for by_class, on_cp in self._with_cp(layouts, tp, microbatch_size, cp)
@@ -184,7 +199,7 @@ class Candidates:
                     rank_memory(
                         StageLoad(param_bytes=param_bytes), kept=0, transient=0,
                         dp=one.dp * one.cp, zero_stage=one.zero, profile=self.profile,
-                        precision=self.precision,
+                        precision=self.precision, optimizer_on_host=self.on_host.optimizer,
                     ).total
                 )  # fmt: skip
 
@@ -209,50 +224,26 @@ class Candidates:
                 zero=configuration.zero,
                 profile=self.profile,
                 precision=self.precision,
+                on_host=self.on_host,
             )
             if peak <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None
 
-    def _even_choices(
-        self,
-        configuration: Configuration,
-        table: StageTable,
-        cuts: tuple[int, ...],
-        memory_limit_bytes: float,
-    ) -> tuple[int, ...] | None:
-        """Return each virtual stage's recompute choice, or None when a rank cannot hold its own.
-
-        A rank recomputes all its stages if it would be too full otherwise. Counts a rank's
-        parameters and, at its heaviest, as many microbatch-stages as the schedule holds, each
-        keeping what the rank's stages keep on average; the estimate has the last word.
-        """
+    def even_stages(self, configuration: Configuration, table: StageTable) -> EvenStages:
+        """Return a configuration's virtual stages, as equal as blocks allow."""
         one = configuration
-        homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
-        first = np.asarray(cuts[:-1])
-        load = table.blocks
-        live = np.asarray(live_stages_of(one), dtype=float)
-        params = np.bincount(homes, weights=np.add.reduceat(load.param_bytes, first))
-        choices = recompute_choices(one.recompute)
-        fits = []
-        for choice in choices:
-            kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
-            held = np.bincount(homes, weights=np.add.reduceat(kept, first)) / one.vpp
-            peak = rank_memory(
-                StageLoad(param_bytes=params),
-                kept=live * held,
-                transient=0,
-                dp=one.dp * one.cp,
-                zero_stage=one.zero,
-                profile=self.profile,
-                precision=self.precision,
-            ).total
-            fits.append(peak <= memory_limit_bytes)
-        if not np.all(np.any(fits, axis=0)):
-            return None
-        picked = np.argmax(fits, axis=0)
-        return tuple(int(picked[home]) for home in homes)
+        key = (id(table), one.schedule, one.pp, one.vpp)
+        if key not in self._even_stages:
+            stages = one.pp * one.vpp
+            if (id(table), stages) not in self._even_cuts:
+                seconds = table.forward_s + table.backward_s
+                cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
+                self._even_cuts[id(table), stages] = cuts
+            cuts = self._even_cuts[id(table), stages]
+            self._even_stages[key] = EvenStages.of(one, table, cuts)
+        return self._even_stages[key]
 
     def even_cut(
         self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
@@ -261,24 +252,15 @@ class Candidates:
 
         Its value is a bound of the step time of this very cut.
         """
-        stages = configuration.pp * configuration.vpp
-        key = (id(table), stages)
-        if key not in self._even_cuts:
-            seconds = table.forward_s + table.backward_s
-            self._even_cuts[key] = self.cuts or balanced_cut(seconds.tolist(), stages)
-        cuts = self._even_cuts[key]
-        choices = self._even_choices(configuration, table, cuts, memory_limit_bytes)
+        one = configuration
+        stages = self.even_stages(one, table)
+        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes)
         if choices is None:
             return None
-        names = recompute_choices(configuration.recompute)
-        bound = virtual_stage_bound(
-            configuration,
-            table,
-            cuts,
-            table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
-            [names[choice] for choice in choices],
-        )
-        return Cut(cuts=cuts, choices=choices, value=bound)
+        names = recompute_choices(one.recompute)
+        hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)
+        bound = stages.step_bound(one, hops, [names[choice] for choice in choices])
+        return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
@@ -304,6 +286,7 @@ class Candidates:
             num_microbatches=configuration.num_microbatches,
             schedule=configuration.schedule,
             precision=self.precision,
+            optimizer_on_host=self.on_host.optimizer,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
             stages=tuple(
                 StagePlan(
@@ -311,6 +294,7 @@ class Candidates:
                     first_block=cut.cuts[stage],
                     last_block=cut.cuts[stage + 1] - 1,
                     recompute=choices[choice],
+                    activations_on_host=self.on_host.activations,
                 )
                 for stage, choice in enumerate(cut.choices)
             ),

@@ -175,6 +175,11 @@ def _second_gate(search: Walk, entry: Entry) -> None:
     one, table = entry.configuration, entry.table
     limit = entry.tighter_bytes or search.memory_limit_bytes
     if one.vpp > 1 or one.pp == 1:
+        if one.vpp > 1:
+            least = search.candidates.even_stages(one, table).least_step_s(one)
+            if least >= search.best_s:
+                search.push(replace(entry, bound=least))
+                return
         cut = only_cut(search, entry)
         if cut is None:
             search.pruned["memory: the even cut or the whole chain does not fit"] += 1

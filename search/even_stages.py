@@ -1,0 +1,156 @@
+"""Virtual stages: the one cut that is tried for them, who recomputes, and bounds of its time.
+
+With several stages a rank the chain is cut as evenly as blocks allow (`balance`); a rank that
+would be too full recomputes all its stages. What does not depend on replicas is worked out once
+for all configurations of a table with so many stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel import StageLoad, rank_memory
+from costmodel.memory import kept_bytes
+from planner.plan import Recompute
+from planner.schedule import find_schedule, stage_to_pp_rank
+from search.chain_paths import Floats
+from search.space import Configuration, recompute_choices
+from search.stage_table import StageTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvenStages:
+    """The stages between `cuts`; stage s is on pp rank `homes[s]`. Remembers answers."""
+
+    table: StageTable
+    cuts: tuple[int, ...]
+    homes: NDArray[np.intp]
+    _kept: dict[Recompute, Floats] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
+    ) -> EvenStages:
+        """Return the stages of a configuration cut so."""
+        one = configuration
+        homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        return cls(table=table, cuts=cuts, homes=homes)
+
+    @property
+    def pp(self) -> int:
+        """Number of ranks."""
+        return int(self.homes.max()) + 1
+
+    def by_rank(self, of_stages: Floats) -> Floats:
+        """Return each rank's sum over its stages."""
+        return np.bincount(self.homes, weights=of_stages)
+
+    @cached_property
+    def _first(self) -> NDArray[np.intp]:
+        return np.asarray(self.cuts[:-1])
+
+    @cached_property
+    def _forward_s(self) -> Floats:
+        return np.add.reduceat(self.table.forward_s, self._first)
+
+    @cached_property
+    def _backward_s(self) -> Floats:
+        return np.add.reduceat(self.table.backward_s, self._first)
+
+    def least_step_s(self, configuration: Configuration) -> float:
+        """Return a step time that the stages cannot beat, whoever recomputes or exchanges what."""
+        return self._step_bound(configuration, self._forward_s, self._backward_s, 0.0, 0.0)
+
+    def step_bound(
+        self, configuration: Configuration, hop_s: Floats, recomputed: Sequence[Recompute]
+    ) -> float:
+        """Return a step time that the stages cannot beat when they recompute this.
+
+        With what replicas exchange, transfers between stages and the optimizer.
+        """
+        one = configuration
+        ranks = self.table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
+        runs = ranks.runs(self.cuts)
+        hops = hop_s[self._first]
+        hops[1:] *= self.homes[1:] != self.homes[:-1]
+        sizes, counts = self.by_rank(runs.param_bytes), self.by_rank(runs.num_params)
+        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        return self._step_bound(
+            one,
+            runs.forward_s + runs.per_forward_s,
+            runs.backward_s + runs.per_backward_s + runs.again_s(recomputed),
+            np.cumsum(hops)[: one.pp],
+            self.by_rank(runs.after_s) + update,
+        )
+
+    def _step_bound(
+        self,
+        configuration: Configuration,
+        forward_s: Floats,
+        backward_s: Floats,
+        hops_before_s: Floats | float,
+        tail_s: Floats | float,
+    ) -> float:
+        """Return a step time that no table of the schedule's kind can beat.
+
+        A rank starts when the first microbatch has passed the stages before its first one, does
+        all its work, and (unless backward is split, when weight gradients may come last) sends
+        the last gradient back through those stages to rank 0. Then follow gradient sync and
+        optimizer.
+        """
+        one, pp = configuration, configuration.pp
+        # Rank r's first stage is r under loop and fold placements alike.
+        fill = np.cumsum(forward_s)[:pp] - forward_s[:pp] + hops_before_s
+        own = fill + one.num_microbatches * self.by_rank(forward_s + backward_s)
+        ends = own + tail_s
+        if not find_schedule(one.schedule).splits_backward:
+            drain = np.cumsum(backward_s)[:pp] - backward_s[:pp] + hops_before_s
+            ends = np.maximum(ends, own + drain + np.ravel(tail_s)[0])
+        return float(ends.max())
+
+    def choices(
+        self, configuration: Configuration, live: Sequence[int], memory_limit_bytes: float
+    ) -> tuple[int, ...] | None:
+        """Return each stage's recompute choice, or None when a rank cannot hold its own.
+
+        Counts a rank's parameters and, at its heaviest, as many microbatch-stages as the
+        schedule holds (`live`), each keeping what the rank's stages keep on average; the
+        estimate has the last word.
+        """
+        one = configuration
+        fits = [
+            rank_memory(
+                StageLoad(param_bytes=self._param_bytes),
+                kept=self.table.on_host.live(np.asarray(live, dtype=float))
+                * self._held(choice)
+                / one.vpp,
+                transient=0,
+                dp=one.dp * one.cp,
+                zero_stage=one.zero,
+                profile=self.table.profile,
+                precision=self.table.precision,
+                optimizer_on_host=self.table.on_host.optimizer,
+            ).total
+            <= memory_limit_bytes
+            for choice in recompute_choices(one.recompute)
+        ]
+        if not np.all(np.any(fits, axis=0)):
+            return None
+        return tuple(np.argmax(fits, axis=0)[self.homes].tolist())
+
+    @cached_property
+    def _param_bytes(self) -> Floats:
+        return self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
+
+    def _held(self, choice: Recompute) -> Floats:
+        """Bytes that a rank's stages keep of one microbatch, each."""
+        if choice not in self._kept:
+            load = self.table.blocks
+            kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
+            self._kept[choice] = self.by_rank(np.add.reduceat(kept, self._first))
+        return self._kept[choice]
