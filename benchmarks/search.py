@@ -3,8 +3,8 @@
     python benchmarks/search.py [--json] [--case NAME ...] [--profile h100-sxm5-80gb]
 
 Each case runs in a process of its own, so that peak memory is its own; the model is captured
-before the clock starts (and kept in the capture cache). `--scaling` prints how the time grows
-with devices, layers and memory instead.
+before the clock starts (and kept in the capture cache). `search_growth.py` tells how the time
+grows with devices, layers and memory.
 """
 
 from __future__ import annotations
@@ -161,38 +161,20 @@ def run_case(name: str, case: Case, profile_name: str) -> dict:
     return row
 
 
-def scaling_cases() -> dict[str, Case]:
-    """One thing grows at a time, from a Llama-3-8B on 64 devices."""
-    from dataclasses import replace
-
-    base = replace(CASES["llama3-8b@8"], gpus=64, global_batch=1024)
-    grown = {f"gpus={n}": replace(base, gpus=n, global_batch=max(1024, n)) for n in
-             (8, 64, 512, 4096, 16384, 65536)}  # fmt: skip
-    grown |= {f"layers={n}": replace(base, layers=n, hidden=1024, ffn=4096, heads=16, seq_len=1024)
-              for n in (8, 32, 128, 512, 1024)}  # fmt: skip
-    grown |= {f"memory={gib}GiB": replace(base, memory_limit_gib=gib) for gib in
-              (24.0, 32.0, 48.0, 80.0)}  # fmt: skip
-    return grown
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--case", action="append", help="run only these")
-    parser.add_argument("--scaling", action="store_true", help="how the time grows")
     parser.add_argument("--profile", default="h100-sxm5-80gb")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cases = scaling_cases() if options.scaling else CASES
     if options.one:
-        print(json.dumps(run_case(options.one, cases[options.one], options.profile)))
+        print(json.dumps(run_case(options.one, CASES[options.one], options.profile)))
         return
     rows = []
-    for name in options.case or cases:
-        cached_graph(name, cases[name])
+    for name in options.case or CASES:
+        cached_graph(name, CASES[name])
         command = [sys.executable, __file__, "--one", name, "--profile", options.profile]
-        if options.scaling:
-            command.append("--scaling")
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         if not options.json:
