@@ -133,6 +133,9 @@ class Plan(_Record):
     `precision` "bf16" holds parameters and activations in bfloat16, with fp32 master copies
     for the optimizer and fp32 sums of gradients; "model" keeps the dtypes the model has.
     With `optimizer_on_host` the optimizer steps on copies in host memory, where its state is.
+    `receive_ahead` is how many jobs ahead a stage's receives are posted, so that messages
+    travel while jobs run, at the cost of a buffer each; with 0 they travel when they are waited
+    for. Two is enough where forwards and backwards alternate.
     `recomputed` lists, by class, the ops of selective recomputation; a class without an
     entry takes the default choice (`planner.recompute_choice`).
 
@@ -159,6 +162,7 @@ class Plan(_Record):
     zero_stage: ZeroStage
     precision: Precision = "model"
     optimizer_on_host: bool = False
+    receive_ahead: int = Field(ge=0, default=2)
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]

@@ -129,6 +129,7 @@ class Engine:
             edges=edges,
             post=Post(mesh, self.schedule, edges, plan),
             weight_queue=self._weight_queue,
+            lookahead=plan.receive_ahead,
             recorder=self._recorder,
             away=self._away,
             hooks=Hooks(

@@ -91,16 +91,17 @@ class Executor:
         weight_queue: WeightQueue | None = None,
         recorder: Recorder | None = None,
         away: ActivationsOnHost | None = None,
-        lookahead: int = 2,
+        lookahead: int,
     ) -> None:
         """`weight_queue` is where the stages' programs put weight gradients aside; without
         one (ZeRO) an I job makes them all and a W job has nothing left to do. `lookahead` is how
-        many jobs ahead receives are posted, each at a buffer's cost; two, because where
-        forwards and backwards alternate, the next of the same direction is two jobs away.
+        many jobs ahead receives are posted (`Plan.receive_ahead`).
 
-        The last backward of a stage sends its input gradient before it makes its weight
-        gradients: the rank before has nothing else to do. (In the others, jobs in between hide
-        the wait; and what is put aside takes memory, of which the last has most.)
+        A backward whose input gradient leaves the rank sends it before weight gradients that
+        were put aside are made, so that the rank before waits less for it. In all but the last
+        those are the stage's first block's: enough to hide a message, and when that block's
+        turn comes the activations of the others are gone, so it takes no memory. In the last,
+        which the rank before has nothing left to do but to wait for, they are the whole stage's.
         """
         self.schedule = schedule
         self.jobs = schedule.jobs[pp_rank]
@@ -121,11 +122,11 @@ class Executor:
             if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
                 last[job.stage_index] = position
         self._last_gradients = frozenset(last.values())
-        self._sends_first = frozenset(
-            (job.stage_index, job.microbatch_index)
-            for job in (self.jobs[position] for position in last.values())
+        self._sends_first = {
+            (job.stage_index, job.microbatch_index): position in self._last_gradients
+            for position, job in enumerate(self.jobs)
             if weight_queue is not None and self._is_waited_for(job)
-        )
+        }
         forwards = {j.stage_index: j for j in self.jobs if j.kind is JobKind.FORWARD}
         self._last_forwards = frozenset(forwards.values())
 
@@ -211,6 +212,7 @@ class Executor:
                 *side_inputs,
                 num_samples=feed.num_samples[m],
                 is_last=job in self._last_forwards,
+                after_first=self._after_first_block(job),
             )
         del arrived, side_inputs
         if torch.is_grad_enabled():
@@ -327,6 +329,11 @@ class Executor:
         if self._away is None or not torch.is_grad_enabled() or not self._away.travels(job):
             return _NOTHING
         return self._away.packing(job, held)
+
+    def _after_first_block(self, job: Job) -> Callable[[], None] | None:
+        """Return what ends `_collecting` early in a forward."""
+        puts_all_aside = self._sends_first.get((job.stage_index, job.microbatch_index), True)
+        return None if puts_all_aside or self._queue is None else self._queue.stop
 
     def _collecting(self, job: Job) -> AbstractContextManager[None]:
         """Weight gradients are put aside where a W job makes them, or the job's own end."""

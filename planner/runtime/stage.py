@@ -201,10 +201,14 @@ class StageModule(nn.Module):
         self.fqns[prefix + attribute(fqn)] = fqn
 
     def forward(
-        self, *inputs: Tensor, num_samples: int, is_last: bool = False
+        self,
+        *inputs: Tensor,
+        num_samples: int,
+        is_last: bool = False,
+        after_first: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Run the stage on one microbatch, of which this rank has `num_samples`; `is_last` says
-        that it is the step's last.
+        that it is the step's last. `after_first` is called when the first block has run.
         """
         keep_all = is_last and self._keeps_last
         values = dict(zip(self._inputs, inputs, strict=True))
@@ -218,6 +222,9 @@ class StageModule(nn.Module):
             values.update(zip(step.outputs, made, strict=True))
             for name in step.free:
                 del values[name]
+            if after_first is not None:
+                after_first()
+                after_first = None
         return tuple(self._as(values[name], src, dst) for name, src, dst in self._results)
 
     def _as(self, tensor: Tensor, src: Placements, dst: Placements) -> Tensor:

@@ -47,14 +47,19 @@ class Pending(NamedTuple):
         weight, bias = self.weight, self.bias
         fresh = _weight_gradient(weight, self.x, self.grad, transposed=self.transposed)
         if fresh is not None:
-            # Through autograd, whose hooks may take a leaf's gradient elsewhere.
-            torch.autograd.backward(weight, fresh)
+            _give(weight, fresh)
         if bias is not None and bias.requires_grad:
-            grad = self.grad.sum(0)
-            if bias.is_leaf and bias.grad is not None:
-                bias.grad.add_(grad)
-            else:
-                torch.autograd.backward(bias, grad)
+            _give(bias, self.grad.sum(0))
+
+
+def _give(tensor: Tensor, grad: Tensor) -> None:
+    if not tensor.is_leaf or tensor._post_accumulate_grad_hooks:
+        # Through autograd: a hook may take a leaf's gradient elsewhere.
+        torch.autograd.backward(tensor, grad)
+    elif tensor.grad is None:
+        tensor.grad = grad
+    else:
+        tensor.grad.add_(grad)
 
 
 def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor | None:
@@ -84,6 +89,10 @@ class WeightQueue:
             yield
         finally:
             self.current = None
+
+    def stop(self) -> None:
+        """Let products from here on make their weight gradients in their backward."""
+        self.current = None
 
     @torch.no_grad()
     def flush(self, place: Place) -> None:
@@ -183,7 +192,8 @@ class _DeferredProduct(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias, transposed, pending = ctx.held
         rows = _rows(grad)
-        pending.append(Pending(weight, bias, transposed, _rows(x), rows))
+        # Detached: with its past, x would keep alive all of the stage that was before it.
+        pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows))
         if not ctx.needs_input_grad[0]:
             return None, None, None
         return _input_gradient(rows, weight, x, transposed=transposed), None, None
