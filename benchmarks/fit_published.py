@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from benchmarks.gpu.measure import read_kept
+from benchmarks.gpu.kept import read_kept, with_measured
 from benchmarks.machines import CLUSTERS, assumed
 from costmodel.rates import load_rates
 from costmodel.stacks import STACKS
@@ -62,7 +62,8 @@ def main():
 
 
 def shipped_profile(name, ops, nccl):
-    return ProfileFile(
+    """Return data sheets and fits, with what this repository measured itself in their place."""
+    file = ProfileFile(
         name=name,
         source="shipped",
         complete=True,
@@ -72,20 +73,10 @@ def shipped_profile(name, ops, nccl):
         ),
         allocator_overhead_fraction=assumed(0.05, "rounding and fragmentation"),
         launch_overhead_s=assumed(6e-6, "host time of one eager PyTorch operator"),
-        op_fits=compute_fits(name, ops),
+        op_fits=(*op_fits(name, ops), *memory_fits(name)),
         collective_fits=(*collective_fits(name, nccl), *ring_fits(name, nccl)),
     )
-
-
-def compute_fits(name, ops):
-    """Fits to published tables, except where this repository measured the machine itself."""
-    measured = read_kept(name)
-    known = {(fit.family, fit.dtype, fit.direction) for fit in measured}
-    published = (*op_fits(name, ops), *memory_fits(name))
-    return (
-        *measured,
-        *(fit for fit in published if (fit.family, fit.dtype, fit.direction) not in known),
-    )
+    return with_measured(file, read_kept(name))
 
 
 # How well the fits predict rows they have not seen.
@@ -372,15 +363,7 @@ def ring_fits(name, nccl):
     for kind in ("all_gather", "reduce_scatter"):
         row = nccl[(nccl.system == H200_RING) & (nccl.collective == kind)].iloc[0]
         slower = (7 / 8) / (row.busbw_GBps * 1e9) / last
-        pieces = tuple(
-            piece.model_copy(
-                update={
-                    "alpha_s": piece.alpha_s / 2,
-                    "beta_s_per_byte": piece.beta_s_per_byte * slower,
-                }
-            )
-            for piece in reduce.pieces
-        )
+        pieces = tuple(piece.scaled(steps=0.5, share=slower) for piece in reduce.pieces)
         yield reduce.model_copy(
             update={
                 "kind": kind,

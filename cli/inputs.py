@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from planner.errors import PlannerError
 
@@ -18,6 +18,16 @@ def graph_of(model: Path, precision: Precision = "model") -> ModelGraph:
     from planner.capture_cache import load_graph
 
     return load_graph(model, precision=precision)
+
+
+def parse_precision(text: str) -> Precision:
+    """Return the precision of that name."""
+    from planner.plan import Precision
+
+    for known in get_args(Precision):
+        if text == known:
+            return known
+    raise PlannerError(f"--precision {text} was given; use {' or '.join(get_args(Precision))}")
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli.inputs import graph_of, parse_seconds
+from cli.inputs import graph_of, parse_precision, parse_seconds
 from cli.options import DeviceOption
 from cli.output import show_progress, show_results
 from planner.errors import PlannerError
@@ -29,6 +29,16 @@ def profile(
         int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
     ] = None,
     device: DeviceOption = None,
+    precision: Annotated[
+        str, typer.Option(help="model: the model's own dtypes; bf16: as trained with --precision.")
+    ] = "model",
+    grid: Annotated[
+        bool, typer.Option("--grid", help="With model files: measure the standard grid, too.")
+    ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(help="Measure whole blocks through torch.compile, too. Default: on GPUs."),
+    ] = None,
     budget: Annotated[
         str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")
     ] = None,
@@ -60,8 +70,10 @@ def profile(
             folder,
             nproc=nproc or gpus or _num_devices(device),
             device=device,
-            models=[graph_of(model) for model in models or ()],
+            models=[graph_of(model, parse_precision(precision)) for model in models or ()],
             gpus=gpus,
+            grid=grid,
+            compiled=compiled,
             budget_s=parse_seconds(budget),
             progress=progress,
         )

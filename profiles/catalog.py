@@ -85,15 +85,7 @@ def _with_link(file: ProfileFile, suffix: str) -> ProfileFile:
         if fit.num_nodes == 1
         else fit.model_copy(
             update={
-                "pieces": tuple(
-                    piece.model_copy(
-                        update={
-                            "alpha_s": piece.alpha_s * later,
-                            "beta_s_per_byte": piece.beta_s_per_byte * slower,
-                        }
-                    )
-                    for piece in fit.pieces
-                ),
+                "pieces": tuple(p.scaled(steps=later, share=slower) for p in fit.pieces),
                 "relative_error": fit.relative_error + 0.1,
                 "detail": f"{fit.detail}; scaled to {link.name}",
             }

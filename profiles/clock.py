@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ OWN_CORE_SHARE = 0.95
 HEAD_START_CYCLES = 200_000
 """A GPU is kept busy this long (about 0.1 ms) before timed work, so that the host has issued
 the start of it by then: the host's delay would otherwise lie between the two events."""
+
+PACE_WIDTH = 192
+PACE_CALLS = 4
+"""A fraction of a millisecond each, within a core's own cache."""
 
 SETTLE_S, MOST_SETTLE_S = 1.0, 5.0
 SETTLED = 0.02
@@ -59,6 +64,27 @@ class Clock:
         seconds, result = self.time(work)
         on_core = time.thread_time() - began
         return (on_core if on_core < OWN_CORE_SHARE * seconds else seconds), result
+
+
+class Pace:
+    """How fast a rank's core is in this moment: the time of a fixed small matmul.
+
+    A GPU's pace is not taken: its clocks are settled, and the matmul's would say little
+    about an op that waits for memory.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        width = PACE_WIDTH if clock.device.type == "cpu" else 0
+        self._operand = torch.full((width, width), 1.0 / max(width, 1))
+
+    def take(self) -> list[float]:
+        """Return a few samples of seconds; none on a GPU."""
+        if not len(self._operand):
+            return []
+        run = partial(torch.mm, self._operand, self._operand)
+        run()
+        return [self._clock.time_compute(run)[0] for _ in range(PACE_CALLS)]
 
 
 def own_cores(mine: set[int], *, peers: Sequence[set[int]], local_rank: int) -> set[int]:

@@ -112,10 +112,8 @@ class CollectiveModel:
         share /= wire_share(fit.kind, fit.group.size) / self._width(fit.group)
         steps = num_steps(kind, group.size) / num_steps(fit.kind, fit.group.size)
         return tuple(
-            Piece(
-                min_bytes=piece.min_bytes / share,
-                alpha_s=piece.alpha_s * steps,
-                beta_s_per_byte=piece.beta_s_per_byte * share,
+            piece.scaled(steps=steps, share=share).model_copy(
+                update={"min_bytes": piece.min_bytes / share}
             )
             for piece in fit.pieces
         )
@@ -180,7 +178,7 @@ class _Curve:
         piece = self.pieces[index]
         seconds = max(
             self.levels[index],
-            piece.alpha_s + num_bytes * piece.beta_s_per_byte,
+            piece.seconds(num_bytes),
             num_bytes * self.least_s_per_byte,
         )
         return Lookup(seconds=seconds, source=self.source, relative_error=self.error)

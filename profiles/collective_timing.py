@@ -10,34 +10,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from profiles.clock import Clock
-from profiles.timing import LEAST_SAMPLES, MOST_SAMPLES, SAMPLE_S
 
+SAMPLES = 10
 MOST_CALLS_PER_SAMPLE = 100
+
+TRIAL_CALLS = 8
+LONG_S = 5e-3
+"""What takes longer than this is tried once, else several times: short calls vary more."""
 
 
 def time_collective(
     kind: str, num_bytes: int, group: dist.ProcessGroup, *, clock: Clock, seconds: float
 ) -> dict[str, list[float]]:
-    """Return samples of seconds per collective; every rank of the group must call."""
+    """Return samples of seconds per collective; every rank of the group must call.
+
+    Each sample is the mean of equally many calls back to back, about `seconds` in all.
+    """
     work = _collective(kind, num_bytes, group, clock.device)
-    work()
-    spent, _ = clock.time(work)
-    spent = min(spent, clock.time(work)[0])
-    # The first rank of the group decides for all how often to repeat.
-    plan = torch.tensor(
-        [
-            max(1, min(MOST_CALLS_PER_SAMPLE, round(SAMPLE_S / max(spent, 1e-7)))),
-            max(LEAST_SAMPLES, min(MOST_SAMPLES, int(seconds / max(spent, SAMPLE_S)))),
-        ],
-        device=clock.device,
-    )
-    dist.broadcast(plan, dist.get_global_rank(group, 0), group=group)
-    per_sample, count = (int(n) for n in plan)
+    once = _agreed(clock.time(work)[0], group, clock.device)
+    if once < LONG_S:
+        several = clock.time(lambda: [work() for _ in range(TRIAL_CALLS)])[0]
+        once = _agreed(several / TRIAL_CALLS, group, clock.device)
+    calls = max(1, round(seconds / max(once, 1e-7)))
+    count = min(SAMPLES, calls)
+    per_sample = min(MOST_CALLS_PER_SAMPLE, calls // count)
     samples = []
     for _ in range(count):
         spent, _ = clock.time(lambda: [work() for _ in range(per_sample)])
         samples.append(spent / per_sample)
     return {"seconds": samples}
+
+
+def _agreed(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Return the first rank's number, so that all ranks repeat equally often."""
+    told = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.broadcast(told, dist.get_global_rank(group, 0), group=group)
+    return float(told)
 
 
 def _collective(

@@ -76,7 +76,7 @@ def fit_ops(records: Sequence[OpRecord]) -> tuple[OpFit, ...]:
 
 
 def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...], float]:
-    """Fit seconds by a piecewise alpha-beta line; sizes must rise.
+    """Fit seconds by pieces in the size, its root and a constant; sizes must rise.
 
     The breakpoints are chosen exactly, by dynamic programming, for the least sum of absolute
     relative residuals plus a price per piece. Returns pieces and the median residual.
@@ -87,10 +87,11 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
         for stop in range(start + 1, count + 1):
             if stop - start < MIN_POINTS_PER_PIECE and (start, stop) != (0, count):
                 continue
-            terms = np.stack([np.ones(stop - start), num_bytes[start:stop]], axis=1)
+            n = num_bytes[start:stop]
+            terms = np.stack([np.ones(stop - start), np.sqrt(n), n], axis=1)
             line, residual = fit_nonnegative(terms, seconds[start:stop])
             lines[start, stop] = line, float(np.abs(residual).sum())
-    # A piece must earn its two coefficients: at least this much total residual.
+    # A piece must earn its coefficients: at least this much total residual.
     price = 0.05 * MIN_POINTS_PER_PIECE
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))]
     for stop in range(1, count + 1):
@@ -105,7 +106,8 @@ def fit_pieces(num_bytes: _Floats, seconds: _Floats) -> tuple[tuple[Piece, ...],
         Piece(
             min_bytes=0.0 if start == 0 else float(num_bytes[start]),
             alpha_s=lines[start, stop][0][0],
-            beta_s_per_byte=lines[start, stop][0][1],
+            gamma_s_per_sqrt_byte=lines[start, stop][0][1],
+            beta_s_per_byte=lines[start, stop][0][2],
         )
         for start, stop in pairwise(cuts)
     )
@@ -117,7 +119,7 @@ def piecewise_at(pieces: Sequence[Piece], num_bytes: float) -> float:
     """Return the time of a message under a piecewise fit; larger is never cheaper."""
     index = max((i for i, p in enumerate(pieces) if p.min_bytes <= num_bytes), default=0)
     piece = pieces[index]
-    return max(levels_of(pieces)[index], piece.alpha_s + num_bytes * piece.beta_s_per_byte)
+    return max(levels_of(pieces)[index], piece.seconds(num_bytes))
 
 
 def levels_of(pieces: Sequence[Piece]) -> tuple[float, ...]:
@@ -127,8 +129,7 @@ def levels_of(pieces: Sequence[Piece]) -> tuple[float, ...]:
     """
     levels = [0.0]
     for piece, after in pairwise(pieces):
-        reached = piece.alpha_s + after.min_bytes * piece.beta_s_per_byte
-        levels.append(max(levels[-1], reached))
+        levels.append(max(levels[-1], piece.seconds(after.min_bytes)))
     return tuple(levels)
 
 

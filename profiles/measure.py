@@ -1,9 +1,9 @@
 """Measure this machine, or a cluster, into a profile directory.
 
 Each probe runs in worker ranks that all run it at once, and is visited several times: one
-pass over all probes, heaviest first, then another, so that what drifts or disturbs the
-machine for a while touches one visit of many probes instead of all visits of one. What time
-is left goes to the probes whose uncertainty weighs most. After every visit the records so
+pass over all probes, heaviest first, then rounds in any order, so that what disturbs the
+machine for a while touches one visit of many probes instead of all visits of one. What is
+known well enough is left out of further rounds. After every visit the records so
 far are written, so a kill loses at most the visit in flight, and the same call goes on where
 the last one stopped.
 """
@@ -11,6 +11,7 @@ the last one stopped.
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -41,13 +42,23 @@ VISIT_S = 0.1
 """Sampling time of a visit without a budget."""
 
 LEAST_VISIT_S, MOST_VISIT_S = 0.01, 0.25
+
+COLLECTIVE_VISIT_S = 0.05
+"""Single calls of a collective vary more than those of an op."""
+
+ROUNDS = 6
+"""So many visits to every probe a budget is planned for."""
+
+WARM_VISITS = 2
+"""So many visits also time the op on inputs in cache."""
+
 VISIT_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 300.0
 
 PASSES = 4
 """So often every probe is visited, before the uncertain ones are visited further."""
 
-MOST_VISITS = 12
+MOST_VISITS = 16
 
 MESSAGE_SHARE = 32
 """Messages grow up to 1 GiB, or to this part of a rank's memory."""
@@ -60,7 +71,7 @@ LEAST_SIZES = 3
 takes longer than the budget: a profile without them would be no profile."""
 
 GOOD_STANDARD_ERROR = 0.02
-"""A median this well known is not measured further."""
+"""What is known this well is not measured further."""
 
 TYPICAL_BYTES_PER_S = 1e9
 """Rate of messages, only to weigh them against ops."""
@@ -75,6 +86,7 @@ def measure_profile(
     device: str = "cpu",
     models: Sequence[ModelGraph] = (),
     gpus: int | None = None,
+    grid: bool = False,
     budget_s: float | None = None,
     compiled: bool | None = None,
     progress: Progress | None = None,
@@ -86,7 +98,8 @@ def measure_profile(
 
     With models, measures each distinct op signature that a search of them on `gpus`
     devices (default: the ranks) can ask for, and whole blocks, also `compiled` (default: on
-    GPUs); without, a standard grid. Records already in `out` are kept. Raises ProfileError
+    GPUs); without, or if `grid` asks for it too, a standard grid. Records already in `out`
+    are kept. Raises ProfileError
     when `out` holds another machine's records, can't be written, or the workers can't start.
     """
     place = cluster_rank(os.environ)
@@ -117,16 +130,15 @@ def measure_profile(
             deadline=None if budget_s is None else began + budget_s,
             progress=progress or (lambda fraction, doing: None),
         )
-        num_devices = gpus or len(about)
-        grid = (
-            signatures(models, num_devices=num_devices)
-            if models
-            else standard_grid(device, float8=all(answer["float8"] for answer in about))
-        )
+        wanted: list[OpProbe] = [*base_probes()]
+        if models:
+            wanted += signatures(models, num_devices=gpus or len(about))
+        if grid or not models:
+            wanted += standard_grid(device, float8=all(answer["float8"] for answer in about))
         # Compiling a block for a CPU takes longer than measuring all its ops.
         whole = blocks(models, compiled=device == "cuda" if compiled is None else compiled)
         asked = _Asked.of(
-            [*base_probes(), *grid],
+            _distinct(wanted),
             blocks=whole,
             collectives=collective_probes(
                 groups_to_measure(ranks.nodes), most_bytes=ranks.memory_bytes / MESSAGE_SHARE
@@ -210,14 +222,8 @@ class _Run:
         self.planned = PASSES * len(asked)
         reached = [*asked.basic, *self._first_collectives(asked), *self._first_ops(asked)]
         postponed = len(asked) - len(reached)
-        for number in range(1, PASSES):
-            left = [p for p in reached if self.session.num_visits(p) < PASSES]
-            for index, probe in enumerate(left):
-                if self._left() <= 0:
-                    return postponed == 0
-                ahead = len(left) * (PASSES - number) - index
-                self._visit(probe, self._share(self._left(), ahead))
-        self._refine(reached)
+        self._visit_further(reached)
+        self.session.settle()
         return postponed == 0
 
     def report(self, doing: str) -> None:
@@ -237,12 +243,12 @@ class _Run:
         """Visit the basic probes, then collectives within their share; return those reached."""
         for probe in asked.basic:
             self._visit(probe, MOST_VISIT_S)
-        reserve = (1 - COLLECTIVE_SHARE / PASSES) * self._left() if self.deadline else 0.0
+        reserve = (1 - COLLECTIVE_SHARE / ROUNDS) * self._left() if self.deadline else 0.0
         for index, message in enumerate(asked.collectives):
             left = self._left() - reserve
             if left <= 0 and index >= LEAST_SIZES * len(COLLECTIVE_KINDS):
                 return list(asked.collectives[:index])
-            self._visit(message, self._share(left, len(asked.collectives) - index))
+            self._visit(message, self._share(message, left, len(asked.collectives) - index))
         return list(asked.collectives)
 
     def _first_ops(self, asked: _Asked) -> list[OpProbe | BlockProbe]:
@@ -254,30 +260,48 @@ class _Run:
         firsts = _first_of_each_target(asked.ops)
         reached = []
         for index, probe in enumerate(every):
-            heavy = 3 * PASSES * _expected_seconds(probe) > 0.3 * self._left()
+            heavy = 3 * ROUNDS * _expected_seconds(probe) > 0.3 * self._left()
             if probe not in firsts and (heavy or self._left() <= 0):
                 continue
-            ahead = PASSES * len(every) - index
-            self._visit(probe, self._share(self._left(), ahead))
+            ahead = ROUNDS * len(every) - index
+            self._visit(probe, self._share(probe, self._left(), ahead))
             reached.append(probe)
         return reached
 
-    def _refine(self, probes: Sequence[AnyProbe]) -> None:
-        """Visit further what is uncertain, by weight, as long as there is time."""
-        while True:
-            uncertain = [
-                probe
-                for probe in probes
-                if self.session.uncertainty(probe) > GOOD_STANDARD_ERROR
-                and self.session.num_visits(probe) < MOST_VISITS
-                and probe not in self.failed
-            ]
-            if not uncertain:
-                return
-            for probe in sorted(uncertain, key=self._weighed, reverse=True):
+    def _visit_further(self, probes: Sequence[AnyProbe]) -> None:
+        """Visit all again and again, then what is still uncertain, while there is time.
+
+        Each round has another order, so that no probe always follows the same other one; a
+        round for which there is too little time begins with what weighs most.
+        """
+        chance = random.Random(0)
+        round_s = 0.0
+        while left := [probe for probe in probes if self._wants(probe)]:
+            chance.shuffle(left)
+            if self._left() < round_s:
+                left.sort(key=self._weighed, reverse=True)
+            began = time.monotonic()
+            for probe in left:
                 if self._left() <= LEAST_VISIT_S + self.cost_s:
                     return
-                self._visit(probe, self._share(self._left(), len(uncertain)))
+                self._visit(probe, self._further_s(probe))
+            round_s = time.monotonic() - began
+
+    def _wants(self, probe: AnyProbe) -> bool:
+        if probe in self.failed:
+            return False
+        visits = self.session.num_visits(probe)
+        if visits < PASSES:
+            return True
+        return visits < MOST_VISITS and self.session.uncertainty(probe) > GOOD_STANDARD_ERROR
+
+    def _further_s(self, probe: AnyProbe) -> float:
+        """Return the sampling time of a visit: about what it costs beside, within bounds."""
+        if isinstance(probe, CollectiveProbe):
+            return COLLECTIVE_VISIT_S
+        if self.deadline is None:
+            return VISIT_S
+        return min(max(self.cost_s, LEAST_VISIT_S), MOST_VISIT_S)
 
     def _weighed(self, probe: AnyProbe) -> float:
         """Return the seconds of a training step that are uncertain because of a probe."""
@@ -308,15 +332,15 @@ class _Run:
     def _visit_op(self, probe: OpProbe | BlockProbe, seconds: float) -> None:
         compiling = isinstance(probe, BlockProbe) and probe.compiled
         answers = self.workers.call(
-            {"task": "op", "probe": probe.to_json(), "seconds": seconds},
+            {
+                "task": "op",
+                "probe": probe.to_json(),
+                "seconds": seconds,
+                "warm": self.session.num_visits(probe) < WARM_VISITS,
+            },
             timeout_s=(COMPILE_TIMEOUT_S if compiling else VISIT_TIMEOUT_S) + 2 * seconds,
         )
-        samples = {
-            (kind, name): [s for rank in ranks for s in answers[rank][name]]
-            for kind, ranks in self.session.ranks.kinds.items()
-            for name in answers[0]
-        }
-        self.session.add_op(probe, samples)
+        self.session.add_op(probe, answers)
         if probe.weight == float("inf") and probe.forward.flop > probe.forward.num_bytes:
             for rank, answer in enumerate(answers):
                 seconds_here = float(np.median(answer["forward"]))
@@ -338,11 +362,18 @@ class _Run:
     def _left(self) -> float:
         return float("inf") if self.deadline is None else self.deadline - time.monotonic()
 
-    def _share(self, seconds: float, count: int) -> float:
+    def _share(self, probe: AnyProbe, seconds: float, count: int) -> float:
         """Return the sampling time of one of `count` visits that have `seconds` in all."""
-        if self.deadline is None:
-            return VISIT_S
-        return min(max(seconds / max(count, 1) - self.cost_s, LEAST_VISIT_S), MOST_VISIT_S)
+        usual = self._further_s(probe)
+        return min(max(seconds / max(count, 1) - self.cost_s, LEAST_VISIT_S), usual)
+
+
+def _distinct(probes: Sequence[OpProbe]) -> list[OpProbe]:
+    """Return the first probe of every signature."""
+    found: dict[tuple, OpProbe] = {}
+    for probe in probes:
+        found.setdefault(probe.key, probe)
+    return list(found.values())
 
 
 def _expected_seconds(probe: OpProbe | BlockProbe) -> float:

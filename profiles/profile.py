@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
 from planner.cluster import ClusterSpec
 from profiles.collective_model import CollectiveModel
+from profiles.hosts import ASSUMED, HOSTS, REACHED_FRACTION, HostSpec
 from profiles.op_model import OpModel
 from profiles.records import (
     CollectiveRecord,
@@ -30,9 +32,6 @@ PASSES: dict[StepWork, float] = {
 }
 """Bytes that cross memory for each byte of the float32 tensor. AdamW reads parameter,
 gradient and two moments and writes all but the gradient; a bfloat16 copy is half a pass."""
-
-HOST_LINK_BYTES_PER_S = 25e9
-"""PCIe 4.0 x16, 32 GB/s less its protocol: assumed where copies were not measured."""
 
 
 class Profile:
@@ -94,8 +93,12 @@ class Profile:
         return CollectiveModel(self.cluster, self.collectives, self.file.collective_fits)
 
     def op_seconds(self, query: OpQuery) -> Lookup:
-        """Return the time of one operator on one device."""
-        return self._op_model.seconds(query)
+        """Return the time of one operator on one device, as slow as that typically is."""
+        answer = self._op_model.seconds(query)
+        slowdown = self.file.typical_slowdown
+        if slowdown is None:
+            return answer
+        return replace(answer, seconds=answer.seconds * slowdown.value)
 
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective; `num_bytes` is the full tensor's size.
@@ -118,8 +121,8 @@ class Profile:
                 )
         if work in ("host_to_device", "device_to_host") and self.cluster.device_type != "cpu":
             return Lookup(
-                seconds=num_bytes / HOST_LINK_BYTES_PER_S,
-                source=f"{work}, a PCIe 4 x16 link assumed",
+                seconds=num_bytes / self.host.link_bytes_per_s,
+                source=f"{work}, {self.host.source}",
                 relative_error=1.0,
             )
         return Lookup(
@@ -134,6 +137,36 @@ class Profile:
         """Return one AdamW step over a rank's float32 parameters; `sharded` ones are DTensors."""
         return self.step_seconds(
             "sharded_adamw" if sharded else "adamw", num_bytes=param_bytes, num_tensors=num_tensors
+        )
+
+    @property
+    def host(self) -> HostSpec:
+        """What the host of a node is taken to be."""
+        return HOSTS.get(self.cluster.device, ASSUMED)
+
+    def host_optimizer_seconds(
+        self, *, param_bytes: float, weight_bytes: float, num_tensors: int, sharded: bool = False
+    ) -> Lookup:
+        """Return one AdamW step on the host over float32 copies of `param_bytes`, from which
+        weights of `weight_bytes` are written; all devices of a node are at it at once.
+        `sharded` copies are DTensors, from which FSDP2 reads them itself.
+        """
+        if self.cluster.device_type == "cpu":
+            update = self.optimizer_seconds(
+                param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
+            )
+            if sharded:
+                return update
+            written = self.step_seconds("cast", num_bytes=param_bytes, num_tensors=num_tensors)
+            return replace(update, seconds=update.seconds + written.seconds)
+        host, share = self.host, self.cluster.devices_per_node
+        passes = PASSES["adamw"] * param_bytes
+        if not sharded:
+            passes += param_bytes + weight_bytes
+        return Lookup(
+            seconds=passes * share / (host.memory_bytes_per_s * REACHED_FRACTION),
+            source=f"passes over the host's memory, {host.source}",
+            relative_error=0.5,
         )
 
     def block_correction(self, direction: Direction, *, compiled: bool = False) -> float:

@@ -22,7 +22,7 @@ from pydantic import (
 
 from planner.cluster import ClusterSpec, Link
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Direction = Literal["forward", "backward"]
 CollectiveKind = Literal[
@@ -114,9 +114,10 @@ class Figure(_Record):
 class Provenance(_Record):
     """How a number was measured; columns of every measured record.
 
-    A probe is visited several times in the course of a measurement; `visits` are the medians
-    of each visit in seconds, `repeats` counts the samples of all. `spread` is the
-    interquartile range of the visits (of a single visit: of its samples) over their median.
+    A probe is visited several times in the course of a measurement; `visits` are the seconds
+    of each, `repeats` counts the samples of all. `spread` is the interquartile range of the
+    visits, at the undisturbed pace (of a single visit: of its samples), over their
+    median.
     """
 
     device: str
@@ -130,16 +131,19 @@ class Provenance(_Record):
 
     @property
     def standard_error(self) -> float:
-        """Relative standard error of the median: samples of one visit share its disturbances,
+        """Relative standard error of the time: samples of one visit share its disturbances,
         so that only visits count as independent.
         """
         return self.spread / sqrt(max(len(self.visits), 1))
 
 
 class OpRecord(Provenance):
-    """One measured operator: the lower quartile of its visits, all ranks of the node at work.
+    """One measured operator: the midmean of its visits, all ranks of the node at work.
 
-    `arguments` tells apart probes that differ only in what is not a tensor, such as a flag.
+    `visits` are medians of samples, as they were; `paces` the seconds of a fixed piece of
+    work beside each visit, by which `seconds` is scaled to the undisturbed machine (none on
+    GPUs): see `profiles.visits`. `arguments` tells apart probes that differ only in what
+    is not a tensor, such as a flag.
     `warm_seconds` is the time on inputs that stay in cache, where that was measured.
     """
 
@@ -152,11 +156,14 @@ class OpRecord(Provenance):
     num_bytes: float = Field(ge=0)
     seconds: float = Field(gt=0, allow_inf_nan=False)
     warm_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    paces: tuple[float, ...] = ()
 
 
 class CollectiveRecord(Provenance):
-    """One measured collective. `num_bytes` is the full tensor's size: before a
-    reduce-scatter, after an all-gather. `concurrent_groups` ran at the same time.
+    """One measured collective: the midmean of its visits, each the mean of its calls, as
+    calls that wait for a thread now and then take many times their median, and a step pays
+    for all. `num_bytes` is the full tensor's size: before a reduce-scatter, after an
+    all-gather. `concurrent_groups` ran at the same time.
     """
 
     kind: CollectiveKind
@@ -188,11 +195,35 @@ class OpFit(_Record):
 
 
 class Piece(_Record):
-    """From `min_bytes` upward, a message costs `alpha_s + num_bytes * beta_s_per_byte`."""
+    """From `min_bytes` upward, n bytes cost `alpha_s + n * beta_s_per_byte`, and
+    `sqrt(n) * gamma_s_per_sqrt_byte` where chunks are pipelined through several hops.
+
+    With d hops, each chunk costing a + chunk * b, the best size of chunk gives
+    (sqrt(d a) + sqrt(n b))^2, whose middle term grows with the root of n (Sanders, Speck,
+    Traff: Two-tree algorithms for full bandwidth broadcast, 2009, section 2).
+    """
 
     min_bytes: float = Field(ge=0)
     alpha_s: float = Field(ge=0)
+    gamma_s_per_sqrt_byte: float = Field(default=0.0, ge=0)
     beta_s_per_byte: float = Field(ge=0)
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of a message of the piece."""
+        rate = self.gamma_s_per_sqrt_byte * sqrt(num_bytes)
+        return self.alpha_s + rate + num_bytes * self.beta_s_per_byte
+
+    def scaled(self, *, steps: float, share: float) -> Piece:
+        """Return the piece of `steps` times the hops, each link carrying `share` times the
+        bytes; where it begins stays as it is.
+        """
+        return self.model_copy(
+            update={
+                "alpha_s": self.alpha_s * steps,
+                "gamma_s_per_sqrt_byte": self.gamma_s_per_sqrt_byte * sqrt(steps * share),
+                "beta_s_per_byte": self.beta_s_per_byte * share,
+            }
+        )
 
 
 class CollectiveFit(_Record):
@@ -313,6 +344,7 @@ class ProfileFile(_Record):
     context_bytes: Figure
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
+    typical_slowdown: Figure | None = None
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)

@@ -14,7 +14,7 @@ import numpy as np
 from planner.errors import ProfileError
 from profiles.op_model import record_key
 from profiles.probes import BlockProbe, CollectiveProbe, OpProbe
-from profiles.records import CollectiveRecord, OpRecord, SkippedProbe
+from profiles.records import CollectiveRecord, OpQuery, OpRecord, SkippedProbe
 from profiles.store import (
     COLLECTIVES_FILE,
     OPS_FILE,
@@ -26,14 +26,10 @@ from profiles.store import (
     write_session,
 )
 from profiles.topology import nodes_of
+from profiles.visits import at_pace, midmean, over_ranks, undisturbed_pace
 
 THREADS = 1
 """Host threads of a rank while measuring and, by default, while training."""
-
-OP_PERCENTILE = 25.0
-"""Of the visits to an op, in each of which the median counts. What disturbs an op only ever
-slows it, so that the quieter visits repeat better (on a busy machine, 78% instead of 69% of
-ops within 10%). Collectives are disturbed both ways and take the median of visits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +90,8 @@ class Session:
     ops: dict[tuple, OpRecord]
     collectives: dict[tuple, CollectiveRecord]
     skipped: list[SkippedProbe] = field(default_factory=list)
+    paces: dict[str, list[float]] = field(default_factory=dict)
+    """Of all visits so far, by kind of device."""
 
     @classmethod
     def open(cls, directory: Path, ranks: Ranks, *, device_type: str) -> Session:
@@ -119,6 +117,8 @@ class Session:
             ops={_op_key(record): record for record in ops},
             collectives={_collective_key(record): record for record in collectives},
         )
+        for record in ops:
+            session.paces.setdefault(record.device, []).extend(record.paces)
         write_ops(directory, ops)
         write_collectives(directory, collectives)
         return session
@@ -143,44 +143,83 @@ class Session:
         ]
 
     def add_op(
-        self, probe: OpProbe | BlockProbe, samples: Mapping[tuple[str, str], Sequence[float]]
+        self, probe: OpProbe | BlockProbe, answers: Sequence[Mapping[str, Sequence[float]]]
     ) -> None:
-        """Add a visit of an op; `samples` are by kind of device and name, which is a
-        direction, or a direction followed by ``_warm``.
-        """
-        for kind in self.ranks.kinds:
+        """Add a visit of an op; each rank answers with samples by name: see `OpTimer.visit`."""
+        for kind, ranks in self.ranks.kinds.items():
+            mine = [answers[rank] for rank in ranks]
             for query in probe.queries:
-                found = samples.get((kind, query.direction))
-                if not found:
-                    continue
-                known = self.ops.get((kind, record_key(query), probe.arguments))
-                warm = samples.get((kind, f"{query.direction}_warm"))
-                record = OpRecord(
-                    target=query.target,
-                    shapes=query.shapes,
-                    dtype=query.dtype,
-                    direction=query.direction,
-                    arguments=probe.arguments,
-                    flop=query.flop,
-                    num_bytes=query.num_bytes,
-                    warm_seconds=_least(warm, known.warm_seconds if known else None),
-                    **self._provenance(found, kind, known, percentile=OP_PERCENTILE),
-                )
-                self.ops[_op_key(record)] = record
+                if all(answer[query.direction] for answer in mine):
+                    record = self._op_record(probe, query, kind, mine)
+                    self.ops[_op_key(record)] = record
         write_ops(self.directory, self.ops.values())
+
+    def _op_record(
+        self,
+        probe: OpProbe | BlockProbe,
+        query: OpQuery,
+        kind: str,
+        answers: Sequence[Mapping[str, Sequence[float]]],
+    ) -> OpRecord:
+        known = self.ops.get((kind, record_key(query), probe.arguments))
+        visit, pace = over_ranks(
+            [float(np.median(answer[query.direction])) for answer in answers],
+            [float(np.median(answer["pace"])) for answer in answers if answer["pace"]],
+        )
+        visits = (*(known.visits if known else ()), _rounded(visit))
+        new = [] if pace is None else [_rounded(pace)]
+        self.paces.setdefault(kind, []).extend(new)
+        paces = (*(known.paces if known else ()), *new)
+        samples = [s for answer in answers for s in answer[query.direction]]
+        warm = [s for answer in answers for s in answer.get(f"{query.direction}_warm", ())]
+        return OpRecord(
+            target=query.target,
+            shapes=query.shapes,
+            dtype=query.dtype,
+            direction=query.direction,
+            arguments=probe.arguments,
+            flop=query.flop,
+            num_bytes=query.num_bytes,
+            warm_seconds=_least(warm, known.warm_seconds if known else None),
+            visits=visits,
+            paces=paces,
+            repeats=len(samples) + (known.repeats if known else 0),
+            **self._times(kind, visits, paces, samples),
+            **self._provenance(kind),
+        )
+
+    def settle(self) -> None:
+        """Scale all ops to the undisturbed pace, now that the whole measurement shows it."""
+        for key, record in self.ops.items():
+            if len(record.visits) > 1:
+                times = self._times(record.device, record.visits, record.paces, ())
+                self.ops[key] = record.model_copy(update=times)
+        write_ops(self.directory, self.ops.values())
+
+    def _times(
+        self, kind: str, visits: Sequence[float], paces: Sequence[float], samples: Sequence[float]
+    ) -> dict[str, float]:
+        undisturbed = undisturbed_pace(self.paces.get(kind, ()))
+        steady = at_pace(visits, paces, undisturbed)
+        return {"seconds": midmean(steady), "spread": _spread(steady, samples)}
 
     def add_collective(
         self, probe: CollectiveProbe, samples: Sequence[float], *, concurrent_groups: int
     ) -> None:
         """Add a visit of a collective."""
         known = self.collectives.get(_probe_key(probe))
+        visits = (*(known.visits if known else ()), _rounded(np.mean(samples)))
         self.collectives[_probe_key(probe)] = CollectiveRecord(
             kind=probe.kind,
             num_bytes=probe.num_bytes,
             ranks_per_node=probe.group.ranks_per_node,
             num_nodes=probe.group.num_nodes,
             concurrent_groups=concurrent_groups,
-            **self._provenance(samples, str(self.conditions["device"]), known, percentile=50.0),
+            seconds=midmean(visits),
+            spread=_spread(visits, samples),
+            visits=visits,
+            repeats=len(samples) + (known.repeats if known else 0),
+            **self._provenance(str(self.conditions["device"])),
         )
         write_collectives(self.directory, self.collectives.values())
 
@@ -188,32 +227,27 @@ class Session:
         """Note a probe that gave no number."""
         self.skipped.append(SkippedProbe(probe=str(probe), reason=str(reason)))
 
-    def _provenance(
-        self,
-        samples: Sequence[float],
-        device: str,
-        known: OpRecord | CollectiveRecord | None,
-        *,
-        percentile: float,
-    ) -> dict[str, Any]:
-        """Return what a record says of all its visits, the one that gave `samples` the latest."""
-        visit = float(f"{np.median(samples):.5g}")
-        visits = (*(known.visits if known else ()), visit)
-        low, middle, high = np.percentile(visits if len(visits) > 1 else samples, [25, 50, 75])
+    def _provenance(self, device: str) -> dict[str, Any]:
         return {
             "device": device,
             "driver": self.conditions["driver"],
             "torch": self.conditions["torch"],
             "threads": THREADS,
             "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "repeats": len(samples) + (known.repeats if known else 0),
-            "spread": float((high - low) / middle),
-            "seconds": float(np.percentile(visits, percentile)),
-            "visits": visits,
         }
 
 
-def _least(samples: Sequence[float] | None, known: float | None) -> float | None:
+def _rounded(seconds: float | np.floating[Any]) -> float:
+    return float(f"{seconds:.5g}")
+
+
+def _spread(visits: Sequence[float], samples: Sequence[float]) -> float:
+    """Return interquartile range over median, of the visits if there are several."""
+    low, middle, high = np.percentile(visits if len(visits) > 1 else samples, [25, 50, 75])
+    return float((high - low) / middle)
+
+
+def _least(samples: Sequence[float], known: float | None) -> float | None:
     """Return the time with inputs in cache: of the visit that was disturbed least."""
     found = [float(np.median(samples))] if samples else []
     return min([*found, *([known] if known else [])], default=None)

@@ -26,7 +26,7 @@ COLLECTIVES_FILE = "collectives.csv"
 SESSION_FILE = "measuring.json"
 """There while a measurement is under way or was stopped: the conditions it runs under."""
 
-_LISTS = frozenset(("shapes", "visits"))
+_LISTS = frozenset(("shapes", "visits", "paces"))
 """Columns that hold JSON lists."""
 
 _R = TypeVar("_R", OpRecord, CollectiveRecord)
@@ -168,7 +168,7 @@ def _parse_row(
     except ValidationError as error:
         reason = _first(error)
     except ValueError as error:
-        reason = f"shapes or visits: not a list ({error})"
+        reason = f"a list of numbers: not JSON ({error})"
     raise ProfileError(
         f"{path} line {line} is damaged at {reason}; delete that line, or profile again"
     )

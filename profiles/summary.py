@@ -28,6 +28,7 @@ from profiles.records import (
 )
 from profiles.session import Session
 from profiles.surroundings import StepSample, Surroundings
+from profiles.visits import midmean, undisturbed_pace
 
 
 def summarize(
@@ -71,6 +72,7 @@ def summarize(
             detail=f"peak held over peak live, {len(overheads)} rounds of synthetic training",
         ),
         launch_overhead_s=_launch_overhead(ops, surroundings.launch_s),
+        typical_slowdown=_typical_slowdown(session.paces.get(device, ())),
         overlap_slowdown={
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
             for part, factor in surroundings.overlap.items()
@@ -123,6 +125,21 @@ def _block_correction(
             detail = f"{len(ratios)} whole blocks over the sums of their ops ({spread})"
             corrections[direction] = _measured(measured / summed, detail)
     return corrections
+
+
+def _typical_slowdown(paces: Sequence[float]) -> Figure | None:
+    """Return by how much the machine was slower than undisturbed; None if nobody looked."""
+    undisturbed = undisturbed_pace(paces)
+    if undisturbed is None:
+        return None
+    low, high = np.percentile(paces, [10, 90]) / undisturbed
+    return Figure(
+        value=midmean(paces) / undisturbed,
+        low=float(low),
+        high=float(high),
+        origin="measured",
+        detail=f"a small matmul beside {len(paces)} visits, over its fastest twentieth",
+    )
 
 
 def _slowest_kind(session: Session) -> str:

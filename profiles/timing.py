@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 from profiles.calls import MAX_CALLS, Arena, Calls, Functions
-from profiles.clock import Clock
+from profiles.clock import Clock, Pace
 
-SAMPLE_S = 2e-3
+SAMPLE_S = 1e-3
 """A sample is long enough that reading the clock and the loop do not show."""
 
-LEAST_SAMPLES = 3
+LONG_CALL_S = 2 * SAMPLE_S
+
+LEAST_SAMPLES = 2
 MOST_SAMPLES = 200
 WARM_SAMPLES = 2
 
@@ -33,6 +35,7 @@ class OpTimer:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._pace = Pace(clock)
         self._arena = Arena(clock.device)
         self._functions = Functions(clock.device)
 
@@ -41,42 +44,60 @@ class OpTimer:
         probe: Mapping[str, Any],
         *,
         seconds: float,
+        warm: bool = True,
         begin_together: Callable[[], Any] = lambda: None,
     ) -> dict[str, list[float]]:
         """Return samples of seconds per call: ``forward`` and ``backward`` (maybe empty) on
-        inputs that rotate through memory, ``forward_warm`` and ``backward_warm`` on the same.
+        inputs that rotate through memory; if `warm`, ``forward_warm`` and ``backward_warm``
+        on the same inputs; and ``pace``, of the fixed work before and after them.
         """
         calls = Calls.of(probe, self._arena, self._functions)
-        samples = _visit(calls, self._clock, seconds, begin_together)
+        samples = _visit(calls, self._clock, self._pace, seconds, begin_together)
+        if warm:
+            samples |= _visit_warm(calls, self._clock)
         if "op" in probe and _writes_inputs(probe["op"]):
             self._arena.forget()
         return samples
 
 
 def _visit(
-    calls: Calls, clock: Clock, seconds: float, begin_together: Callable[[], Any]
+    calls: Calls, clock: Clock, pace: Pace, seconds: float, begin_together: Callable[[], Any]
 ) -> dict[str, list[float]]:
-    calls.backward(calls.forward(1))
-    once, outputs = clock.time(lambda: calls.forward(1))
-    calls.backward(outputs)
-    per_sample = max(1, min(MAX_CALLS, round(SAMPLE_S / max(once, 1e-7))))
-    samples: dict[str, list[float]] = {
-        name: [] for name in ("forward", "backward", "forward_warm", "backward_warm")
-    }
+    per_sample = _calls_per_sample(calls, clock)
     cold = _sampler(calls, per_sample)
     begin_together()
-    _sample(cold, clock, per_sample, [], [])  # the ranks leave the barrier one by one
+    if per_sample > 1:  # the ranks leave the barrier one by one, which shows in short samples
+        _sample(cold, clock, per_sample, [], [])
+    samples: dict[str, list[float]] = {"forward": [], "backward": [], "pace": pace.take()}
     deadline = time.perf_counter() + seconds
     while len(samples["forward"]) < MOST_SAMPLES:
         if time.perf_counter() > deadline and len(samples["forward"]) >= LEAST_SAMPLES:
             break
         _sample(cold, clock, per_sample, samples["forward"], samples["backward"])
+    samples["pace"] += pace.take()
+    return samples
+
+
+def _visit_warm(calls: Calls, clock: Clock) -> dict[str, list[float]]:
     calls.stay_warm()
+    per_sample = _calls_per_sample(calls, clock)
     warm = _sampler(calls, per_sample)
     _sample(warm, clock, per_sample, [], [])
+    forward: list[float] = []
+    backward: list[float] = []
     for _ in range(WARM_SAMPLES):
-        _sample(warm, clock, per_sample, samples["forward_warm"], samples["backward_warm"])
-    return samples
+        _sample(warm, clock, per_sample, forward, backward)
+    return {"forward_warm": forward, "backward_warm": backward}
+
+
+def _calls_per_sample(calls: Calls, clock: Clock) -> int:
+    once = 0.0
+    for _ in range(2):  # a first call is slow, which matters to short ones alone
+        once, outputs = clock.time(lambda: calls.forward(1))
+        calls.backward(outputs)
+        if once > LONG_CALL_S:
+            break
+    return max(1, min(MAX_CALLS, round(SAMPLE_S / max(once, 1e-7))))
 
 
 Sampler = tuple[Callable[[], Any], Callable[[Any], Any] | None]

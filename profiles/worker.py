@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.runtime.gloo_threads import put_socket_threads_last
 from profiles.clock import Clock, available_cores, own_cores, settle_clocks, stay_on
 from profiles.collective_timing import time_collective
 from profiles.driver import driver_version
@@ -73,6 +74,7 @@ class Worker:
             dist.init_process_group("nccl", device_id=self.device)
         else:
             dist.init_process_group("gloo")
+        put_socket_threads_last()
         self.clock = Clock(self.device, own_core=device_type == "cpu" and _take_own_cores())
         self._timer = OpTimer(self.clock)
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
@@ -99,7 +101,10 @@ class Worker:
 
     def _time_op(self, task: Mapping[str, Any]) -> dict[str, Any]:
         return self._timer.visit(
-            task["probe"], seconds=task["seconds"], begin_together=dist.barrier
+            task["probe"],
+            seconds=task["seconds"],
+            warm=task["warm"],
+            begin_together=dist.barrier,
         )
 
     def _time_collective(self, task: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,6 +114,7 @@ class Worker:
             made = [dist.new_group(list(ranks)) for ranks in layout]
             mine = [g for g, ranks in zip(made, layout, strict=True) if self.rank in ranks]
             self._groups[layout] = mine[0] if mine else None
+            put_socket_threads_last()
         group = self._groups[layout]
         if group is None:
             return {"seconds": []}

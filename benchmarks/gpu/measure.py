@@ -1,16 +1,18 @@
 """Measure a GPU machine and set the numbers beside those of its shipped profile.
 
-    python -m benchmarks.gpu.measure [--budget SECONDS] [--out DIR] [--keep]
+    python -m benchmarks.gpu.measure [--budget SECONDS] [--out DIR] [--keep] [--device cpu]
 
-Measures the standard grid on every GPU of this machine (bf16, fp16 and fp32, forward and
-backward, in CUDA graphs), collectives among them, memory, optimizer and overlap, and prints
-how far the shipped profile of this GPU is off, by family. `--keep` writes the measured
-compute fits to benchmarks/gpu/NAME.json, which `python -m benchmarks.fit_published` then
-ships instead of the fitted ones.
+Measures on every GPU of this machine: the standard grid (bf16, fp16 and fp32, 8-bit where
+there is one; forward and backward, in CUDA graphs, cold and warm), whole layers in bf16
+(eager and compiled), the optimizer's step and its casts and sums, copies to and from the
+host, the context's memory and the allocator's overhead, the time to issue an op; and, with
+several GPUs, collectives and their overlap with compute. Prints how far the shipped profile
+of this GPU is off, by family. `--keep` writes the compute part to benchmarks/gpu/NAME.json,
+which `python -m benchmarks.fit_published` then ships in place of what it fitted and assumed.
+`--device cpu` goes the same way on a CPU, with a small model, to try it out.
 """
 
 import argparse
-import json
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -20,22 +22,27 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.gpu.kept import keep, write_kept
+from planner.capture_cache import load_graph
 from profiles import Profile, load_profile, measure_profile
 from profiles.catalog import shipped_for_gpu
-from profiles.families import family_of
+from profiles.families import BLOCK, family_of
 from profiles.op_model import query_of
-from profiles.records import OpFit
 
-HERE = Path(__file__).parent
+MODELS = {
+    "cuda": Path(__file__).with_name("layer.py"),
+    "cpu": Path(__file__).parents[2] / "examples" / "gpt.py",
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=480.0, help="seconds")
     parser.add_argument("--out", type=Path, default=Path("gpu-profile"))
-    parser.add_argument("--keep", action="store_true", help="ship the measured compute fits")
+    parser.add_argument("--keep", action="store_true", help="ship the measured compute part")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     arguments = parser.parse_args()
-    measured = measure(arguments.out, arguments.budget)
+    measured = measure(arguments.out, arguments.budget, device=arguments.device)
     if measured is None:  # a serving rank of a multi-node run
         return
     shipped = shipped_for_gpu(measured.cluster.device)
@@ -44,23 +51,25 @@ def main():
         return
     Console().print(comparison(load_profile(shipped), measured))
     if arguments.keep:
-        path = HERE / f"{shipped}.json"
-        path.write_text(json.dumps(kept_fits(measured), indent=1) + "\n")
+        path = write_kept(shipped, keep(measured))
         print(f"wrote {path}; now run python -m benchmarks.fit_published TABLES")
 
 
-def measure(out, budget_s):
-    """Return the profile of all GPUs of this machine."""
+def measure(out, budget_s, *, device="cuda", model=None):
+    """Return the profile of all GPUs of this machine, or of one process on its CPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        sys.exit("torch sees no GPU here; this script measures GPUs (CPU: planner profile)")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no GPU here; this script measures GPUs (try it with --device cpu)")
     with Progress() as bar:
         task = bar.add_task("profiling", total=1.0)
         return measure_profile(
             out,
-            nproc=torch.cuda.device_count(),
-            device="cuda",
+            nproc=torch.cuda.device_count() if device == "cuda" else 1,
+            device=device,
+            models=[load_graph(model or MODELS[device], precision="bf16")],
+            grid=True,
+            compiled=True,
             budget_s=budget_s,
             progress=lambda fraction, doing: bar.update(
                 task, completed=fraction, description=doing[:60]
@@ -72,9 +81,11 @@ def errors_by_family(shipped: Profile, measured: Profile) -> dict[tuple, list[fl
     """Return signed relative errors of the shipped profile on each measured op."""
     errors = defaultdict(list)
     for record in measured.ops:
+        family = family_of(record.target)
+        if family == BLOCK:
+            continue
         predicted = shipped.op_seconds(query_of(record)).seconds
-        key = family_of(record.target), record.dtype, record.direction
-        errors[key].append(predicted / record.seconds - 1)
+        errors[family, record.dtype, record.direction].append(predicted / record.seconds - 1)
     return dict(errors)
 
 
@@ -85,25 +96,6 @@ def comparison(shipped: Profile, measured: Profile) -> Table:
         median, size = np.median(errors), np.median(np.abs(errors))
         table.add_row(*key, str(len(errors)), f"{median:+.1%}", f"{size:.1%}")
     return table
-
-
-def kept_fits(measured: Profile) -> list[dict]:
-    """Return the measured fits of op families as JSON, with where and when in the detail."""
-    when = max(record.measured_at for record in measured.ops)[:10]
-    where = f"measured on {measured.cluster.device}, {when}"
-    return [
-        fit.model_copy(update={"detail": f"{where}: {fit.detail}"}).model_dump(mode="json")
-        for fit in measured.file.op_fits
-        if "." not in fit.family
-    ]
-
-
-def read_kept(name: str) -> list[OpFit]:
-    """Return the fits that were kept for a shipped profile; none if nobody measured it."""
-    path = HERE / f"{name}.json"
-    if not path.exists():
-        return []
-    return [OpFit.model_validate(fit) for fit in json.loads(path.read_text())]
 
 
 if __name__ == "__main__":

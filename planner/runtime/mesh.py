@@ -29,6 +29,7 @@ from planner.errors import PlanError
 from planner.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime import device as devices
+from planner.runtime.gloo_threads import put_socket_threads_last
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -81,6 +82,7 @@ class Mesh:
             if dist.get_rank() in ranks:
                 self._opened.append(group)
                 mine = group
+        put_socket_threads_last()
         return mine
 
     def device_mesh(self) -> DeviceMesh:

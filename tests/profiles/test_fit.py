@@ -37,6 +37,19 @@ def test_two_protocols_give_two_pieces():
     assert error < 0.01
 
 
+def test_chunks_pipelined_through_hops_are_one_piece():
+    """(sqrt(d a) + sqrt(n b))^2 with d a = 40 us, 1 / b = 400 GB/s, as over two nodes."""
+    sizes = 4.0 ** np.arange(8, 18)
+    seconds = (np.sqrt(4e-5) + np.sqrt(sizes / 4e11)) ** 2
+    (piece,), error = fit_pieces(sizes, seconds)
+    assert error < 1e-3
+    assert piece.alpha_s == pytest.approx(4e-5, rel=0.01)
+    assert piece.gamma_s_per_sqrt_byte == pytest.approx(2 * np.sqrt(4e-5 / 4e11), rel=0.02)
+    assert piece.scaled(steps=2, share=0.5).seconds(1e8) == pytest.approx(
+        (np.sqrt(8e-5) + np.sqrt(1e8 / 8e11)) ** 2, rel=0.01
+    )
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12))
 def test_a_piecewise_line_never_falls(seconds):

@@ -13,7 +13,7 @@ import torch
 from planner.errors import ProfileError
 from profiles import Group, load_profile, measure_profile
 from profiles import measure as measuring
-from profiles.grid import base_probes, collective_probes, standard_grid
+from profiles.grid import base_probes, standard_grid
 from profiles.launchers import LocalLauncher, free_port
 from profiles.measure import _spanning_first
 from profiles.op_model import record_key
@@ -21,20 +21,7 @@ from profiles.signatures import blocks, signatures
 from profiles.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 from tests.captures import capture_module
-
-
-def a_few_probes(device, *, float8=False):
-    """Return the lightest probe of each target of the standard grid."""
-    lightest = {}
-    for probe in standard_grid(device):
-        known = lightest.get(probe.op.target)
-        if known is None or probe.forward.num_bytes < known.forward.num_bytes:
-            lightest[probe.op.target] = probe
-    return tuple(lightest.values())
-
-
-def few_collectives(groups, most_bytes):
-    return tuple(p for p in collective_probes(groups) if p.num_bytes in (2**10, 2**16, 2**18))
+from tests.profiles.probes import a_few_probes, few_collectives
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +142,7 @@ def _alive(pid):
 RUN = """
 import sys
 from profiles import measure as measuring
-from tests.profiles.test_measure import a_few_probes, few_collectives
+from tests.profiles.probes import a_few_probes, few_collectives
 measuring.standard_grid, measuring.collective_probes = a_few_probes, few_collectives
 measuring.VISIT_S, measuring.PASSES, measuring.MOST_VISITS = 0.01, 2, 2
 measuring.measure_profile(sys.argv[1], nproc=1)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.fit_published import held_out, layers, shipped_profile
-from benchmarks.gpu.measure import read_kept
+from benchmarks.gpu.kept import read_kept
 from profiles import Group, load_profile, shipped_names
 
 PUBLISHED = Path(__file__).resolve().parents[3] / "shared" / "data" / "published"
@@ -21,14 +21,18 @@ def tables():
 
 
 def test_held_out_rows_are_predicted(tables):
-    """M16: each fifth predicted from the others; median errors under 8% and 15%."""
+    """M16: each fifth predicted from the others; median errors under 8% and 15%, table by
+    table.
+    """
     errors = held_out(*tables)
     for what, found in errors.items():
         if what.startswith(("matmul", "attention")):
             assert np.median(found) < 0.08, what
+        else:
+            assert np.median(found) < 0.15, what
     collectives = [e for what, found in errors.items() if "above 1 MiB" in what for e in found]
     assert len(collectives) > 100
-    assert np.median(collectives) < 0.15
+    assert np.median(collectives) < 0.05
 
 
 def test_published_layers_are_predicted(tables):
