@@ -46,6 +46,12 @@ class Question:
     precision: Annotated[
         str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
     ] = "model"
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="On the host: none, optimizer, activations, both; auto: what it takes to fit."
+        ),
+    ] = "auto"
     pin: Annotated[
         list[str] | None,
         typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
@@ -77,6 +83,7 @@ class Question:
                 self.balance,
                 "the number of blocks of each stage, in order, such as 1,3",
             ),
+            offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
             **more,
         )

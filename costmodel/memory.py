@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from costmodel.communication import MASTER_FACTOR
+from costmodel.offload import HOST_BUCKET_BYTES
 from costmodel.stage import StageLoad
 from planner.plan import Precision, Recompute
 from planner.schedule.jobs import JobKind, Schedule
 from profiles import Profile
 
 Amount = Any
-ADAMW_STATES = 2
-"""AdamW keeps two moments in the dtype of what it steps (its step counters are scalars)."""
+ADAMW_STATES, COUNTER_BYTES = 2, 4
+"""AdamW keeps two moments in the dtype of what it steps, and counts the steps of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class MemoryParts:
     `activation_bytes` are kept for backward by all microbatches in flight at the worst
     moment, `transient_bytes` what the job of that moment (or the optimizer, if it needs
     more) has on top, `batch_bytes` the global batch, which every rank is given whole.
-    `allocator_bytes` is rounding and fragmentation.
+    `allocator_bytes` is rounding and fragmentation. `host_bytes`, of the host's memory and at
+    the height of that, are no part of the total.
     """
 
     parameter_bytes: Amount = 0
@@ -38,6 +40,7 @@ class MemoryParts:
     batch_bytes: Amount = 0
     allocator_bytes: Amount = 0
     context_bytes: Amount = 0
+    host_bytes: Amount = 0
 
     @property
     def tensor_bytes(self) -> Amount:
@@ -47,7 +50,7 @@ class MemoryParts:
     @property
     def total(self) -> Amount:
         """All parts together."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host_bytes")
 
     def to_dict(self) -> dict[str, int]:
         """Return the parts and their total as JSON data."""
@@ -118,6 +121,7 @@ def rank_memory(
     gradients_then: Amount | None = None,
     precision: Precision = "model",
     walked: bool = False,
+    optimizer_on_host: bool = False,
 ) -> MemoryParts:
     """Return the memory of a rank whose stages together hold `weights`' parameters.
 
@@ -127,7 +131,8 @@ def rank_memory(
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
     within one; ZeRO 3 gathers a block at a time, with the next one on its way. That and the
     messages not yet reduced are guessed from the largest block, unless `transient` is of a
-    walk that counted them.
+    walk that counted them. With `optimizer_on_host` masters and state are there, and with
+    ZeRO the shards of weights and gradients too (`planner.runtime.zero`).
     """
     trained, frozen = weights.param_bytes, weights.frozen_bytes
     sharded = zero_stage > 0 and dp > 1
@@ -153,8 +158,17 @@ def rank_memory(
         buckets = wide * weights.largest_param_bytes
     masters = wide * shard if precision == "bf16" else 0
     states = ADAMW_STATES * wide * shard + masters
+    on_host: Amount = 0
+    if optimizer_on_host:
+        on_host = host_state_bytes(weights, dp=dp, sharded=sharded, precision=precision)
+        states = 0
+        if sharded:
+            parameters = frozen
+            if zero_stage >= 2:  # sums of gradients are shards
+                gradients, every_gradient = 0 * gradients, 0 * every_gradient
     # Fused or foreach steps hold one more copy of what they update.
-    optimizer_scratch = wide * shard if profile.cluster.device_type != "cpu" else 0
+    steps_here = profile.cluster.device_type != "cpu" and not optimizer_on_host
+    optimizer_scratch = wide * shard if steps_here else 0
     at_update = optimizer_scratch + every_gradient - gradients - kept
     transient = np.maximum(transient + buckets, at_update)
     parts = MemoryParts(
@@ -165,7 +179,13 @@ def rank_memory(
         transient_bytes=transient,
         communication_bytes=receive_bytes,
         batch_bytes=batch_bytes,
+        host_bytes=on_host,
     )
+    return with_overheads(parts, profile)
+
+
+def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
+    """Add to live tensors what the allocator loses on them, and the context."""
     return MemoryParts(
         **{f.name: getattr(parts, f.name) for f in fields(parts) if f.name not in _OUTSIDE},
         allocator_bytes=parts.total * profile.allocator_overhead_fraction,
@@ -173,6 +193,26 @@ def rank_memory(
     )
 
 
+def host_state_bytes(
+    weights: StageLoad, *, dp: int, sharded: bool, precision: Precision
+) -> Amount:
+    """Return what an optimizer on the host has there, its state and what it steps on.
+
+    Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
+    weights on their way (`planner.runtime.host_optimizer`); a bucket is at least as large as
+    the largest tensor, for which the largest block stands. With ZeRO: shards of both.
+    """
+    wide = MASTER_FACTOR if precision == "bf16" else 1
+    stepped = wide * (weights.param_bytes / dp if sharded else weights.param_bytes)
+    counters = COUNTER_BYTES * weights.num_params
+    if sharded:
+        return (ADAMW_STATES + 2) * stepped + counters
+    most = np.maximum(HOST_BUCKET_BYTES, wide * weights.largest_param_bytes)
+    buckets = np.minimum(_SLOTS * most, stepped)
+    return (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / wide)
+
+
+_SLOTS = 2
 _OUTSIDE = {"allocator_bytes", "context_bytes"}
 
 

@@ -29,7 +29,7 @@ from search.bounds import TableBounds
 from search.chain_paths import ChainProblem, Cut, Floats
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
-from search.on_host import OnHost, tiers
+from search.on_host import NOTHING, OnHost, tiers
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import peak_bytes
 from search.request import SearchRequest
@@ -50,7 +50,7 @@ class Candidates:
     costs: CostCache
     model_file: str = ""
     precision: Precision = "model"
-    on_host: OnHost = OnHost()
+    on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
     refusal: LayoutError | None = None
     _tables: dict[tuple[int, int, int], tuple[StageTable, ...]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Candidates:
         """Return what searches share that ask the same of placements, stages, precision and
         offload; `on_host` is, if not given, what the request tries first.
         """
-        on_host = on_host or tiers(request.offload)[0][0]
+        on_host = on_host or tiers(request.offload, profile)[0][0]
         return cls(
             graph=graph,
             profile=profile,

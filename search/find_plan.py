@@ -19,7 +19,9 @@ from planner.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates, with_estimate
 from search.gates import NO_FASTER, TOO_LARGE, Progress, first_gate, run_gates
+from search.host_room import host_holds, too_large_for_host
 from search.nothing_fits import explain_nothing_fits, find_leanest
+from search.on_host import tiers
 from search.request import Certificate, SearchRequest, SearchResult
 from search.runners_up import find_runners_up
 from search.space import Refusals
@@ -41,7 +43,22 @@ def find_plan(
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     """
-    return search_among(Candidates.of(graph, profile, request), request, progress)
+    first: SearchResult | None = None
+    for tier in tiers(request.offload, profile):
+        results = [
+            search_among(Candidates.of(graph, profile, request, on_host), request, progress)
+            for on_host in tier
+        ]
+        first = first or results[0]
+        fitting = {
+            result.plan.estimate["step_s"]: result
+            for result in results
+            if result.plan is not None and host_holds(result.plan, profile)
+        }
+        if fitting:
+            return fitting[min(fitting)]
+    assert first is not None, "every request tries something"
+    return first if first.plan is None else too_large_for_host(first, profile)
 
 
 def search_among(

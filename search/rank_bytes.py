@@ -17,6 +17,7 @@ from costmodel import StageLoad, rank_memory
 from costmodel.memory import job_peak_bytes, kept_bytes
 from planner.plan import Precision, Recompute
 from profiles import Profile
+from search.on_host import NOTHING, OnHost
 
 _FAR_BYTES = 1e13
 """More than any rank holds, so that activations and not the optimizer are its worst moment."""
@@ -40,6 +41,7 @@ class RankBytes:
     receive_bytes: Any = 0
     batch_bytes: int = 0
     splits_backward: bool = False
+    on_host: OnHost = NOTHING
     _lines: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
     def at(self, in_flight: int) -> Any:
@@ -66,12 +68,13 @@ class RankBytes:
 
     def _moments(self, in_flight: int) -> tuple[tuple[int, bool], ...]:
         """Return (microbatches held, whether there are gradients) of moments that may be worst."""
+        live = self.on_host.live(in_flight)
         in_buckets = self.zero == 0 and self.replicas > 1
         if in_buckets or in_flight < self.num_microbatches:
-            return ((in_flight, True),)
+            return ((live, True),)
         if self.splits_backward or in_flight == 1:
-            return ((in_flight, False),)
-        return ((in_flight, False), (in_flight - 1, True))
+            return ((live, False),)
+        return ((live, False), (self.on_host.live(in_flight - 1), True))
 
     @property
     def _top(self) -> Any:
@@ -101,6 +104,7 @@ class RankBytes:
             batch_bytes=self.batch_bytes,
             gradients_then=None if has_gradients else 0,
             precision=self.precision,
+            optimizer_on_host=self.on_host.optimizer,
         ).total
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar, cast, get_args
 from planner.errors import LayoutError
 from planner.plan import Plan, Precision, Recompute
 from planner.schedule import find_schedule
+from search.on_host import OFFLOADS, Offload
 
 SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -35,7 +36,8 @@ class SearchRequest:
     only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
     placement text) triples that every layout must respect.
     `precision` is what the graph was captured in, not searched. `balance`, if not empty, fixes
-    the stages: so many blocks each, in order.
+    the stages: so many blocks each, in order. `offload` says what is on the host; ``auto``
+    tries that only where nothing fits without.
     """
 
     num_devices: int
@@ -59,6 +61,7 @@ class SearchRequest:
     pins: tuple[tuple[int, str, str], ...] = ()
     precision: Precision = "model"
     balance: tuple[int, ...] = ()
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -90,6 +93,11 @@ class SearchRequest:
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
             raise LayoutError(
                 f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
+            )
+        if self.offload not in OFFLOADS:
+            raise LayoutError(
+                f"--offload {self.offload} was given; use {', '.join(OFFLOADS[:-1])} or "
+                f"{OFFLOADS[-1]}"
             )
         if self.precision not in get_args(Precision):
             raise LayoutError(

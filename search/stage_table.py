@@ -31,6 +31,7 @@ from planner.placement import Shard
 from planner.plan import ClassLayout, Precision, Recompute
 from profiles import Group, Profile
 from search.chain_windows import Window
+from search.on_host import NOTHING, OnHost
 from search.rank_bytes import RankBytes
 from search.runs import Runs, distinct, used_fields
 
@@ -59,6 +60,7 @@ class StageTable:
     cp: int = 1
     cp_layouts: tuple[ClassLayout, ...] = ()
     precision: Precision = "model"
+    on_host: OnHost = NOTHING
     once_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
@@ -352,6 +354,7 @@ class RankBand:
                 zero=stages.zero,
                 profile=stages.table.profile,
                 precision=stages.table.precision,
+                on_host=stages.table.on_host,
                 receive_bytes=self.receive_bytes,
                 batch_bytes=stages.batch_bytes,
                 splits_backward=stages.splits_backward,

@@ -1,0 +1,49 @@
+"""What a search assumes to be on the host: the optimizer, activations, both, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from profiles import Profile
+
+Offload = Literal["auto", "none", "optimizer", "activations", "both"]
+OFFLOADS: tuple[Offload, ...] = ("auto", "none", "optimizer", "activations", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """What all plans of one search put on the host."""
+
+    optimizer: bool = False
+    activations: bool = False
+
+    def live(self, in_flight: Any) -> Any:
+        """Return of how many microbatches a device holds the activations at least at its worst
+        moment: with offload the one in work, and one that leaves or arrives. A bound: the
+        estimate counts those that make no trip.
+        """
+        if not self.activations:
+            return in_flight
+        return np.minimum(in_flight, 2)
+
+
+NOTHING = OnHost()
+
+
+def tiers(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
+    """Return what to assume, in turn, until something fits; within a tier the fastest counts.
+
+    Nothing on the host is fastest wherever it fits: offload only adds copies. A CPU's memory is
+    the host's already, so there nothing is moved unless it is asked for.
+    """
+    plain, optimizer, activations = NOTHING, OnHost(optimizer=True), OnHost(activations=True)
+    both = OnHost(optimizer=True, activations=True)
+    if offload == "auto":
+        if profile.cluster.device_type == "cpu":
+            return ((plain,),)
+        return ((plain,), (optimizer, activations), (both,))
+    asked = {"none": plain, "optimizer": optimizer, "activations": activations, "both": both}
+    return ((asked[offload],),)
