@@ -38,7 +38,7 @@ from profiles.workers import ProbeFailed, WorkerGroup
 
 Progress = Callable[[float, str], None]
 
-VISIT_S = 0.1
+VISIT_S = 0.05
 """Sampling time of a visit without a budget."""
 
 LEAST_VISIT_S, MOST_VISIT_S = 0.01, 0.25
