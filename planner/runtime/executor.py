@@ -284,7 +284,7 @@ class Executor:
         text = f"job {describe_job(job)}"
         if waiting is not None:
             text += f", waiting for {self._post.describe(waiting)}"
-        return Status(self._progress, True, text)
+        return Status(self._progress, True, text, waits=waiting is not None)
 
     def _get(self, message: Message) -> Tensor:
         if self._recorder is None:

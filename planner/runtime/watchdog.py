@@ -28,11 +28,15 @@ _TELLER = "teller"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank is doing: `progress` counts the jobs begun; idle between steps."""
+    """What a rank is doing: `progress` counts the jobs begun; idle between steps.
+
+    `waits` says that it can't go on before a message from another rank has come.
+    """
 
     progress: int
     is_busy: bool
     text: str
+    waits: bool = False
 
 
 class Watchdog(threading.Thread):
@@ -66,7 +70,7 @@ class Watchdog(threading.Thread):
             if now.progress != progress or not now.is_busy:
                 progress, since = now.progress, time.monotonic()
             try:
-                self._store.set(str(self._rank), f"{time.time():.0f} {now.text}")
+                self._store.set(str(self._rank), f"{time.time():.0f} {now.waits:d} {now.text}")
                 if time.monotonic() - since >= self.stall_s:
                     self._tell(progress)
                     since = time.monotonic()
@@ -78,14 +82,19 @@ class Watchdog(threading.Thread):
         if self._store.add(f"{_TELLER}-{progress}", 1) > 1:
             return
         lines = [f"planner: nothing has moved for {self.stall_s:.0f} s; the ranks are in"]
+        held_up_by = []
         for rank in range(self._world_size):
             if not self._store.check([str(rank)]):
                 lines.append(f"  rank {rank}: not heard of yet")
                 continue
-            at, _, text = self._store.get(str(rank)).decode().partition(" ")
+            at, waits, text = self._store.get(str(rank)).decode().split(" ", 2)
             age_s = time.time() - float(at)
             silent = f" (silent for {age_s:.0f} s)" if age_s > self.stall_s else ""
             lines.append(f"  rank {rank}: {text}{silent}")
+            if waits == "0":
+                held_up_by.append(f"rank {rank} ({text})")
+        if 0 < len(held_up_by) < self._world_size:
+            lines.append(f"  all others wait, in the end, for {', '.join(held_up_by)}")
         print("\n".join(lines), file=sys.stderr, flush=True)
 
 

@@ -155,6 +155,7 @@ def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
         err,
     )
     assert re.search(r"rank 1: job 1F0 \(forward of stage 1, microbatch 0\)", err)
+    assert "all others wait, in the end, for rank 1 (job 1F0 (forward of stage 1" in err
 
 
 @pytest.mark.parametrize(
