@@ -1,9 +1,9 @@
 """What would make a model fit that does not: each answer with the plan that a search then found.
 
 More memory, more devices, or a *concession*: one thing of the request let go or taken up
-(recompute, ZeRO, a smaller microbatch, bf16, ...), two where no single one does. Free choices
-are searched already, so only what the request fixes can be conceded, and what a search never
-does by itself: another precision, tp across nodes.
+(recompute, ZeRO, a smaller microbatch, offload, bf16, ...), two where no single one does. Free
+choices are searched already, so only what the request fixes can be conceded, and what a search
+never does by itself: another precision, tp across nodes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from planner.plan import Plan, Precision
 from planner.units import GIB
 from profiles import Profile
 from search.candidates import Candidates
-from search.find_plan import search_among
+from search.find_plan import find_plan, search_among
 from search.nothing_fits import can_fit, round_up
+from search.on_host import tiers
 from search.request import SearchRequest, SearchResult
 from search.space import divisors
 
@@ -107,7 +108,7 @@ class _Trials:
     def more_memory(self, refused: SearchResult) -> Concession | None:
         """Return the smallest limit found under which a search succeeds."""
         least = float(refused.smallest_memory_bytes or 0)
-        candidates = Candidates.of(self.graph, self.profile, self.request)
+        candidates = self._candidates(self.graph, self.request)
         for factor in _MEMORY_STEPS:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
@@ -117,7 +118,7 @@ class _Trials:
 
     def more_devices(self) -> Concession | None:
         """Return the fewest devices that do: whole nodes where there is more than one."""
-        candidates = Candidates.of(self.graph, self.profile, self.request)
+        candidates = self._candidates(self.graph, self.request)
         for count in more_counts(self.request.num_devices, self.profile):
             changed = replace(self.request, num_devices=count)
             if plan := self._plan(candidates, changed):
@@ -146,6 +147,8 @@ class _Trials:
         for name in ("balance", "pins", "forbid", "allow"):
             if getattr(request, name):
                 yield name, {name: ()}
+        if request.offload != "auto":
+            yield "offload", {"offload": "auto"}
         if request.precision == "model" and self.recapture is not None:
             yield "precision", {"precision": "bf16"}
         node = self.profile.cluster.devices_per_node
@@ -162,11 +165,19 @@ class _Trials:
             graph = self.recapture(changed.precision)
             if graph.fingerprint == self.graph.fingerprint:
                 return None
-        plan = self._plan(Candidates.of(graph, self.profile, changed), changed)
+        if "offload" in changes:
+            plan = find_plan(graph, self.profile, changed).plan
+        else:
+            plan = self._plan(self._candidates(graph, changed), changed)
         if plan is None:
             return None
         what = ", ".join(_as_asked(name, self.request, changed, plan) for name in changes)
         return Concession(what=what, request=changed, plan=plan)
+
+    def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
+        """Return candidates that put on the host what the request names, by itself nothing."""
+        on_host = tiers(request.offload, self.profile)[0][0]
+        return Candidates.of(graph, self.profile, request, on_host)
 
     def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
         try:
@@ -193,10 +204,19 @@ def _as_asked(name: str, given: SearchRequest, changed: SearchRequest, plan: Pla
     before = getattr(given, name)
     if name in ("balance", "pins", "forbid", "allow"):
         return f"without {flag}"
+    if name == "offload":
+        return f"{flag} {_offloaded(plan)} instead of {before}"
     if getattr(changed, name) is not None:
         return f"{flag} {getattr(changed, name)}"
     now = _value(name, plan)
     return f"{flag} {now} instead of {before}" if now != str(before) else f"{flag} free"
+
+
+def _offloaded(plan: Plan) -> str:
+    activations = any(stage.activations_on_host for stage in plan.stages)
+    if plan.optimizer_on_host and activations:
+        return "both"
+    return "optimizer" if plan.optimizer_on_host else "activations"
 
 
 def _value(name: str, plan: Plan) -> str:

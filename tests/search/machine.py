@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from planner.cluster import ClusterSpec, Link
 from planner.units import GIB
 from profiles import Group, Lookup, OpQuery
+from profiles.hosts import HostSpec
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,28 @@ class Machine:
         return Lookup(seconds=7 * param_bytes / self.bytes_per_s, source="test", relative_error=0.0)
 
     def step_seconds(self, work: str, *, num_bytes: float, num_tensors: int = 1) -> Lookup:
-        passes = {"accumulate": 3.0, "cast": 1.5}[work]
+        if work in ("host_to_device", "device_to_host"):
+            seconds = self.alpha_s + num_bytes / self.host.link_bytes_per_s
+        else:
+            seconds = {"accumulate": 3.0, "cast": 1.5}[work] * num_bytes / self.bytes_per_s
+        return Lookup(seconds=seconds, source="test", relative_error=0.0)
+
+    @property
+    def host(self) -> HostSpec:
+        return HostSpec(
+            memory_bytes=4 * self.memory_bytes,
+            memory_bytes_per_s=self.bytes_per_s / 20,
+            link_bytes_per_s=self.bytes_per_s / 100,
+            source="test",
+        )
+
+    def host_optimizer_seconds(
+        self, *, param_bytes: float, weight_bytes: float, num_tensors: int, sharded: bool = False
+    ) -> Lookup:
         return Lookup(
-            seconds=passes * num_bytes / self.bytes_per_s, source="test", relative_error=0.0
+            seconds=9 * param_bytes / self.host.memory_bytes_per_s,
+            source="test",
+            relative_error=0.0,
         )
 
     def block_correction(self, direction: str) -> float:

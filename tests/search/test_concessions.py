@@ -28,8 +28,8 @@ def gpt():
     return captured()
 
 
-def ask(gpus=2, **choices):
-    return SearchRequest(num_devices=gpus, global_batch=8, **choices)
+def ask(gpus=2, offload="none", **choices):
+    return SearchRequest(num_devices=gpus, global_batch=8, offload=offload, **choices)
 
 
 def peak(gpt, **choices):
@@ -95,6 +95,15 @@ def test_bf16_is_a_concession(gpt):
     saved = fullest_rank(refused.leanest)["total_bytes"] - made.peak_bytes
     assert saved > 0
     assert "activations -" in parts
+
+
+def test_offload_is_a_concession_where_it_was_ruled_out(gpt):
+    """M27: a limit under which only what goes to the host makes it fit."""
+    limit = int(0.97 * find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000)).smallest_memory_bytes)
+    found, _ = advice(gpt, ask(memory_limit_bytes=limit))
+    made = next(one for one in found.concessions if one.what.startswith("--offload "))
+    assert made.plan.optimizer_on_host or any(s.activations_on_host for s in made.plan.stages)
+    assert made.peak_bytes <= limit
 
 
 def test_pairs_where_no_single_change_does(gpt):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from costmodel import CostCache, estimate
@@ -13,12 +12,10 @@ from planner.errors import LayoutError, ScheduleError
 from planner.plan import load_plan, save_plan
 from planner.units import GIB
 from search import SearchRequest, find_pareto, find_plan
-from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.chain_dp import cut_peak, solve_chain
-from search.chain_paths import Cut, Paths
+from search.chain_paths import Paths
 from search.layouts import LayoutSolver
-from search.request import RECOMPUTE_CHOICES
 from search.space import list_configurations
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -296,67 +293,3 @@ def test_the_pareto_set_has_no_dominated_point_and_misses_no_best(gpt):
         under = find_plan(gpt, MACHINE, replace(request, memory_limit_bytes=point.peak_bytes)).plan
         assert under is not None
         assert under.estimate["step_s"] == pytest.approx(point.step_s)
-
-
-@pytest.mark.parametrize(
-    "instances", [12, pytest.param(500, marks=pytest.mark.slow)], ids=["quick", "whole"]
-)
-def test_the_best_equals_trying_everything(instances):
-    """X1: on small machines of random speed, topology and memory, no configuration with any cut
-    and any recompute beats the answer by more than its gap, and the bound is never above the
-    optimum."""
-    graph = captured("mlp")
-    rng = np.random.default_rng(31)
-    gaps, unfit = [], 0
-    for _ in range(instances):
-        machine = Machine(
-            context_bytes=0.0,
-            devices_per_node=int(rng.choice([1, 2, 4])),
-            flop_per_s=float(10 ** rng.uniform(6, 10)),
-            bytes_per_s=float(10 ** rng.uniform(6, 10)),
-            intra_bytes_per_s=float(10 ** rng.uniform(6, 10)),
-            inter_bytes_per_s=float(10 ** rng.uniform(6, 9)),
-            alpha_s=float(10 ** rng.uniform(-7, -4)),
-        )
-        devices, batch = (2, 4) if instances < 100 else rng.choice([(2, 4), (2, 8), (4, 4), (3, 6)])
-        free = ask(int(devices), int(batch), zero=0, schedule=None)
-        plan = find_plan(graph, machine, free).plan
-        assert plan is not None
-        limit = int(plan.estimate["peak_bytes"] * rng.choice([0.6, 0.8, 0.95, 2.0]))
-        request = replace(free, memory_limit_bytes=limit)
-        result = find_plan(graph, machine, request)
-        best = _try_everything(graph, machine, request)
-        if result.plan is None:
-            assert best == float("inf")
-            unfit += 1
-            continue
-        assert result.certificate is not None
-        assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
-        assert result.plan.estimate["step_s"] <= best / (1 - result.certificate.gap) * (1 + 1e-9)
-        gaps.append(result.certificate.gap)
-    proved = np.mean(np.array(gaps) < 1e-9)
-    print(f"{instances} instances: {unfit} fit nothing, {proved:.1%} of the rest have gap 0")
-    assert proved >= 0.5
-
-
-def _try_everything(graph, machine, request) -> float:
-    """The fastest of all configurations, cuts and recompute choices, each estimated in full."""
-    solver = LayoutSolver(graph=graph, profile=machine)
-    candidates = Candidates(
-        graph=graph, profile=machine, solver=solver, costs=CostCache(graph, machine)
-    )
-    best = float("inf")
-    for one in list_configurations(request, graph, machine.cluster, can_split=solver.can_split):
-        for table in candidates.tables(one.tp, one.microbatch_size):
-            if one.vpp > 1:
-                even = candidates.even_cut(one, table, float("inf")).cuts
-                cuts = [(even, kind) for kind in range(len(RECOMPUTE_CHOICES))]
-                tries = [(cut, (full,) * (one.pp * one.vpp)) for cut, full in cuts]
-            else:
-                tries = list(all_cuts(candidates.problem(one, table, float("inf"))))
-            for cut, choices in tries:
-                made = Cut(cuts=cut, choices=choices, value=0.0)
-                answer = candidates.estimate(candidates.plan(one, table, made))
-                if answer.peak_bytes <= request.memory_limit_bytes:
-                    best = min(best, answer.step_s)
-    return best

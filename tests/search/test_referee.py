@@ -1,0 +1,153 @@
+"""X1, M17, M18: the answer of a search beside every plan there is, on random small instances.
+
+Models of 2 to 6 blocks of several classes, with skips and tied parameters; machines of random
+speed and topology; limits under, at and above what the fastest plan needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner.capture import capture_module
+from planner.graph import ModelGraph
+from search import SearchRequest, find_plan
+from tests.builders import tiny_models
+from tests.search.machine import Machine
+from tests.search.referee import every_answer
+
+
+class Chain(nn.Module):
+    """Layers of given widths; a skip from the first to the last, one weight used twice."""
+
+    def __init__(self, widths: tuple[int, ...], *, skip: bool = False, tied: bool = False):
+        super().__init__()
+        ends = (8, *widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(ends))
+        if tied:
+            self.layers[-1].weight = self.layers[1].weight
+        self.skip = skip
+
+    def forward(self, x, target):
+        first = None
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+            first = x if first is None else first
+        if self.skip:
+            x = x + first
+        return F.mse_loss(x[:, :4], target)
+
+
+SHAPES: dict[str, Callable[[], nn.Module]] = {
+    "two": lambda: Chain((16, 16)),
+    "uneven": lambda: Chain((64, 8, 32)),
+    "equal": lambda: Chain((16, 16, 16, 16)),
+    "skip": lambda: Chain((16, 32, 16), skip=True),
+    "tied": lambda: Chain((16, 16, 32, 16, 16), tied=True),
+    "six": lambda: Chain((8, 32, 16, 16, 32, 8)),
+}
+
+
+@cache
+def graph_of(name: str) -> ModelGraph:
+    batch = tiny_models()["mlp"].batch
+    return capture_module(SHAPES[name](), batch(2), batch(3), name=name)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A question of the referee."""
+
+    graph: ModelGraph
+    machine: Machine
+    request: SearchRequest
+
+
+def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
+    """Draw a model, a machine of one or two nodes, and a question with few enough answers."""
+    devices, batch = [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (8, 8)][rng.integers(6)]
+    machine = Machine(
+        context_bytes=0.0,
+        devices_per_node=int(rng.choice([devices, max(1, devices // 2)])),
+        flop_per_s=float(10 ** rng.uniform(6, 10)),
+        bytes_per_s=float(10 ** rng.uniform(6, 10)),
+        intra_bytes_per_s=float(10 ** rng.uniform(6, 10)),
+        inter_bytes_per_s=float(10 ** rng.uniform(6, 9)),
+        alpha_s=float(10 ** rng.uniform(-7, -4)),
+    )
+    kinds = rng.choice(["none", "selective", "full"], size=2, replace=False)
+    schedules = ["1f1b", str(rng.choice(["zb_h1", "interleaved_1f1b", "fthenb", "eager_1f1b"]))]
+    allow = [("recompute", str(kind)) for kind in kinds]
+    allow += [("schedule", name) for name in schedules]
+    allow += [("zero", str(zero)) for zero in {0, int(rng.choice([1, 3]))}]
+    allow += [("pp", str(pp)) for pp in (1, 2, 3, *[4] * (devices == 4))]
+    return Instance(
+        graph=graph_of(str(rng.choice(names))),
+        machine=machine,
+        request=SearchRequest(
+            num_devices=devices, global_batch=batch, allow=tuple(allow), offload="none"
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("instances", "names"),
+    [
+        (12, ["uneven", "tied"]),
+        pytest.param(500, list(SHAPES), marks=pytest.mark.slow),
+    ],
+    ids=["quick", "whole"],
+)
+def test_the_best_equals_trying_everything(instances, names):
+    """No plan that fits beats the answer by more than its gap, the bound is never above the
+    optimum, and where the search says that nothing fits nothing does. CP-SAT and brute force
+    find the same stage boundaries, recursive bisection none better."""
+    rng = np.random.default_rng(31)
+    gaps, losses, unfit = [], [], 0
+    for number in range(instances):
+        one = random_instance(rng, names)
+        every = [
+            (answer.estimate.step_s, answer.estimate.peak_bytes)
+            for answer in every_answer(one.graph, one.machine, one.request)
+        ]
+        fastest = min(every)
+        limit = int(fastest[1] * rng.choice([0.6, 0.8, 0.95, 1.0, 2.0]))
+        best = min((step for step, peak in every if peak <= limit), default=float("inf"))
+        request = replace(one.request, memory_limit_bytes=limit)
+        result = find_plan(one.graph, one.machine, request)
+        if result.plan is None:
+            assert best == float("inf")
+            unfit += 1
+            continue
+        assert result.certificate is not None
+        step_s, gap = result.plan.estimate["step_s"], result.certificate.gap
+        assert result.plan.estimate["peak_bytes"] <= limit
+        assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= step_s <= best / (1 - gap) * (1 + 1e-9)
+        gaps.append(gap)
+        losses.append(step_s / best - 1)
+        if number % 6 == 0:
+            for solver in ("cpsat", "brute_force", "recursive"):
+                other = find_plan(one.graph, one.machine, replace(request, solver=solver))
+                if solver == "recursive" and other.plan is None:
+                    continue
+                assert other.plan is not None
+                assert other.plan.estimate["step_s"] >= best * (1 - 1e-9)
+                if solver != "recursive":
+                    most = max(gap, other.certificate.gap)
+                    assert other.plan.estimate["step_s"] <= best / (1 - most) * (1 + 1e-9)
+    proved = np.mean(np.array(gaps) < 1e-9)
+    print(
+        f"{instances} instances: {unfit} fit nothing; of the rest {proved:.1%} have gap 0, the "
+        f"largest gap is {max(gaps):.2%}, and {np.mean(np.array(losses) < 1e-9):.1%} are the very "
+        f"best plan (largest loss {max(losses):.2%})"
+    )
+    assert proved >= 0.5
