@@ -252,5 +252,6 @@ def _time_parts(
         pp_comm_s=pp_comm,
         bubble_s=idle - pp_comm,
         optimizer_s=optimizer[rank],
-        offload_s=0.0 if at_least is None else timeline.busy_s[rank] - unlengthened,
+        # (Of two equal sums, never a rounding below nothing.)
+        offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from costmodel.offload import HOST_BUCKET_BYTES
 from costmodel.stage import StageLoad
 from planner.plan import Precision, Recompute
 from planner.schedule.jobs import JobKind, Schedule
+from planner.schedule.trips import Trip
 from profiles import Profile
 
 Amount = Any
@@ -230,7 +231,7 @@ class StageBytes:
     its jobs, kept bytes included, and both for the step's last microbatch, which may not be
     recomputed; `gradient` is what the first backward leaves (nothing when gradients have
     their place from the start). An input-gradient job needs `split_on_top` above what its
-    microbatch kept, and leaves `pending`.
+    microbatch kept, and leaves `pending`. A trip to the host takes `moved` of what is kept.
     """
 
     kept: float
@@ -240,16 +241,25 @@ class StageBytes:
     gradient: float = 0.0
     split_on_top: float = 0.0
     pending: float = 0.0
+    moved: float = 0.0
 
 
-def activation_peak(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageBytes]) -> Worst:
-    """Play one rank's row and return its worst moment."""
+def activation_peak(
+    schedule: Schedule,
+    pp_rank: int,
+    stages: Mapping[int, StageBytes],
+    travels: Sequence[Trip] = (),
+) -> Worst:
+    """Play one rank's row and return its worst moment; `travels` are the trips to the host."""
     row = schedule.jobs[pp_rank]
+    away = np.zeros(len(row))
+    for trip in travels:
+        away[trip.leaving + 1 : trip.arriving] += stages[trip.stage_index].moved
     last = {j.stage_index: j.microbatch_index for j in row if j.kind is JobKind.FORWARD}
     live = there = 0.0
     worst = Worst(0.0, 0.0, 0.0)
     begun: set[int] = set()
-    for job in row:
+    for position, job in enumerate(row):
         stage = stages[job.stage_index]
         is_last = last[job.stage_index] == job.microbatch_index
         kept, peak = (stage.last_kept, stage.last_peak) if is_last else (stage.kept, stage.peak)
@@ -259,8 +269,9 @@ def activation_peak(schedule: Schedule, pp_rank: int, stages: Mapping[int, Stage
             JobKind.BACKWARD_INPUT: stage.split_on_top,
             JobKind.BACKWARD_WEIGHT: 0.0,
         }.get(job.kind, max(0.0, peak - kept))
-        if live + on_top + there > sum(worst):
-            worst = Worst(live, on_top, there)
+        here = live - float(away[position])
+        if here + on_top + there > sum(worst):
+            worst = Worst(here, on_top, there)
         if job.kind is JobKind.FORWARD:
             continue
         if job.kind is JobKind.BACKWARD_INPUT:
