@@ -12,23 +12,28 @@ each layout, worst first, and the bound that the memory model states.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
 from planner.errors import PlannerError
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, from_json, to_json
 from planner.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import dry_run
+from planner.runtime.dryrun import dry_run, track_run
+from planner.runtime.mesh import build_mesh
 from profiles import Profile, load_profile
 from tests.builders import tiny_models
+from tests.spawn import run_ranks
 
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "one": {},
@@ -181,6 +186,35 @@ def rows_of(
             )
 
 
+def real_bytes(name: str, captured: Mapping[str, str], layouts: list[str]) -> dict[str, int]:
+    """On each of some real ranks: the peak bytes of each layout, by label."""
+    found = {}
+    for label in layouts:
+        layout = LAYOUTS[label]
+        graph = from_json(captured[layout.get("precision", "model")])
+        plan = make_plan(graph, **layout)
+        source, mesh = source_of(name), build_mesh(plan, torch.device("cpu"))
+        run = track_run(plan, graph, source.build, mesh, source.batch)
+        mesh.close()
+        found[label] = run.peak_bytes
+    return found
+
+
+def with_real_runs(name: str, rows: list[Row]) -> list[Row]:
+    """Return rows of one model with what their ranks hold in real runs, where two take part."""
+    sizes = Counter(row.layout for row in rows)
+    labels = [label for label in dict.fromkeys(row.layout for row in rows) if sizes[label] == 2]
+    captured = {
+        precision: to_json(capture_source(source_of(name), precision=precision))
+        for precision in {LAYOUTS[label].get("precision", "model") for label in labels}
+    }
+    held = run_ranks(real_bytes, 2, name, captured, labels)
+    return [
+        replace(row, real_bytes=held[row.rank][row.layout]) if row.layout in labels else row
+        for row in rows
+    ]
+
+
 def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -188,22 +222,37 @@ def main() -> None:
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--microbatch-size", type=int, default=MICROBATCH_SIZE)
     parser.add_argument("--first-ranks", action="store_true", help="one rank of each pp rank")
+    parser.add_argument("--real", action="store_true", help="also run layouts of two ranks")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    found: list[Row] = []
     for name in options.models.split(","):
-        start = time.process_time()
-        for row in rows_of(
-            name,
-            options.layouts.split(","),
-            microbatch_size=options.microbatch_size,
-            every_rank=not options.first_ranks,
-        ):
-            print(
-                f"{row.model:16}{row.layout:22}{row.rank:3}{row.predicted_bytes:12.0f}"
-                f"{row.dry_run_bytes:12}{row.error:+8.2%}",
-                flush=True,
+        rows = list(
+            rows_of(
+                name,
+                options.layouts.split(","),
+                microbatch_size=options.microbatch_size,
+                every_rank=not options.first_ranks,
             )
-        print(f"{name}: {time.process_time() - start:.0f} s", file=sys.stderr)
+        )
+        found += with_real_runs(name, rows) if options.real else rows
+        print(f"{name}: {len(rows)} ranks", file=sys.stderr, flush=True)
+    if options.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+        return
+    print("model           layout                rank  predicted    dry run   error       real")
+    for row in sorted(found, key=lambda row: -abs(row.error)):
+        real = "" if row.real_error is None else f"{row.real_bytes:12}{row.real_error:+8.2%}"
+        print(
+            f"{row.model:16}{row.layout:22}{row.rank:4}{row.predicted_bytes:11.0f}"
+            f"{row.dry_run_bytes:11}{row.error:+8.2%}{real}"
+        )
+    errors = [abs(row.error) for row in found]
+    print(
+        f"{len(found)} ranks: largest error {max(errors):.2%}, furthest under "
+        f"{min(row.error for row in found):.2%}, within 1%: "
+        f"{sum(error <= 0.01 for error in errors) / len(errors):.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ never on where in the model it stands.
 
 from __future__ import annotations
 
+from costmodel.block_bytes import BlockBytes, block_bytes
 from costmodel.program import ProgramCost, price_program
 from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
 from planner.lowering import lower
-from planner.plan import ClassLayout
+from planner.plan import ClassLayout, Recompute
 from planner.recompute_choice import ops_made_again
 from profiles import Profile
 
@@ -22,6 +23,7 @@ class CostCache:
         self.graph, self.profile = graph, profile
         self._bound: dict[tuple[int, int], Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
+        self._bytes: dict[tuple, BlockBytes] = {}
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
@@ -72,6 +74,32 @@ class CostCache:
                 remade=ops_made_again(whole, local, recomputed),
             )
         return self._blocks[key]
+
+    def block_bytes(
+        self,
+        class_index: int,
+        tp: int,
+        microbatch_size: int,
+        layout: ClassLayout | None = None,
+        *,
+        cp: int = 1,
+        cp_layout: ClassLayout | None = None,
+        recompute: Recompute = "none",
+        recomputed: tuple[str, ...] | None = None,
+    ) -> BlockBytes:
+        """Return what one block of a class holds while it runs, storage by storage."""
+        layout, cp_layout = None if tp == 1 else layout, None if cp == 1 else cp_layout
+        key = class_index, tp, microbatch_size, layout, cp, cp_layout, recompute, recomputed
+        if key not in self._bytes:
+            local = self.local(class_index, tp, microbatch_size, layout, cp=cp, cp_layout=cp_layout)
+            whole = self.bound(class_index, microbatch_size)
+            self._bytes[key] = block_bytes(
+                local,
+                device_type=self.profile.cluster.device_type,
+                recompute=recompute,
+                remade=ops_made_again(whole, local, recomputed),
+            )
+        return self._bytes[key]
 
     def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
         """Return bytes of preamble values: per microbatch, and of those that are always the same.

@@ -12,12 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from costmodel.saved import SavedTensors
-from costmodel.storage import base_name
-from planner.graph import Op, Program
+from costmodel.saved import HELD_ANYWAY, SavedTensors
+from costmodel.storage import (
+    RESHAPES,
+    Strides,
+    base_name,
+    contiguous_strides,
+    permuted,
+    reshaped_strides,
+)
+from planner.graph import Op, Program, Ref
+from planner.placement import Shard, parse_placement
+from planner.redistribute import REDISTRIBUTE, collectives
 from planner.units import DTYPE_BYTES
-from planner.weight_products import deferrable_products
+from planner.weight_products import LARGE_BYTES, deferrable_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +142,189 @@ def _backward_peak(
     return peak, pending
 
 
+class ForwardWalk(NamedTuple):
+    """The highest point of a run above its start, and the bytes it leaves beside its edges."""
+
+    rise_bytes: int
+    left_bytes: int
+
+
+def forward_walk(
+    program: Program,
+    saved: SavedTensors,
+    *,
+    roots: frozenset[str],
+    extra: Mapping[str, int],
+    there: frozenset[str] = frozenset(),
+    skipped: frozenset[str] = frozenset(),
+    stops: bool = False,
+) -> ForwardWalk:
+    """Run a program's ops and return the bytes that takes beside its inputs and params.
+
+    `roots` are the storages that stay, and `extra` what ops keep besides, by op. Storages in
+    `there` exist already, and ops in `skipped` do not run. With `stops` the run ends once it
+    has made all that stays.
+    """
+    storage = saved.storages.storage
+    outside = {storage[name].root for name in (*program.inputs, *program.params)} | there
+    last_use: dict[str, int] = {}
+    end = 0
+    for index, op in enumerate(program.ops):
+        for name in (*op.inputs, *op.outputs):
+            last_use[storage[name].root] = index
+        keeps = saved.kept[op.name]
+        if keeps.extra_bytes or any(storage[name].root in roots for name in keeps.tensors):
+            end = index + 1
+    if not stops:
+        end = len(program.ops)
+        last_use |= {storage[name].root: end for name in program.outputs}
+    dying: dict[int, list[str]] = {}
+    for root, index in last_use.items():
+        dying.setdefault(index, []).append(root)
+    live = peak = 0
+    alive: dict[str, int] = {}
+    for index, op in enumerate(program.ops[:end]):
+        if op.name in skipped:
+            continue
+        for name in op.outputs:
+            owner = storage[name]
+            if owner.root not in alive and owner.root not in outside:
+                alive[owner.root] = owner.num_bytes
+                live += owner.num_bytes
+        stays = extra.get(op.name, 0)
+        passing = saved.kept[op.name].extra_bytes - stays
+        live += stays
+        peak = max(peak, live + passing + _scratch_bytes(op, program, forward=True))
+        for root in dying.get(index, ()):
+            if root in alive and root not in roots:
+                live -= alive.pop(root)
+    edges = {storage[name].root for name in program.outputs}
+    left = sum(extra.values()) + sum(alive.get(root, 0) for root in roots - edges)
+    return ForwardWalk(peak, left)
+
+
+class Aside(NamedTuple):
+    """A weight gradient put aside in the backward: the storages it waits with, by name, and
+    the bytes of the gradients of weight and bias that it will make. `adds` tells whether the
+    product can be added to a gradient that is there without being made first.
+    """
+
+    held: tuple[tuple[str, int], ...]
+    weight_bytes: int
+    bias_bytes: int
+    adds: bool
+
+
+class BackwardWalk(NamedTuple):
+    """The highest point of a backward above its start, where everything saved and the
+    gradients of the outputs are alive; the parameters whose gradients it makes; and what it
+    puts aside, in that order.
+    """
+
+    rise_bytes: int
+    made: frozenset[str]
+    aside: tuple[Aside, ...]
+
+
+def backward_walk(
+    program: Program,
+    saved: SavedTensors,
+    *,
+    first: bool,
+    held: bool,
+    split: bool = False,
+    wide: int = 1,
+    shared: frozenset[str] = frozenset(),
+) -> BackwardWalk:
+    """Run a program's backward.
+
+    In a `first` backward the gradients of parameters stay, `wide` times as large as the
+    parameters; in others they are added to those and let go, and products with a large
+    weight add theirs without making it first, if it is as wide. Those of parameters that are
+    `shared` with another block stay in both. `held`: somebody else holds the gradients of the
+    outputs. `split`: weight gradients are put aside.
+    """
+    tensor, storage = program.tensor, saved.storages.storage
+    with_weights = deferrable_products(program)
+    products = with_weights if split else {}
+    grads = _Gradients()
+    for name in program.outputs:
+        if tensor[name].requires_grad:
+            grads.allocate(name, _bytes(program, name))
+            if held:
+                grads.hold(name)
+    start = saved.num_bytes + grads.live
+    live_saved = saved.num_bytes
+    never_freed = {storage[name].root for name in program.inputs}
+    never_freed |= {storage[product[0].name].root for product in products.values()}
+    laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
+    there: dict[str, int] = {}
+    made: set[str] = set()
+    aside: list[Aside] = []
+    peak = start
+    for op in reversed(program.ops):
+        arriving = [name for name in op.outputs if name in grads.of]
+        if arriving:
+            product = products.get(op.name)
+            later = {ref.name for ref in product[1:3] if isinstance(ref, Ref)} if product else set()
+            needing = [
+                n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad and n not in later
+            ]
+            scratch = _scratch_bytes(op, program, forward=False)
+            for name in needing:
+                size = _bytes(program, name)
+                passes_on = _passes_on(op, name, program, saved)
+                if tensor[name].kind != "param":
+                    shape = tensor[name].shape_at(1)
+                    seen = laid.get(arriving[0]) if passes_on else None
+                    through = None if seen is None else _seen_through(op, name, program, seen)
+                    if through is not None:
+                        grads.share(name, arriving[0])
+                    else:
+                        grads.allocate(name, size)
+                    laid.setdefault(name, through or contiguous_strides(shape))
+                    continue
+                made.add(name)
+                if name in shared:
+                    there[name] = size
+                elif first:
+                    there[name] = wide * size
+                    scratch += size if wide > 1 and not passes_on else 0
+                else:
+                    product_of = with_weights.get(op.name)
+                    is_weight = product_of is not None and product_of[1].name == name
+                    adds = is_weight and wide == 1 and size >= LARGE_BYTES
+                    scratch += 0 if passes_on or adds else size
+            peak = max(peak, live_saved + grads.live + sum(there.values()) + scratch)
+            grads.settle(needing)
+            if product is not None:
+                aside.append(_put_aside(op, product, program, saved, grads))
+            for name in arriving if product is None else ():
+                grads.free(name)
+        kept, extra = saved.by_op.get(op.name, ((), 0))
+        live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in never_freed)
+    return BackwardWalk(peak - start, frozenset(made), tuple(aside))
+
+
+def _put_aside(
+    op: Op,
+    product: tuple[Ref, Ref, Ref | None, bool],
+    program: Program,
+    saved: SavedTensors,
+    grads: _Gradients,
+) -> Aside:
+    x, weight, bias, _ = product
+    root = saved.storages.storage[x.name]
+    buffer, size = grads.buffer_of(op.outputs[0])
+    held = ((root.root, root.num_bytes),) if root.kind not in HELD_ANYWAY else ()
+    return Aside(
+        held=(*held, (f"gradient {buffer}", size)),
+        weight_bytes=_bytes(program, weight.name),
+        bias_bytes=0 if bias is None else _bytes(program, bias.name),
+        adds=program.tensor[weight.name].kind == "param",
+    )
+
+
 class _Gradients:
     """Gradient buffers by tensor; several tensors may share one. Mutable: it is a tally."""
 
@@ -151,6 +344,15 @@ class _Gradients:
     def bytes_of(self, names: Iterable[str]) -> int:
         """Bytes of the buffers these tensors' gradients lie in, each once."""
         return sum(self._bytes[b] for b in {self.of[name] for name in names if name in self.of})
+
+    def buffer_of(self, name: str) -> tuple[int, int]:
+        """The number of a gradient's buffer, and its bytes."""
+        buffer = self.of[name]
+        return buffer, self._bytes[buffer]
+
+    def hold(self, name: str) -> None:
+        """Keep a gradient's buffer to the end: somebody else has it too."""
+        self._users[self.of[name]] += 1
 
     def share(self, name: str, source: str) -> None:
         self._attach(name, self.of[source])
@@ -193,14 +395,37 @@ def _passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool
         return False
     source, result = program.tensor[name], program.tensor[output]
     same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
-    if base_name(op.target) in _SUMS or op.target == "planner.redistribute":
+    if op.target == REDISTRIBUTE:
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        moves = collectives(src, dst, bool(op.args[4]))[1] is not None
+        return same_size and not moves and source.dtype == result.dtype
+    if base_name(op.target) == "cat":
+        return source.dtype == result.dtype  # a slice of it
+    if base_name(op.target) in _SUMS:
         return same_size and source.dtype == result.dtype
     return output in saved.storages.views and same_size
+
+
+def _seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strides | None:
+    """Return the strides of an arriving gradient as the gradient of `name`, or None where
+    autograd's view of it needs a copy: the backward of a view of one shape is a reshape.
+    """
+    target = base_name(op.target)
+    shape = program.tensor[name].shape_at(1)
+    order = permuted(target, op.args, shape, tuple(range(len(shape))))
+    if order is not None:
+        back = dict(zip(order, strides, strict=True))
+        return tuple(back[dim] for dim in range(len(shape)))
+    if target in RESHAPES:
+        return reshaped_strides(program.tensor[op.outputs[0]].shape_at(1), strides, shape)
+    return strides
 
 
 def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
     """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
     name = base_name(op.target)
+    if op.target == REDISTRIBUTE:
+        return _staging_bytes(op, program, forward=forward)
     if name == "cross_entropy_loss":
         # Backward: the gradient of the log-softmax, then the logits'.
         return 0 if forward else _bytes(program, op.inputs[0])
@@ -211,6 +436,19 @@ def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
         # the gradient before and after the targets' share is added.
         return 2 * wide if forward else wide
     return 0
+
+
+def _staging_bytes(op: Op, program: Program, *, forward: bool) -> int:
+    """Bytes in which a collective's pieces are put side by side: collectives cut dim 0, and
+    what is cut along another is copied before or after (`planner.runtime.collectives`).
+    """
+    src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+    kind = collectives(src, dst, bool(op.args[4]))[0 if forward else 1]
+    cuts = [p for p in (src, dst) if isinstance(p, Shard)]
+    if kind is None or kind == "all_reduce" or all(p.dim == 0 and p.segments == 1 for p in cuts):
+        return 0
+    whole = max(_bytes(program, op.inputs[0]), _bytes(program, op.outputs[0]))
+    return 2 * whole if kind == "all_to_all" else whole
 
 
 def _bytes(program: Program, name: str) -> int:

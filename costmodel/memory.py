@@ -158,7 +158,7 @@ def rank_memory(
         # The message that the block before was reduced from.
         buckets = wide * weights.largest_param_bytes
     masters = wide * shard if precision == "bf16" else 0
-    states = ADAMW_STATES * wide * shard + masters
+    states = ADAMW_STATES * wide * shard + COUNTER_BYTES * weights.num_params + masters
     on_host: Amount = 0
     if optimizer_on_host:
         on_host = host_state_bytes(weights, dp=dp, sharded=sharded, precision=precision)
@@ -194,9 +194,7 @@ def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
     )
 
 
-def host_state_bytes(
-    weights: StageLoad, *, dp: int, sharded: bool, precision: Precision
-) -> Amount:
+def host_state_bytes(weights: StageLoad, *, dp: int, sharded: bool, precision: Precision) -> Amount:
     """Return what an optimizer on the host has there, its state and what it steps on.
 
     Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of

@@ -21,6 +21,7 @@ from costmodel.communication import (
 from costmodel.simulate import JobSeconds
 from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.topology import axis_group, hop_group, split_axes
+from planner.graph import ModelGraph
 from planner.plan import Plan
 
 
@@ -137,6 +138,7 @@ def _stage_load(
             comm_forward_s=load.comm_forward_s + there + cp_there,
             comm_backward_s=load.comm_backward_s + back + cp_back,
             param_bytes=load.param_bytes - _trained_bytes(costs, index, layout, split.tp, again),
+            num_params=load.num_params - sum(_is_trained(graph, name) for name in again),
         )
         held.update(block.params)
         loads.append(load)
@@ -154,10 +156,15 @@ def _trained_bytes(
     total = 0
     for position, name in enumerate(block.params):
         meta = costs.graph.tensor[name]
-        if name in names and meta.kind == "param" and meta.requires_grad:
+        if name in names and _is_trained(costs.graph, name):
             sharded = layout is not None and layout.params[position].startswith("S")
             total += meta.bytes_at(1) // (tp if sharded else 1)
     return total
+
+
+def _is_trained(graph: ModelGraph, name: str) -> bool:
+    meta = graph.tensor[name]
+    return meta.kind == "param" and meta.requires_grad
 
 
 def _sync(plan: Plan, costs: CostCache, stage: int, load: StageLoad) -> DataParallelSeconds:

@@ -28,6 +28,20 @@ class SelectiveBytes:
 
 def selective_bytes(program: Program, saved: SavedTensors, remade: Iterable[str]) -> SelectiveBytes:
     """Return what a bound local program keeps when the ops named in `remade` run again."""
+    roots, extra = kept_storages(program, saved, remade)
+    needed = {one.root for storages, _ in saved.by_op.values() for one in storages}
+    return SelectiveBytes(
+        kept_bytes=sum(roots.values()) + sum(extra.values()),
+        unsaved_bytes=sum(size for root, size in roots.items() if root not in needed),
+    )
+
+
+def kept_storages(
+    program: Program, saved: SavedTensors, remade: Iterable[str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of each storage kept when the ops named in `remade` run again, inputs
+    left out, and what each other op keeps besides (masks, statistics), by its name.
+    """
     again = frozenset(remade)
     storage = saved.storages.storage
     maker = {output: op.name for op in program.ops for output in op.outputs}
@@ -35,14 +49,15 @@ def selective_bytes(program: Program, saved: SavedTensors, remade: Iterable[str]
         name for op in program.ops if op.name in again for name in op.inputs if name in maker
     }
     kept: dict[str, Storage] = {}
-    extra = 0
+    extra: dict[str, int] = {}
     saves_later = False
     for op in reversed(program.ops):
         mine = saved.kept[op.name]
         if op.name in again:
             saves_later = saves_later or bool(mine.tensors or mine.extra_bytes)
             continue
-        extra += mine.extra_bytes
+        if mine.extra_bytes:
+            extra[op.name] = mine.extra_bytes
         if saves_later:
             kept |= {name: storage[name] for name in op.outputs if name in read_again}
         for name in mine.tensors:
@@ -51,8 +66,4 @@ def selective_bytes(program: Program, saved: SavedTensors, remade: Iterable[str]
             elif storage[name].kind not in HELD_ANYWAY:
                 kept[name] = storage[name]
     roots = {one.root: one.num_bytes for one in kept.values() if one.root not in program.inputs}
-    needed = {one.root for storages, _ in saved.by_op.values() for one in storages}
-    return SelectiveBytes(
-        kept_bytes=sum(roots.values()) + extra,
-        unsaved_bytes=sum(size for root, size in roots.items() if root not in needed),
-    )
+    return roots, extra

@@ -120,7 +120,7 @@ def reshaped_strides(
     return tuple(new_strides) if view_dim == -1 else None
 
 
-_RESHAPES = {
+RESHAPES = {
     "view", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "ravel",
     "squeeze", "unsqueeze",
 }  # fmt: skip
@@ -152,12 +152,12 @@ def _view_strides(
     before, after = program.tensor[source], program.tensor[output]
     shape, new_shape, old = before.shape_at(1), after.shape_at(1), strides[source]
     args = op.args
-    if name in _RESHAPES:
+    if name in RESHAPES:
         return reshaped_strides(shape, old, new_shape)
     if name in _KEEPS or (name.endswith("_") and not name.endswith("__")):
         return old
     if name in _PERMUTES:
-        return _permuted(name, args, shape, old)
+        return permuted(name, args, shape, old)
     if name in {"expand", "expand_as", "broadcast_to", "broadcast_tensors"}:
         lead = (0,) * (len(new_shape) - len(shape))
         kept = zip(shape, new_shape[len(lead) :], old, strict=True)
@@ -194,7 +194,8 @@ def _redistribute_is_identity(op: Op) -> bool:
     return op.args[2] == op.args[3]
 
 
-def _permuted(name: str, args: tuple, shape: Sequence[int], old: Strides) -> Strides | None:
+def permuted(name: str, args: tuple, shape: Sequence[int], old: Strides) -> Strides | None:
+    """Return the strides of a tensor whose dims were exchanged, None for another op."""
     rank = len(shape)
     order = list(range(rank))
     if name in {"t", "mT"}:

@@ -29,6 +29,7 @@ from planner.runtime.host import Host, Pairs, Ticket
 
 if TYPE_CHECKING:
     from planner.runtime.engine import Engine
+    from planner.runtime.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,6 @@ def dry_run(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from planner.runtime.engine import Engine
     from planner.runtime.mesh import build_mesh
 
     if not 0 <= rank < plan.world_size:
@@ -90,42 +90,71 @@ def dry_run(
             f"rank {rank} is not in the plan, which has {plan.world_size} ranks; "
             f"use 0 to {plan.world_size - 1}"
         )
-    ledger = _Ledger()
     with _fake_ranks(rank, plan.world_size), _without_values():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            model = build()
-            with ledger.watching():
-                batch = _fake_batch(plan)
-                batch_bytes = ledger.live_bytes
-                # Fused: the plain loop reads step counters, which have no value here.
-                engine = Engine(
-                    plan,
-                    graph,
-                    model,
-                    mesh,
-                    optimizer=lambda p: torch.optim.AdamW(p, fused=True),
-                    host=_CountedHost(mesh.device, ledger),
-                )
-                if plan.optimizer_on_host:
-                    _count_shards_as_host(engine, ledger)
-                # A message sent to nobody has left at once.
-                engine._executor._post._sending = _Gone()
-                del model  # as `apply` does: only the pieces stay
-                engine.step(batch)
-                rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
-                # Both call the same recorder, which is all that a timeline needs of them.
-                engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
-                ledger.moments.clear()
-                engine.step(batch)
-        return DryRun(
-            rank=rank,
-            pp_rank=mesh.rank("pp"),
-            batch_bytes=batch_bytes,
-            rest_bytes=rest_bytes,
-            host_rest_bytes=host_rest_bytes,
-            moments=tuple(ledger.moments),
+            return _track(plan, graph, build, mesh, lambda: _fake_batch(plan), sends=False)
+
+
+def track_run(
+    plan: Plan,
+    graph: ModelGraph,
+    build: Callable[[], nn.Module],
+    mesh: Mesh,
+    batch: Callable[[int], Any],
+) -> DryRun:
+    """Run two steps for real, with all ranks, and return this one's timeline of live tensors.
+
+    Slower than a step is, as every op is watched: it shows what a dry run does not, such as
+    messages that have not left yet. Every rank calls this; `batch` makes one of a given size.
+    """
+    return _track(plan, graph, build, mesh, lambda: batch(plan.global_batch), sends=True)
+
+
+def _track(
+    plan: Plan,
+    graph: ModelGraph,
+    build: Callable[[], nn.Module],
+    mesh: Mesh,
+    make_batch: Callable[[], Any],
+    *,
+    sends: bool,
+) -> DryRun:
+    from planner.runtime.engine import Engine
+
+    ledger = _Ledger()
+    model = build()
+    with ledger.watching():
+        batch = make_batch()
+        batch_bytes = ledger.live_bytes
+        engine = Engine(
+            plan,
+            graph,
+            model,
+            mesh,
+            # Fused: the plain loop reads step counters, which have no value in a dry run.
+            optimizer=lambda p: torch.optim.AdamW(p, fused=True),
+            host=_CountedHost(mesh.device, ledger),
         )
+        if plan.optimizer_on_host:
+            _count_shards_as_host(engine, ledger)
+        if not sends:  # A message sent to nobody has left at once.
+            engine._executor._post._sending = _Gone()
+        del model  # as `apply` does: only the pieces stay
+        engine.step(batch)
+        rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
+        # Both call the same recorder, which is all that a timeline needs of them.
+        engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
+        ledger.moments.clear()
+        engine.step(batch)
+    return DryRun(
+        rank=dist.get_rank(),
+        pp_rank=mesh.rank("pp"),
+        batch_bytes=batch_bytes,
+        rest_bytes=rest_bytes,
+        host_rest_bytes=host_rest_bytes,
+        moments=tuple(ledger.moments),
+    )
 
 
 @contextmanager
@@ -209,6 +238,8 @@ class _Ledger(TorchDispatchMode):
         self._alive: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and not kwargs and _is_accumulation(*args):
+            func = torch.ops.aten.add_.Tensor
         made = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -338,3 +369,25 @@ def _count_shards_as_host(engine: Engine, ledger: _Ledger) -> None:
                 param.register_post_accumulate_grad_hook(
                     lambda shard: ledger.move_to_host(shard.grad._local_tensor)
                 )
+
+
+_ONLY_USERS = 4, 2
+"""References to a gradient, and to its storage, that nobody but autograd's engine and this
+mode hold: the engine's own, those of the call, and Python's."""
+
+
+def _is_accumulation(total: Any, grad: Any) -> bool:
+    """Whether autograd's engine adds a second gradient to one that nobody else has.
+
+    It does so in place, except where a mode watches: then it makes a third.
+    """
+    return (
+        torch._C._current_autograd_node() is not None
+        and not torch.is_grad_enabled()
+        and isinstance(total, Tensor)
+        and isinstance(grad, Tensor)
+        and total.shape == grad.shape
+        and total.dtype == grad.dtype
+        and total._use_count() == _ONLY_USERS[0]
+        and torch._C._storage_Use_Count(total.untyped_storage()._cdata) == _ONLY_USERS[1]
+    )

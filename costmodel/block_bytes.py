@@ -1,0 +1,156 @@
+"""What one block holds while it runs forward and backward, storage by storage.
+
+Values at a block's edges are left to who knows its neighbours (`costmodel.stage_bytes`): here
+they only count where this block makes, keeps or frees them. All amounts are local bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from costmodel.liveness import BackwardWalk, backward_walk, forward_walk
+from costmodel.remade import kept_storages
+from costmodel.saved import HELD_ANYWAY, SavedTensors, saved_tensors
+from planner.graph import Program
+from planner.plan import Recompute
+from planner.units import DTYPE_BYTES
+
+
+class Edge(NamedTuple):
+    """A value a block takes or makes: bytes, whether a gradient belongs to it, whether the
+    block keeps it for its backward, and which of its inputs it is a view of, if any.
+    """
+
+    num_bytes: int
+    requires_grad: bool
+    is_kept: bool
+    viewed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBytes:
+    """One block of a class on one rank, under one choice of recomputation.
+
+    Between forward and backward it keeps `kept_bytes` beside its edges. Run again, it rises
+    by `second_rise_bytes` at most and has `made_again_bytes` more at the end. `forward_rise_bytes`
+    is the height of the first forward, outputs counted and inputs not.
+    """
+
+    input_names: tuple[str, ...]
+    inputs: tuple[Edge, ...]
+    outputs: tuple[Edge, ...]
+    params: Mapping[str, int]
+    kept_bytes: int
+    made_again_bytes: int
+    forward_rise_bytes: int
+    second_rise_bytes: int
+    backwards: Backwards
+
+
+class Backwards:
+    """The backwards of one block. Mutable: it remembers the walks it was asked for."""
+
+    def __init__(self, program: Program, saved: SavedTensors) -> None:
+        self._program, self._saved = program, saved
+        self._walks: dict[tuple[object, ...], BackwardWalk] = {}
+
+    def walk(
+        self,
+        *,
+        first: bool,
+        held: bool,
+        split: bool = False,
+        wide: int = 1,
+        shared: frozenset[str] = frozenset(),
+    ) -> BackwardWalk:
+        """Return the walk of `liveness.backward_walk`."""
+        key = first, held, split, wide, shared
+        if key not in self._walks:
+            self._walks[key] = backward_walk(
+                self._program,
+                self._saved,
+                first=first,
+                held=held,
+                split=split,
+                wide=wide,
+                shared=shared,
+            )
+        return self._walks[key]
+
+
+def block_bytes(
+    program: Program, *, device_type: str, recompute: Recompute, remade: frozenset[str]
+) -> BlockBytes:
+    """Return what a bound local program holds; `remade` names the ops that run again when
+    `recompute` is "selective".
+    """
+    saved = saved_tensors(program, device_type=device_type)
+    storage = saved.storages.storage
+    every = {one.root: one.num_bytes for storages, _ in saved.by_op.values() for one in storages}
+    inner = frozenset(every) - frozenset(program.inputs)
+    extra = {op.name: saved.kept[op.name].extra_bytes for op in program.ops}
+    made_again = second_rise = 0
+    if recompute == "none":
+        roots, kept_extra = {root: every[root] for root in inner}, extra
+    else:
+        roots, kept_extra = {}, {}
+        if recompute == "selective":
+            roots, kept_extra = kept_storages(program, saved, remade)
+        left = {name: size - kept_extra.get(name, 0) for name, size in extra.items()}
+        second = forward_walk(
+            program, saved, roots=inner, extra=left, there=frozenset(roots), stops=True,
+            skipped=frozenset() if recompute == "full" else _others(program, remade),
+        )  # fmt: skip
+        second_rise = second.rise_bytes
+        made_again = sum(left.values()) + sum(every[root] for root in inner - frozenset(roots))
+    first = forward_walk(program, saved, roots=frozenset(roots), extra=kept_extra)
+    edges = {storage[name].root for name in program.outputs}
+    again = recompute != "none"
+    return BlockBytes(
+        input_names=program.inputs,
+        inputs=tuple(
+            _edge(program, saved, name, is_kept=_held(program, name) and (again or name in every))
+            for name in program.inputs
+        ),
+        outputs=tuple(
+            _edge(program, saved, name, is_kept=storage[name].root in roots)
+            for name in program.outputs
+        ),
+        params={
+            name: _bytes(program, name)
+            for name in program.params
+            if program.tensor[name].kind == "param" and program.tensor[name].requires_grad
+        },
+        kept_bytes=sum(kept_extra.values())
+        + sum(size for root, size in roots.items() if root not in edges),
+        made_again_bytes=made_again,
+        forward_rise_bytes=first.rise_bytes,
+        second_rise_bytes=second_rise,
+        backwards=Backwards(program, saved),
+    )
+
+
+def _others(program: Program, remade: frozenset[str]) -> frozenset[str]:
+    return frozenset(op.name for op in program.ops) - remade
+
+
+def _held(program: Program, name: str) -> bool:
+    """Whether a kept input is anybody's to free: pieces of the batch are there anyway."""
+    return program.tensor[name].kind not in HELD_ANYWAY
+
+
+def _edge(program: Program, saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
+    root = saved.storages.storage[name].root
+    return Edge(
+        num_bytes=saved.storages.storage[name].num_bytes,
+        requires_grad=program.tensor[name].requires_grad,
+        is_kept=is_kept,
+        viewed=program.inputs.index(root) if root in program.inputs and root != name else None,
+    )
+
+
+def _bytes(program: Program, name: str) -> int:
+    meta = program.tensor[name]
+    return meta.numel_at(1) * DTYPE_BYTES[meta.dtype]

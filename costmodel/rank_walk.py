@@ -1,0 +1,291 @@
+"""The bytes of one rank over a step: its row of the job table, played as the executor does.
+
+What is alive at any moment of a step: what is there all the time; gradients, from the first
+backward on where they have no place of their own; for each microbatch in flight what its
+forward kept; receive buffers, posted a few jobs ahead; values on their way between stages of
+the same rank, handed over in place; and the height of the job that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from costmodel.liveness import Aside
+from costmodel.stage_bytes import BackwardBytes, ForwardBytes, StageWalk, held_aside, weight_job
+from planner.schedule.jobs import Job, JobKind
+from planner.schedule.trips import trips
+
+
+class Message(NamedTuple):
+    """A value that a stage takes from another, or hands on: its name, bytes as it lies on the
+    consumer and on the producer, the other stage, and whether its gradient comes back.
+    """
+
+    name: str
+    taken_bytes: int
+    sent_bytes: int
+    other_stage: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageJobs:
+    """The jobs of one stage: `last` walks the step's last microbatch, which may not be
+    recomputed. `accumulates` tells that gradients have their place from the start. With
+    `sends_first` a full backward puts weight gradients aside until the gradients that another
+    rank waits for have left: those of its first block, in the stage's last backward all.
+    `on_host` sends to the host what a microbatch keeps, where its wait is long enough. A
+    microbatch's loss has `loss_bytes`.
+    """
+
+    walk: StageWalk
+    last: StageWalk
+    incoming: Sequence[Message]
+    outgoing: Sequence[Message]
+    accumulates: bool
+    sends_first: bool
+    on_host: bool
+    loss_bytes: int
+
+
+class Moment(NamedTuple):
+    """One job with the bytes alive at its end and at its height, above what is always there;
+    at the height those kept for backward, in gradients, and in buffers. `host_bytes` are the
+    activations on the host then.
+    """
+
+    name: str
+    end_bytes: int
+    peak_bytes: int
+    kept_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    host_bytes: int
+
+
+def walk_rank(
+    row: Sequence[Job],
+    stages: Mapping[int, StageJobs],
+    home: Callable[[int], int],
+    here: int,
+    *,
+    receive_ahead: int,
+) -> list[Moment]:
+    """Return a moment for each job of a rank; `home` gives the pp rank of a stage.
+
+    Receives are posted `receive_ahead` jobs ahead.
+    """
+    play = _Play(stages, home, here)
+    last = {job.stage_index: job for job in row if job.kind is JobKind.FORWARD}
+    play.last_microbatch = {stage: job.microbatch_index for stage, job in last.items()}
+    makes = (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT)
+    play.last_gradients = frozenset(
+        {job.stage_index: job for job in row if job.kind in makes}.values()
+    )
+    travels = trips(row, [index for index, stage in stages.items() if stage.on_host])
+    for job in row[:receive_ahead]:
+        play.post(job)
+    moments = []
+    for position, job in enumerate(row):
+        if position + receive_ahead < len(row):
+            play.post(row[position + receive_ahead])
+        for trip in travels:
+            place = trip.stage_index, trip.microbatch_index
+            if position == trip.leaving:
+                play.host_bytes += play.movable[place]
+            if position == trip.leaving + 1:
+                play.away_bytes += play.movable[place]
+            if position == trip.arriving:
+                play.away_bytes -= play.movable[place]
+            if position == trip.arriving + 1:
+                play.host_bytes -= play.movable[place]
+        moments.append(play.run(job))
+    return moments
+
+
+class _Play:
+    """Bytes alive now. Mutable: it is a tally.
+
+    A storage is known by a key and lives as long as somebody holds it.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, StageJobs], home: Callable[[int], int], here: int
+    ) -> None:
+        self._stages, self._home, self._here = stages, home, here
+        self.last_microbatch: Mapping[int, int] = {}
+        self.last_gradients: frozenset[Job] = frozenset()
+        self.movable: dict[tuple[int, int], int] = {}
+        self.away_bytes = self.host_bytes = 0
+        self._holders: dict[tuple, int] = {}
+        self._bytes: dict[tuple, int] = {}
+        self._kept = self._buffers = self._gradients = 0
+        self._own: dict[tuple[int, int], tuple[int, list[tuple]]] = {}
+        self._aside: dict[tuple[int, int], tuple[tuple[Aside, ...], list[tuple]]] = {}
+        self._forwards: dict[int, ForwardBytes] = {}
+        self._backwards: dict[tuple, BackwardBytes] = {}
+        self._begun: set[int] = set()
+        self._weights_begun: set[int] = set()
+
+    @property
+    def _live(self) -> int:
+        return self._kept + self._buffers + self._gradients
+
+    def _hold(self, key: tuple, size: int) -> None:
+        if key not in self._holders:
+            self._holders[key], self._bytes[key] = 0, size
+            self._kept += size
+        self._holders[key] += 1
+
+    def _release(self, key: tuple) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self._kept -= self._bytes.pop(key)
+
+    def _is_local(self, message: Message) -> bool:
+        return self._home(message.other_stage) == self._here
+
+    def _value(self, stage: int, name: str, microbatch: int) -> tuple:
+        """The storage of a value as a stage sees it: handed over in place, its maker's."""
+        for message in self._stages[stage].incoming:
+            if message.name == name:
+                if self._is_local(message):
+                    return self._value(message.other_stage, name, microbatch)
+                return "value", stage, name, microbatch
+        return "value", stage, name, microbatch
+
+    def post(self, job: Job) -> None:
+        """Make the receive buffers of a job."""
+        stage = self._stages[job.stage_index]
+        if job.kind is JobKind.FORWARD:
+            self._buffers += sum(m.taken_bytes for m in stage.incoming if not self._is_local(m))
+        elif job.kind is not JobKind.BACKWARD_WEIGHT:
+            self._buffers += sum(
+                m.sent_bytes for m in stage.outgoing if m.requires_grad and not self._is_local(m)
+            )
+
+    def run(self, job: Job) -> Moment:
+        """Run a job."""
+        run = {
+            JobKind.FORWARD: self._forward,
+            JobKind.BACKWARD_WEIGHT: self._weights,
+        }.get(job.kind, self._backward)
+        rise, kept, gradients, buffers = run(job)
+        kept -= self.away_bytes
+        return Moment(
+            name=f"{job.kind}{job.stage_index}.{job.microbatch_index}",
+            end_bytes=self._live - self.away_bytes,
+            peak_bytes=kept + gradients + buffers + rise,
+            kept_bytes=kept,
+            gradient_bytes=gradients,
+            buffer_bytes=buffers,
+            host_bytes=self.host_bytes,
+        )
+
+    def _walk(self, job: Job) -> StageWalk:
+        stage = self._stages[job.stage_index]
+        is_last = self.last_microbatch[job.stage_index] == job.microbatch_index
+        return stage.last if is_last else stage.walk
+
+    def _forward_bytes(self, walk: StageWalk) -> ForwardBytes:
+        key = id(walk)
+        if key not in self._forwards:
+            self._forwards[key] = walk.forward()
+        return self._forwards[key]
+
+    def _backward_bytes(
+        self, job: Job, received: Mapping[str, int], *, first: bool
+    ) -> BackwardBytes:
+        walk, stage = self._walk(job), self._stages[job.stage_index]
+        split = job.kind is JobKind.BACKWARD_INPUT
+        num_aside = len(walk.blocks) if split or job in self.last_gradients else 1
+        if not split and not stage.sends_first:
+            num_aside = 0
+        key = id(walk), first, num_aside, split
+        if key not in self._backwards:
+            self._backwards[key] = walk.backward(
+                received, first=first, num_aside=num_aside, flush=not split
+            )
+        return self._backwards[key]
+
+    def _forward(self, job: Job) -> tuple[int, int, int, int]:
+        s, m = job.stage_index, job.microbatch_index
+        stage = self._stages[s]
+        for message in stage.incoming:
+            if not self._is_local(message):
+                self._buffers -= message.taken_bytes
+                self._hold(self._value(s, message.name, m), message.taken_bytes)
+        done = self._forward_bytes(self._walk(job))
+        height = done.rise_bytes, self._kept, self._gradients, self._buffers
+        keys = [self._value(s, name, m) for name in done.kept]
+        for key, size in zip(keys, done.kept.values(), strict=True):
+            self._hold(key, size)
+        for message in stage.incoming:
+            key = self._value(s, message.name, m)
+            if message.requires_grad:  # the leaf where its gradient will be left
+                self._hold(key, message.taken_bytes)
+                keys.append(key)
+            self._release(key)
+        for message in stage.outgoing:
+            if self._is_local(message):
+                self._hold(self._value(s, message.name, m), message.sent_bytes)
+        self._kept += done.kept_bytes + stage.loss_bytes
+        self._own[s, m] = done.kept_bytes, keys
+        sides = {self._value(s, name, m) for name in self._walk(job).side}
+        self.movable[s, m] = done.kept_bytes + sum(
+            self._bytes[key] for key in {*keys} - sides if key in self._bytes
+        )
+        return height
+
+    def _backward(self, job: Job) -> tuple[int, int, int, int]:
+        s, m = job.stage_index, job.microbatch_index
+        stage = self._stages[s]
+        received = {o.name: o.sent_bytes for o in stage.outgoing if o.requires_grad}
+        for message in stage.outgoing:
+            if message.requires_grad and not self._is_local(message):
+                self._buffers -= message.sent_bytes
+                self._hold(
+                    ("gradient", s, message.other_stage, message.name, m), message.sent_bytes
+                )
+        first = not stage.accumulates and s not in self._begun
+        self._begun.add(s)
+        split = job.kind is JobKind.BACKWARD_INPUT
+        done = self._backward_bytes(job, received, first=first)
+        height = done.rise_bytes, self._kept, self._gradients, self._buffers
+        own_bytes, keys = self._own.pop((s, m))
+        if split:
+            waiting = [
+                (self._value(s, name, m) if name in stage.walk.arriving else (s, m, name), size)
+                for name, size in held_aside(done.aside).items()
+            ]
+            for key, size in waiting:
+                self._hold(key, size)
+            self._aside[s, m] = done.aside, [key for key, _ in waiting]
+        self._kept -= own_bytes
+        for key in keys:
+            self._release(key)
+        for message in stage.outgoing:
+            if message.requires_grad:
+                self._release(("gradient", s, message.other_stage, message.name, m))
+        for message in stage.incoming:
+            if message.requires_grad and self._is_local(message):
+                self._hold(
+                    ("gradient", message.other_stage, s, message.name, m), message.taken_bytes
+                )
+        self._gradients += done.left_bytes
+        return height
+
+    def _weights(self, job: Job) -> tuple[int, int, int, int]:
+        s, m = job.stage_index, job.microbatch_index
+        aside, keys = self._aside.pop((s, m), ((), []))
+        first = not self._stages[s].accumulates and s not in self._weights_begun
+        self._weights_begun.add(s)
+        rise, left = weight_job(aside, first=first, wide=self._stages[s].walk.wide)
+        height = rise, self._kept, self._gradients, self._buffers
+        for key in keys:
+            self._release(key)
+        self._gradients += left
+        return height

@@ -1,0 +1,278 @@
+"""What the jobs of one stage hold: its blocks one after the other, their edges counted once.
+
+A value between two blocks lives while a block still needs it, or keeps it for its backward;
+one that is brought to another placement first is copied for the block that takes it so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from costmodel.block_bytes import BlockBytes
+from costmodel.liveness import Aside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBlock:
+    """A block as its stage calls it: names of its edges and trained parameters in the model,
+    and the bytes of those inputs that are copied into another placement for it (else 0).
+    """
+
+    bytes: BlockBytes
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    copies: tuple[int, ...]
+    params: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBytes:
+    """A forward job: its height above its start, where what arrived is alive; what it keeps
+    of its own, and of the values that others have too or that are made of the batch, by name.
+    """
+
+    rise_bytes: int
+    kept_bytes: int
+    kept: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardBytes:
+    """A backward job: its height above its start, where all that its forward kept and the
+    gradients that arrived are alive; the gradients it leaves in the parameters and for what
+    arrived; and the weight gradients it puts aside.
+    """
+
+    rise_bytes: int
+    left_bytes: int
+    gradients: Mapping[str, int]
+    aside: tuple[Aside, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWalk:
+    """A stage's blocks under one choice of recomputation.
+
+    `arriving` are values that other stages send here and `side` those made of the batch for
+    every microbatch, with their bytes; `leaving` are sent on, those in `sent_copies` as
+    copies in another placement. A gradient's sum is `wide` times as large as its parameter.
+    """
+
+    blocks: Sequence[PlacedBlock]
+    arriving: Mapping[str, int]
+    side: Mapping[str, int]
+    leaving: frozenset[str]
+    sent_copies: Mapping[str, int]
+    wide: int = 1
+
+    def _roots(self) -> dict[str, str]:
+        """The value whose memory each edge lies in."""
+        root: dict[str, str] = {}
+        for block in self.blocks:
+            for name in block.inputs:
+                root.setdefault(name, name)
+            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
+                copied = edge.viewed is not None and block.copies[edge.viewed]
+                is_view = edge.viewed is not None and not copied
+                root[name] = root[block.inputs[edge.viewed]] if is_view else name  # type: ignore[index]
+        return root
+
+    def _keepers(self, root: Mapping[str, str]) -> dict[str, int]:
+        """The first block that keeps each value: the last to let it go."""
+        keepers: dict[str, int] = {}
+        for index, block in enumerate(self.blocks):
+            edges = zip(block.inputs, block.bytes.inputs, block.copies, strict=True)
+            names = [name for name, edge, copy in edges if edge.is_kept and not copy]
+            names += [
+                name
+                for name, edge in zip(block.outputs, block.bytes.outputs, strict=True)
+                if edge.is_kept
+            ]
+            for name in names:
+                keepers.setdefault(root[name], index)
+        return keepers
+
+    def forward(self) -> ForwardBytes:
+        """Return the forward job of one microbatch."""
+        root = self._roots()
+        keepers = self._keepers(root)
+        last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
+        for index, block in enumerate(self.blocks):
+            for name in (*block.inputs, *block.outputs):
+                last[root[name]] = max(last.get(root[name], 0), index)
+        alive = dict(self.side)
+        live = peak = sum(alive.values())
+        own = 0
+        for index, block in enumerate(self.blocks):
+            copies = sum(block.copies)
+            peak = max(peak, live + copies + block.bytes.forward_rise_bytes)
+            keeps = block.bytes.kept_bytes + _kept_copies(block)
+            own += keeps
+            live += keeps
+            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
+                if root[name] == name and name not in alive:
+                    alive[name] = edge.num_bytes
+                    live += edge.num_bytes
+            for name in {root[n] for n in (*block.inputs, *block.outputs)}:
+                if last[name] == index and name not in keepers:
+                    live -= alive.pop(name, 0)
+        peak = max(peak, live + sum(self.sent_copies.values()))
+        inside = [n for n in alive if n in keepers and n not in self.leaving]
+        own += sum(alive.pop(n) for n in inside if n not in self.side)
+        kept = {n: size for n, size in alive.items() if n in keepers}
+        kept |= {n: size for n, size in self.arriving.items() if n in keepers}
+        return ForwardBytes(rise_bytes=peak, kept_bytes=own, kept=kept)
+
+    def backward(
+        self, received: Mapping[str, int], *, first: bool, num_aside: int = 0, flush: bool = False
+    ) -> BackwardBytes:
+        """Return a backward job; `received` are the gradients that other stages sent, by value.
+
+        The executor holds those, and what arrived, to the end of the job. In a `first` job
+        gradients of parameters stay. The first `num_aside` blocks put their weight gradients
+        aside, for another job or, with `flush`, for the end of this one.
+        """
+        root = self._roots()
+        keepers = self._keepers(root)
+        let_go: dict[int, list[str]] = {}
+        for name, keeper in keepers.items():
+            if name not in self.arriving:
+                let_go.setdefault(keeper, []).append(name)
+        gradients: dict[str, int] = {}
+        put_aside: set[str] = set()
+        waiting: set[str] = set()
+        aside: list[Aside] = []
+        live = peak = left = 0
+        for name, size in self.sent_copies.items():
+            if name in received:  # brought back to where its maker left the value
+                live += size
+                peak = max(peak, live)
+        for index in range(len(self.blocks) - 1, -1, -1):
+            block = self.blocks[index]
+            peak = max(peak, live + block.bytes.second_rise_bytes)
+            live += block.bytes.made_again_bytes
+            walk = block.bytes.backwards.walk(
+                first=first,
+                held=any(name in received for name in block.outputs),
+                split=index < num_aside,
+                wide=self.wide,
+                shared=frozenset(p for p, name in block.params.items() if self._is_shared(name)),
+            )
+            peak = max(peak, live + walk.rise_bytes + sum(block.copies))
+            for name, edge, copy in zip(
+                block.inputs, block.bytes.inputs, block.copies, strict=True
+            ):
+                if edge.requires_grad and root[name] not in gradients:
+                    gradients[root[name]] = self._size(root[name])
+                    live += gradients[root[name]]
+                    peak = max(peak, live + copy)
+            for name in block.outputs:
+                live -= gradients.pop(name, 0)
+            live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
+            live -= sum(self._size(name) for name in let_go.get(index, ()))
+            for param in walk.made:
+                name, size = block.params[param], block.bytes.params[param]
+                if not self._is_shared(name):
+                    left += self.wide * size if first else 0
+                    live += self.wide * size if first else 0
+                    continue
+                # One sum of the gradients that all its users make goes to the parameter.
+                if name not in waiting:
+                    waiting.add(name)
+                    live += size
+                if index == self._users[name][0]:
+                    live -= size
+                    left += self.wide * size if first else 0
+                    live += self.wide * size if first else 0
+            named = [_named(one, block, index, root) for one in walk.aside]
+            for name, size in held_aside(named).items():
+                live += 0 if name in put_aside or name in self.arriving else size
+                put_aside.add(name)
+            aside += named
+        if flush:
+            rise, made = weight_job(aside, first=first, wide=self.wide)
+            peak = max(peak, live + rise)
+            left += made
+            aside = []
+        return BackwardBytes(
+            rise_bytes=peak,
+            left_bytes=left,
+            gradients={n: size for n, size in gradients.items() if n in self.arriving},
+            aside=tuple(aside),
+        )
+
+    @cached_property
+    def _users(self) -> dict[str, list[int]]:
+        """The blocks that use each trained parameter, in order."""
+        users: dict[str, list[int]] = {}
+        for index, block in enumerate(self.blocks):
+            for name in block.params.values():
+                users.setdefault(name, []).append(index)
+        return users
+
+    def _is_shared(self, name: str) -> bool:
+        return len(self._users[name]) > 1
+
+    def _size(self, name: str) -> int:
+        """Bytes of a value at a block's edge, as its maker leaves it."""
+        return self._sizes[name]
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        sizes = {**self.side, **self.arriving}
+        for block in self.blocks:
+            for name, edge in zip(block.inputs, block.bytes.inputs, strict=True):
+                sizes.setdefault(name, edge.num_bytes)
+            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
+                sizes[name] = edge.num_bytes
+        return sizes
+
+
+def weight_job(aside: Sequence[Aside], *, first: bool, wide: int) -> tuple[int, int]:
+    """Return the height of a job that makes the weight gradients put aside, above its start,
+    and the bytes of gradients it leaves. The last put aside are made first.
+    """
+    users = Counter(name for one in aside for name in dict(one.held))
+    live = peak = left = 0
+    for one in reversed(aside):
+        made = one.weight_bytes + one.bias_bytes
+        adds = one.adds and wide == 1
+        if first:
+            # Given to autograd, a gradient is copied: who gave it has it still.
+            peak = max(peak, live + wide * made + (0 if adds else made))
+            left += wide * made
+            live += wide * made
+        else:
+            # Where sums are wider, autograd makes a gradient to be added and let go.
+            rise = one.bias_bytes if adds else made * (2 if wide > 1 else 1)
+            peak = max(peak, live + rise)
+        for name, size in dict(one.held).items():
+            users[name] -= 1
+            live -= 0 if users[name] else size
+    return peak, left
+
+
+def held_aside(aside: Sequence[Aside]) -> dict[str, int]:
+    """Return what weight gradients put aside wait with, each storage once."""
+    return {name: size for one in aside for name, size in one.held}
+
+
+def _named(one: Aside, block: PlacedBlock, index: int, root: Mapping[str, str]) -> Aside:
+    """Name what it holds so that no other block's storage is called the same."""
+    inputs = {
+        local: root[name]
+        for local, name, copy in zip(
+            block.bytes.input_names, block.inputs, block.copies, strict=True
+        )
+        if not copy
+    }
+    held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in one.held)
+    return one._replace(held=held)
+
+
+def _kept_copies(block: PlacedBlock) -> int:
+    edges = zip(block.bytes.inputs, block.copies, strict=True)
+    return sum(copy for edge, copy in edges if edge.is_kept)
