@@ -40,6 +40,18 @@ from search.stage_table import StageTable
 _FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A table that prices its blocks when asked; one microbatch takes `least_s` or more on it."""
+
+    table: StageTable
+    least_s: float
+
+    def least_step_s(self, shape: Shape) -> float:
+        """Return a step time that a shape cannot beat on the table."""
+        return self.least_s * max(shape.num_microbatches / shape.pp, 1.0)
+
+
 @dataclass(kw_only=True)
 class Candidates:
     """Everything about one model on one machine that configurations share; remembers answers."""
@@ -54,6 +66,7 @@ class Candidates:
     cuts: tuple[int, ...] = ()
     refusal: LayoutError | None = None
     _tables: dict[tuple[int, int, int], tuple[StageTable, ...]] = field(default_factory=dict)
+    _drafts: dict[tuple[int, int, int], tuple[Draft, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)
@@ -100,26 +113,41 @@ class Candidates:
         """
         key = (tp, cp, microbatch_size)
         if key not in self._tables:
-            layouts = (
-                [found.by_class for found in self.solver.layouts(tp, microbatch_size)]
-                if tp > 1
-                else [()]
-            )
-            self._tables[key] = worth_trying(
-                StageTable(
-                    costs=self.costs,
-                    layouts=by_class,
-                    tp=tp,
-                    microbatch_size=microbatch_size,
-                    cp=cp,
-                    cp_layouts=on_cp,
-                    precision=self.precision,
-                    on_host=self.on_host,
-                    replica_memo=self._replica_memo,
+            drafts = self.drafts(tp, microbatch_size, cp)
+            self._tables[key] = worth_trying(draft.table for draft in drafts)
+        return self._tables[key]
+
+    def drafts(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
+        """Return a table for each layout, nothing in it priced yet, with the least it can take."""
+        key = (tp, cp, microbatch_size)
+        if key not in self._drafts:
+            solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
+            layouts = [found.by_class for found in solved] or [()]
+            least = {found.by_class: found.seconds / cp for found in solved}
+            self._drafts[key] = tuple(
+                Draft(
+                    table=StageTable(
+                        costs=self.costs,
+                        layouts=by_class,
+                        tp=tp,
+                        microbatch_size=microbatch_size,
+                        cp=cp,
+                        cp_layouts=on_cp,
+                        precision=self.precision,
+                        on_host=self.on_host,
+                        replica_memo=self._replica_memo,
+                    ),
+                    least_s=self._least_correction * least.get(by_class, 0.0),
                 )
                 for by_class, on_cp in self._with_cp(layouts, tp, microbatch_size, cp)
             )
-        return self._tables[key]
+        return self._drafts[key]
+
+    @cached_property
+    def _least_correction(self) -> float:
+        """Return what part of the sum of its ops a block takes at least."""
+        correction = self.profile.block_correction
+        return min(1.0, correction("forward"), correction("backward"))
 
     def _with_cp(
         self,

@@ -108,11 +108,10 @@ class _Trials:
     def more_memory(self, refused: SearchResult) -> Concession | None:
         """Return the smallest limit found under which a search succeeds."""
         least = float(refused.smallest_memory_bytes or 0)
-        candidates = self._candidates(self.graph, self.request)
         for factor in _MEMORY_STEPS:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
-            if plan := search_among(candidates, changed, runners_up=False).plan:
+            if plan := find_plan(self.graph, self.profile, changed).plan:
                 return Concession(what=f"--memory-limit {gib}", request=changed, plan=plan)
         return None
 

@@ -43,13 +43,13 @@ def find_plan(
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     """
-    first: SearchResult | None = None
+    refused: list[SearchResult] = []
     for tier in tiers(request.offload, profile):
         results = [
             search_among(Candidates.of(graph, profile, request, on_host), request, progress)
             for on_host in tier
         ]
-        first = first or results[0]
+        refused += results
         fitting = {
             result.plan.estimate["step_s"]: result
             for result in results
@@ -57,8 +57,10 @@ def find_plan(
         }
         if fitting:
             return fitting[min(fitting)]
-    assert first is not None, "every request tries something"
-    return first if first.plan is None else too_large_for_host(first, profile)
+    for result in refused:
+        if result.plan is not None:
+            return too_large_for_host(result, profile)
+    return min(refused, key=lambda result: result.smallest_memory_bytes or 0)
 
 
 def search_among(
@@ -93,9 +95,9 @@ def search_among(
         for with_cp in (False, True):
             some = [shape for shape in shapes if (shape.cp > 1) == with_cp]
             considered += first_gate(search, some, progress)
-            run_gates(search, progress)
-            search.open_later()
-            run_gates(search, progress)
+            for put_off in (search.pipelines, search.other_schedules):
+                search.open(put_off)
+                run_gates(search, progress)
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break

@@ -14,16 +14,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import replace
-from operator import ge
+from itertools import groupby
+from operator import ge, itemgetter
 
 from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
-from search.candidates import in_flight_of
+from search.candidates import Draft, in_flight_of, worth_trying
 from search.chain_dp import solve_chain
 from search.chain_paths import ChainProblem, Cut
 from search.joint import solve_by_joint_program
+from search.rank_bytes import may_be_over
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
 from search.walk import BEATEN, Entry, Finished, Unopened, Walk
@@ -31,7 +33,7 @@ from search.walk import BEATEN, Entry, Finished, Unopened, Walk
 Progress = Callable[[float, str], None]
 
 PLAIN = ("1f1b", 1)
-"""The schedule and vpp that are searched first, to have something for the others to beat."""
+"""The schedule and vpp of pipelines that are searched first, for the others to beat."""
 
 _MOST_REFUSALS = 8
 """How often a configuration is cut again when its estimate is over the memory limit."""
@@ -47,50 +49,76 @@ def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> 
 
     Microbatch sizes are priced in ascending order, and no further once a size does not fit,
     or is no faster per sample than a smaller one (larger ones then only fill the pipeline
-    less well). With cp, a rank's part of a block takes a cp-th of the block's time at least.
+    less well). Shapes without a pipeline go through the other gates at once: quickly priced,
+    they spare layouts of the next degrees from being priced at all.
     """
     groups: dict[tuple[int, int, int], list[Shape]] = {}
     for shape in shapes:
         groups.setdefault((shape.cp, shape.tp, shape.microbatch_size), []).append(shape)
-    enough: dict[tuple[int, int], str] = {}
-    per_sample = search.per_sample
-    considered = 0
-    for done, (cp, tp, size) in enumerate(sorted(groups)):
-        members = groups[cp, tp, size]
-        count = sum(shape.num_configurations for shape in members)
-        if progress:
-            progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
-        reason = enough.get((cp, tp))
-        if reason is None and cp > 1:
-            bound = _least_with_cp(members, per_sample.get((1, tp), 0.0))
-            if bound < search.best_s and search.best is not None and search.out_of_time():
+    considered = done = 0
+    for (cp, tp), sizes in groupby(sorted(groups), key=itemgetter(0, 1)):
+        enough = ""
+        for _, _, size in sizes:
+            members = groups[cp, tp, size]
+            if progress:
+                progress(0.5 * done / len(groups), f"pricing tp={tp}, microbatch size {size}")
+            done += 1
+            if enough:
+                count = sum(shape.num_configurations for shape in members)
                 considered += count
-                search.leave_out(bound, count)
+                search.pruned[enough] += count
                 continue
-            reason = BEATEN if bound >= search.best_s else None
-        if reason is not None:
-            considered += count
-            search.pruned[reason] += count
-            continue
-        fitted, seconds = False, float("inf")
-        tables = search.candidates.tables(tp, size, cp)
-        if not tables:
-            considered += count
-            search.pruned[NO_CP] += count
-            continue
-        for table in tables:
-            considered += count
-            bounds = search.candidates.bounds(table)
-            seconds = min(seconds, bounds.block_seconds(members[0].recompute)[0] / size)
-            for shape in members:
-                fitted |= _push_shape(search, shape, table)
-        key = (cp, tp)
-        if not fitted and not (search.every_size and _nearly_fits(search, members)):
-            enough[key] = TOO_LARGE
-        elif not search.every_size and seconds >= per_sample.get(key, float("inf")):
-            enough[key] = NO_FASTER
-        per_sample[key] = min(seconds, per_sample.get(key, float("inf")))
+            found, enough = _price_size(search, members)
+            considered += found
+        run_gates(search, None)
     return considered
+
+
+def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
+    """Push shapes of equal degrees and size, but for pp; return how many configurations they had
+    with all layouts, and why no larger size is to be tried, if none is.
+    """
+    shape = members[0]
+    cp, tp, size = shape.cp, shape.tp, shape.microbatch_size
+    count = sum(one.num_configurations for one in members)
+    if cp > 1:
+        bound = _least_with_cp(members, search.least_per_sample.get((1, tp), 0.0))
+        if bound < search.best_s and search.best is not None and search.out_of_time():
+            search.leave_out(bound, count)
+            return count, ""
+        if bound >= search.best_s:
+            search.pruned[BEATEN] += count
+            return count, ""
+    drafts = search.candidates.drafts(tp, size, cp)
+    if not drafts:
+        search.pruned[NO_CP] += count
+        return count, ""
+    beaten = [draft for draft in drafts if _is_beaten(search, draft, members)]
+    tables = worth_trying(draft.table for draft in drafts if draft not in beaten)
+    for draft in beaten:
+        for one in members:
+            search.push(Unopened(shape=one, table=draft.table, bound=draft.least_step_s(one)))
+    fitted, seconds = bool(beaten), float("inf")
+    for table in tables:
+        bounds = search.candidates.bounds(table)
+        seconds = min(seconds, bounds.block_seconds(shape.recompute)[0] / size)
+        for one in members:
+            fitted |= _push_shape(search, one, table)
+    key, considered = (cp, tp), count * (len(beaten) + len(tables))
+    least = min([seconds, *(draft.least_s / size for draft in beaten)])
+    search.least_per_sample[key] = min(least, search.least_per_sample.get(key, float("inf")))
+    before = search.per_sample.get(key, float("inf"))
+    search.per_sample[key] = min(seconds, before)
+    if not fitted and not (search.every_size and _nearly_fits(search, members)):
+        return considered, TOO_LARGE
+    if not search.every_size and not beaten and seconds >= before:
+        return considered, NO_FASTER
+    return considered, ""
+
+
+def _is_beaten(search: Walk, draft: Draft, members: list[Shape]) -> bool:
+    """Whether the best is as fast as any of the shapes could be with a layout."""
+    return all(draft.least_step_s(shape) >= search.best_s for shape in members)
 
 
 def _least_with_cp(members: list[Shape], per_sample_s: float) -> float:
@@ -121,7 +149,7 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     zeros = tuple(
         zero
         for zero, one in samples.items()
-        if bounds.least_peak_bytes(one) <= search.memory_limit_bytes
+        if bounds.least_peak_bytes(one) <= _loose_limit(search, one)
     )
     gone = (len(shape.zeros) - len(zeros)) * len(shape.options)
     if gone:
@@ -131,10 +159,15 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     bound = bounds.least_step_of_shape(shape)
     plain = tuple(option for option in shape.options if option == PLAIN)
     other = tuple(option for option in shape.options if option != PLAIN)
-    for options, push in ((plain, search.push), (other, search.later.append)):
+    for options, put_off in ((plain, search.pipelines), (other, search.other_schedules)):
         if options:
-            part = replace(shape, zeros=zeros, options=options)
-            push(Unopened(shape=part, table=table, bound=bound))
+            part = Unopened(
+                shape=replace(shape, zeros=zeros, options=options), table=table, bound=bound
+            )
+            if shape.pp == 1:
+                search.push(part)
+            else:
+                put_off.append(part)
     return True
 
 
@@ -173,7 +206,7 @@ def run_gates(search: Walk, progress: Progress | None) -> None:
 def _second_gate(search: Walk, entry: Entry) -> None:
     """Cut the chain; push the configuration back with its cut and a tighter bound."""
     one, table = entry.configuration, entry.table
-    limit = entry.tighter_bytes or search.memory_limit_bytes
+    limit = entry.tighter_bytes or _loose_limit(search, one)
     if one.vpp > 1 or one.pp == 1:
         if one.vpp > 1:
             least = search.candidates.even_stages(one, table).least_step_s(one)
@@ -227,7 +260,7 @@ _SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
 def only_cut(search: Walk, entry: Entry) -> Cut | None:
     """Return the one cut there is to try: a single stage, or even virtual ones; None if too big."""
     one, table, candidates = entry.configuration, entry.table, search.candidates
-    limit = entry.tighter_bytes or search.memory_limit_bytes
+    limit = entry.tighter_bytes or _loose_limit(search, one)
     if one.vpp == 1:
         return candidates.one_stage(one, table, limit)
     return candidates.even_cut(one, table, limit)
@@ -255,12 +288,21 @@ def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
         search.best = done
 
 
+def _loose_limit(search: Walk, one: Configuration) -> float:
+    """Return the limit to cut under at first: what is over in the estimate is cut again."""
+    splits = find_schedule(one.schedule).splits_backward
+    return search.memory_limit_bytes * may_be_over(zero=one.zero, splits_backward=splits)
+
+
 def _cut_tighter(search: Walk, entry: Entry, over_bytes: float) -> None:
     """Push the configuration back, to be cut under a limit that makes up for what it was over."""
+    if entry.tighter_bytes is None:
+        # A tighter limit refuses cuts that fit, too: what they may take stays open.
+        search.open_bounds.append(entry.bound)
     if entry.refusals == _MOST_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
-    limit = entry.tighter_bytes or search.memory_limit_bytes
+    limit = entry.tighter_bytes or _loose_limit(search, entry.configuration)
     tighter = min(limit - over_bytes, limit * (1 - _LEAST_TIGHTENING))
     search.push(
         replace(entry, cut=None, tighter_bytes=max(1.0, tighter), refusals=entry.refusals + 1)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.plan import Plan
+from planner.schedule import find_schedule
 from planner.units import GIB, format_bytes
 from search.candidates import Candidates, with_estimate
 from search.chain_dp import smallest_peak
+from search.rank_bytes import may_be_over
 from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
@@ -17,23 +19,18 @@ from search.stage_table import StageTable
 
 @dataclass(frozen=True, kw_only=True)
 class Leanest:
-    """The plan of a space that needs the fewest bytes on its fullest device.
-
-    `counted_bytes` are what the search counts for it before the estimate; where that is more,
-    a search wants a limit as high to find it.
-    """
+    """The plan of a space that needs the fewest bytes on its fullest device."""
 
     configuration: Configuration
     plan: Plan
     peak_bytes: float
-    counted_bytes: float
 
 
 def explain_nothing_fits(
     leanest: Leanest, request: SearchRequest, memory_limit_bytes: float
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
-    limit_gib = round_up(max(leanest.peak_bytes, leanest.counted_bytes) / GIB)
+    limit_gib = round_up(leanest.peak_bytes / GIB)
     reasons = (
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
         f"devices with a global batch of {request.global_batch}: the smallest limit that would "
@@ -77,7 +74,6 @@ def find_leanest(
                 configuration=configuration,
                 plan=with_estimate(plan, answer),
                 peak_bytes=float(answer.peak_bytes),
-                counted_bytes=cut.value if configuration.vpp == 1 else 0.0,
             )
         if best.peak_bytes <= enough_bytes:
             break
@@ -109,7 +105,7 @@ def _by_least_bytes(
     every = [one for shape in small for one in shape.configurations()]
     plain = [one for one in every if one.vpp == 1] or every
     tries = [
-        (candidates.bounds(table).least_peak_bytes(one), order, one, table)
+        (_least_bytes(candidates, one, table), order, one, table)
         for order, one in enumerate(plain)
         for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
     ]
@@ -117,3 +113,9 @@ def _by_least_bytes(
         assert candidates.refusal is not None, "only cp can leave no layout"
         raise candidates.refusal
     return sorted(tries, key=lambda one: one[:2])
+
+
+def _least_bytes(candidates: Candidates, one: Configuration, table: StageTable) -> float:
+    splits = find_schedule(one.schedule).splits_backward
+    over = may_be_over(zero=one.zero, splits_backward=splits)
+    return candidates.bounds(table).least_peak_bytes(one) / over

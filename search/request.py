@@ -105,7 +105,7 @@ class SearchRequest:
             )
         if self.solver not in SOLVERS:
             raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")
-        if self.max_gap < 0:
+        if not self.max_gap >= 0:  # nor is nan
             raise LayoutError(f"--gap {self.max_gap} was given; a gap is 0 or more, such as 0.02")
 
         for flag, pairs in (("--allow", self.allow), ("--forbid", self.forbid)):

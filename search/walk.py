@@ -62,8 +62,10 @@ class Finished:
 class Walk:
     """State of one search; mutable because branch and bound is a walk.
 
-    `per_sample` are the least seconds of a sample through all blocks by (cp, tp); `left_out`
-    counts configurations that a time limit left without a price.
+    `pipelines` and `other_schedules` are put off until what is quicker to price is searched.
+    `per_sample` are the least seconds of a sample through all blocks by (cp, tp), and
+    `least_per_sample` those with what was never priced at its bound; `left_out` counts
+    configurations that a time limit left without a price.
     """
 
     candidates: Candidates
@@ -76,10 +78,12 @@ class Walk:
     pruned: Counter[str] = field(default_factory=Counter)
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
-    later: list[Unopened] = field(default_factory=list)
+    pipelines: list[Unopened] = field(default_factory=list)
+    other_schedules: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
     per_sample: dict[tuple[int, int], float] = field(default_factory=dict)
+    least_per_sample: dict[tuple[int, int], float] = field(default_factory=dict)
     left_out: int = 0
     simulated: int = 0
     best: Finished | None = None
@@ -98,11 +102,11 @@ class Walk:
             return
         heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
 
-    def open_later(self) -> None:
+    def open(self, put_off: list[Unopened]) -> None:
         """Push what was put off."""
-        for entry in self.later:
+        for entry in put_off:
             self.push(entry)
-        self.later.clear()
+        put_off.clear()
 
     def leave_out(self, bound: float, count: int) -> None:
         """Leave configurations that may be as fast as `bound` without a look: time is up."""

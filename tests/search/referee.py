@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from math import comb
 
 from costmodel import Estimate
 from planner.graph import ModelGraph
@@ -22,6 +23,19 @@ class Answer:
     configuration: Configuration
     cut: Cut
     estimate: Estimate
+
+
+def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
+    """Return how many plans `every_answer` goes through at most."""
+    candidates = Candidates.of(graph, machine, request)
+    total, inner = 0, len(graph.blocks) - 1
+    for shape in candidates.shapes(request):
+        kinds = len(recompute_choices(shape.recompute))
+        tables = len(candidates.tables(shape.tp, shape.microbatch_size))
+        for one in shape.configurations():
+            cuts = comb(inner, one.pp - 1) if one.vpp == 1 else 1
+            total += tables * cuts * kinds**one.pp
+    return total
 
 
 def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator[Answer]:

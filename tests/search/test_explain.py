@@ -1,9 +1,13 @@
 """X2: why a layout lost or was refused, in numbers that add up."""
 
+import re
+
 import pytest
 
+from planner.errors import LayoutError
+from planner.units import format_bytes
 from profiles import load_profile
-from search import SearchRequest
+from search import SearchRequest, find_plan
 from search.describe import describe_comparison
 from search.explain import compare_choices, differences, explain_shortfall
 from tests.builders import tiny_models
@@ -63,3 +67,63 @@ def test_shortfall_is_of_ranks_over_the_limit_only(gpt, machine):
     assert explain_shortfall(plan, max(totals)) == ()
     over = explain_shortfall(plan, min(totals) + 0.5 * (max(totals) - min(totals)))
     assert len(over) == sum(total > min(totals) for total in totals)
+
+
+def test_shortfall_in_words_that_add_up(gpt, machine):
+    """X2, golden: 21.002 + 10.507 + 42.003 + 10.698 = 84.21 GiB, rounded so that it adds up."""
+    gib = 2**30
+    plan = compare(gpt, machine, pp=2, schedule="1f1b").given
+    parts = {
+        "parameter_bytes": 21.002 * gib,
+        "gradient_bytes": 10.507 * gib,
+        "optimizer_bytes": 42.003 * gib,
+        "activation_bytes": 10.698 * gib,
+        "communication_bytes": 0,
+    }
+    over = {**parts, "total_bytes": sum(parts.values())}
+    under = {"parameter_bytes": 1.0, "total_bytes": 1.0}
+    made = plan.model_copy(update={"estimate": {**plan.estimate, "memory": [under, over]}})
+    last = made.stages[1]
+    assert explain_shortfall(made, 80 * gib) == (
+        f"stage 1 (blocks {last.first_block}..{last.last_block}) needs 84.21 GiB of 80.00 at the "
+        "least: optimizer 42.00, weights 21.00, activations 10.70, gradients 10.51",
+    )
+    near = {**parts, "parameter_bytes": 16.793 * gib, "total_bytes": 80.001 * gib}
+    close = made.model_copy(update={"estimate": {**plan.estimate, "memory": [under, near]}})
+    assert "needs 80.001 GiB of 80.000 at the least" in explain_shortfall(close, 80 * gib)[0]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"tp": 3}, "tp=3 does not divide --gpus 4, and degrees are never changed silently; dp * "
+         "cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
+        ({"pp": 4, "vpp": 4}, "pp=4 * vpp=4 makes 16 stages, but the model has 6 blocks and a "
+         "stage holds at least one; use pp * vpp <= 6"),
+        ({"cp": 2, "dp": 4}, "dp=4 * cp=2 does not divide --gpus 4, and degrees are never changed "
+         "silently; dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
+        ({"dp": 4, "microbatch_size": 4}, "--microbatch-size 4 does not divide the 2 samples of a "
+         "replica; use 1, 2"),
+        ({"pp": 4, "microbatch_size": 4}, "pp=4 needs at least 4 microbatches, but the batch gives "
+         "at most 2 per replica; use a larger --global-batch, a smaller --microbatch-size or a "
+         "smaller --pp"),
+        ({"tp": 4, "forbid": (("tp", "4"),)}, "--tp 4 and --forbid tp=4 were given; drop one of "
+         "them"),
+    ],
+)  # fmt: skip
+def test_each_rule_of_the_space_says_which_and_what_would_do(gpt, machine, choices, message):
+    """X2, V11, golden: the whole sentence of each rule that refuses a layout without pricing it."""
+    with pytest.raises(LayoutError) as refused:
+        compare(gpt, machine, **choices)
+    assert str(refused.value) == message
+
+
+def test_slower_by_which_parts(gpt, machine):
+    """X2: a runner-up's reason names the parts that make it slower, with its peak."""
+    result = find_plan(gpt, machine, SearchRequest(num_devices=4, global_batch=8))
+    assert result.runners_up
+    for one in result.runners_up:
+        percent = 100 * (one.step_s / result.plan.estimate["step_s"] - 1)
+        assert one.reason.startswith(f"{percent:.1f}% slower (")
+        assert re.search(r"\): \+\S+ \w+ [a-z_]+", one.reason)
+        assert one.reason.endswith(f"peak {format_bytes(one.peak_bytes)}")

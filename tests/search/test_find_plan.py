@@ -52,7 +52,8 @@ def test_a_plain_model_gets_a_plan(gpt, tmp_path):
         estimate(gpt, MACHINE, plan, costs=CostCache(gpt, MACHINE)).step_s
     )
     save_plan(plan, tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json") == plan
+    loaded = load_plan(tmp_path / "plan.json")
+    assert loaded.model_dump(mode="json") == plan.model_dump(mode="json")
 
 
 def test_the_certificate_accounts_for_every_configuration(gpt):
@@ -133,13 +134,14 @@ def test_every_split_of_four_devices_has_a_plan_that_holds_together(name):
 
 def test_nothing_fits_names_the_smallest_limit_and_that_limit_fits(gpt):
     """The answer is a result; asking again with the limit it names succeeds, a bit less fails."""
-    result = find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000))
+    result = find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000, offload="none"))
     assert result.plan is None
     assert "the smallest limit that would fit is" in result.reasons[0]
     limit = result.smallest_memory_bytes
     assert limit is not None
-    assert find_plan(gpt, MACHINE, ask(memory_limit_bytes=limit)).plan is not None
-    assert find_plan(gpt, MACHINE, ask(memory_limit_bytes=int(0.998 * limit))).plan is None
+    assert find_plan(gpt, MACHINE, ask(memory_limit_bytes=limit, offload="none")).plan is not None
+    less = ask(memory_limit_bytes=int(0.998 * limit), offload="none")
+    assert find_plan(gpt, MACHINE, less).plan is None
 
 
 def test_less_memory_is_never_faster(gpt):
@@ -292,4 +294,6 @@ def test_the_pareto_set_has_no_dominated_point_and_misses_no_best(gpt):
     for point in points:
         under = find_plan(gpt, MACHINE, replace(request, memory_limit_bytes=point.peak_bytes)).plan
         assert under is not None
-        assert under.estimate["step_s"] == pytest.approx(point.step_s)
+        for one, other in ((point.plan, under), (under, point.plan)):
+            bound = one.estimate["step_s"] * (1 - one.estimate["certificate"]["gap"])
+            assert bound <= other.estimate["step_s"] * (1 + 1e-9)

@@ -1,0 +1,83 @@
+"""M27: the search puts on the host what it must, and nothing where all fits without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from profiles import Profile, load_profile
+from search import SearchRequest, SearchResult, find_plan
+from search.on_host import tiers
+from tests.builders import PlainGPT, gpt_batch
+from tests.captures import capture_module
+
+
+@cache
+def gpt() -> ModelGraph:
+    return capture_module(PlainGPT(layers=4), gpt_batch(2), gpt_batch(3), precision="bf16")
+
+
+@cache
+def a100() -> Profile:
+    return load_profile("a100-sxm4-80gb")
+
+
+def asked(**choices) -> SearchResult:
+    request = SearchRequest(num_devices=2, global_batch=16, precision="bf16", **choices)
+    return find_plan(gpt(), a100(), request)
+
+
+def offloads(plan: Plan) -> bool:
+    return plan.optimizer_on_host or any(stage.activations_on_host for stage in plan.stages)
+
+
+def test_a_budget_too_small_without_offload_gets_a_plan_with_it():
+    roomy = asked()
+    assert not offloads(roomy.plan)
+    assert asked(offload="none").plan == roomy.plan
+    refused = asked(offload="none", memory_limit_bytes=1)
+    assert refused.plan is None
+    # Less than the leanest plan takes, by a part of its optimizer's state.
+    state_bytes = max(rank["optimizer_bytes"] for rank in refused.leanest.estimate["memory"])
+    limit = int(refused.smallest_memory_bytes - state_bytes / 4)
+    assert asked(offload="none", memory_limit_bytes=limit).plan is None
+    found = asked(memory_limit_bytes=limit).plan
+    assert offloads(found)
+    assert found.estimate["peak_bytes"] <= limit
+    assert max(rank["host_bytes"] for rank in found.estimate["memory"]) > 0
+    assert found.estimate["step_s"] > roomy.plan.estimate["step_s"]  # its price
+
+
+def test_offload_asked_for_is_honoured():
+    given = {"pp": 2, "schedule": "fthenb", "microbatch_size": 2}
+    plans = {way: asked(offload=way, **given).plan for way in ("none", "optimizer", "both")}
+    assert [plan.optimizer_on_host for plan in plans.values()] == [False, True, True]
+    assert all(stage.activations_on_host for stage in plans["both"].stages)
+    peaks = [plan.estimate["peak_bytes"] for plan in plans.values()]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == 3
+    with pytest.raises(LayoutError, match="--offload disk was given; use auto, none"):
+        asked(offload="disk")
+
+
+def test_a_cpu_has_no_other_memory_to_move_to():
+    on_cpu = replace(a100().cluster, device_type="cpu")
+
+    class Cpu:
+        cluster = on_cpu
+
+    assert len(tiers("auto", Cpu())) == 1
+    assert len(tiers("auto", a100())) == 3
+
+
+def test_a_host_without_room_refuses(monkeypatch):
+    small = replace(a100().host, memory_bytes=1000.0)
+    monkeypatch.setattr(type(a100()), "host", property(lambda self: small))
+    refused = asked(offload="optimizer")
+    assert refused.plan is None
+    assert "on each node's host" in refused.reasons[0]
