@@ -1,0 +1,21 @@
+"""The memory model against the dry run over models and layouts: `benchmarks.memory` as a test."""
+
+import pytest
+
+from benchmarks.memory import rows_of
+
+LAYOUTS = (
+    "one", "full", "tp2", "pp2", "pp2-fthenb-full", "pp2-vpp2", "pp2-fold", "pp2-dualpipe_v",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt", "vit", "hf-gpt2", "hf-llama", "hf-bert"])
+def test_every_pp_rank_of_every_layout(name):
+    """X10: tensors within 1% of what the real engine holds on fake tensors."""
+    if name.startswith("hf-"):
+        pytest.importorskip("transformers")
+    rows = list(rows_of(name, LAYOUTS, every_rank=False))
+    assert len(rows) >= 5
+    far = {(row.layout, row.rank): f"{row.error:+.2%}" for row in rows if abs(row.error) > 0.01}
+    assert not far
