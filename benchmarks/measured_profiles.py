@@ -164,7 +164,7 @@ def left_out(profile: Profile) -> Table:
         out = {shapes[index] for index in order[fold::FOLDS]}
         seen = [r for r in records if (r.target, r.shapes, r.arguments) not in out]
         # Records are of the undisturbed machine, so answers are to be.
-        changes = {"op_fits": fit_ops(seen), "typical_slowdown": None}
+        changes = {"op_fits": fit_ops(seen), "typical_slowdown": {}}
         file = profile.file.model_copy(update=changes)
         model = Profile(file, seen, profile.collectives)
         for record in records:

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from profiles.records import PaceKind
 
 OWN_CORE_SHARE = 0.95
 """Work that had its core for less than this share of the time was disturbed by others."""
@@ -19,7 +20,8 @@ HEAD_START_CYCLES = 200_000
 """A GPU is kept busy this long (about 0.1 ms) before timed work, so that the host has issued
 the start of it by then: the host's delay would otherwise lie between the two events."""
 
-PACE_WIDTH = 192
+PRODUCT_WIDTH = 192
+NORMS, NORM_ROWS, NORM_WIDTH = 3, 64, 256
 PACE_CALLS = 4
 """A fraction of a millisecond each, within a core's own cache."""
 
@@ -67,24 +69,35 @@ class Clock:
 
 
 class Pace:
-    """How fast a rank's core is in this moment: the time of a fixed small matmul.
+    """How fast a rank's core is in this moment, by the time of two fixed small works.
 
-    A GPU's pace is not taken: its clocks are settled, and the matmul's would say little
-    about an op that waits for memory.
+    `product`, a matmul, is arithmetic alone; `light`, forward and backward of a norm, is what
+    light ops are: dispatch, allocation, autograd and little data. What shares the core slows
+    the two by different factors. A GPU's pace is not taken: its clocks are settled.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        width = PACE_WIDTH if clock.device.type == "cpu" else 0
-        self._operand = torch.full((width, width), 1.0 / max(width, 1))
+        self._operand = torch.full((PRODUCT_WIDTH, PRODUCT_WIDTH), 1.0 / PRODUCT_WIDTH)
+        self._rows = torch.randn(NORM_ROWS, NORM_WIDTH).requires_grad_()
 
-    def take(self) -> list[float]:
-        """Return a few samples of seconds; none on a GPU."""
-        if not len(self._operand):
-            return []
-        run = partial(torch.mm, self._operand, self._operand)
-        run()
-        return [self._clock.time_compute(run)[0] for _ in range(PACE_CALLS)]
+    def take(self) -> dict[PaceKind, list[float]]:
+        """Return a few samples of seconds of each; none on a GPU."""
+        if self._clock.device.type != "cpu":
+            return {"product": [], "light": []}
+        return {"product": self._samples(self._product), "light": self._samples(self._light)}
+
+    def _samples(self, work: Callable[[], Any]) -> list[float]:
+        work()
+        return [self._clock.time_compute(work)[0] for _ in range(PACE_CALLS)]
+
+    def _product(self) -> None:
+        torch.mm(self._operand, self._operand)
+
+    def _light(self) -> None:
+        for _ in range(NORMS):
+            result = torch.nn.functional.layer_norm(self._rows, (NORM_WIDTH,))
+            torch.autograd.grad(result, self._rows, self._rows.detach())
 
 
 def own_cores(mine: set[int], *, peers: Sequence[set[int]], local_rank: int) -> set[int]:

@@ -58,8 +58,9 @@ def _machine(profile: Profile) -> Any:
     row("allocator overhead", f"{overhead.value:.1%}{seen}", overhead)
     launch = file.launch_overhead_s
     row("launch overhead per op", format_seconds(launch.value), launch)
-    if slow := file.typical_slowdown:
-        row("typical slowdown", f"x {slow.value:.2f} ({slow.low:.2f} to {slow.high:.2f})", slow)
+    for pace, slow in file.typical_slowdown.items():
+        seen = "" if slow.high is None else f" ({slow.low:.2f} to {slow.high:.2f})"
+        row(f"typical slowdown, {pace}", f"x {slow.value:.2f}{seen}", slow)
     for direction, figure in file.block_correction.items():
         row(f"whole blocks, {direction}", f"x {figure.value:.2f} the sum of ops", figure)
     for direction, figure in file.compiled_block_correction.items():

@@ -10,7 +10,7 @@ from math import log2, prod
 
 from planner.flops import ATTENTION as _ATTENTION_PACKETS
 from planner.flops import CONVOLUTIONS, MATMULS
-from profiles.records import OpQuery
+from profiles.records import OpQuery, PaceKind
 
 MATMUL = "matmul"
 CONVOLUTION = "convolution"
@@ -45,6 +45,12 @@ def family_of(target: str) -> str:
     if name in CONVOLUTIONS:
         return CONVOLUTION
     return ATTENTION if name in _ATTENTION_PACKETS else MEMORY
+
+
+def pace_kind(target: str) -> PaceKind:
+    """Return which of the fixed works of `profiles.clock.Pace` an op keeps step with."""
+    arithmetic = (MATMUL, CONVOLUTION, ATTENTION, BLOCK)
+    return "product" if family_of(target) in arithmetic else "light"
 
 
 def canonical_shapes(

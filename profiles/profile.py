@@ -9,6 +9,7 @@ from typing import Literal
 
 from planner.cluster import ClusterSpec
 from profiles.collective_model import CollectiveModel
+from profiles.families import pace_kind
 from profiles.hosts import ASSUMED, HOSTS, REACHED_FRACTION, HostSpec
 from profiles.op_model import OpModel
 from profiles.records import (
@@ -95,7 +96,7 @@ class Profile:
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return the time of one operator on one device, as slow as that typically is."""
         answer = self._op_model.seconds(query)
-        slowdown = self.file.typical_slowdown
+        slowdown = self.file.typical_slowdown.get(pace_kind(query.target))
         if slowdown is None:
             return answer
         return replace(answer, seconds=answer.seconds * slowdown.value)

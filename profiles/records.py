@@ -37,6 +37,9 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
     "send_recv",
 )
 
+PaceKind = Literal["product", "light"]
+"""What an op's speed keeps step with when the machine's changes: see `profiles.clock.Pace`."""
+
 Origin = Literal["measured", "data sheet", "published", "fitted", "assumed"]
 """Where a number is from: this machine, a vendor's data sheet, a published measurement, a
 fit to published measurements, or a stated assumption. The accompanying `detail` says which."""
@@ -344,7 +347,7 @@ class ProfileFile(_Record):
     context_bytes: Figure
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
-    typical_slowdown: Figure | None = None
+    typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from planner.errors import ProfileError
+from profiles.families import pace_kind
 from profiles.op_model import record_key
 from profiles.probes import BlockProbe, CollectiveProbe, OpProbe
-from profiles.records import CollectiveRecord, OpQuery, OpRecord, SkippedProbe
+from profiles.records import CollectiveRecord, OpQuery, OpRecord, PaceKind, SkippedProbe
 from profiles.store import (
     COLLECTIVES_FILE,
     OPS_FILE,
@@ -90,7 +91,7 @@ class Session:
     ops: dict[tuple, OpRecord]
     collectives: dict[tuple, CollectiveRecord]
     skipped: list[SkippedProbe] = field(default_factory=list)
-    paces: dict[str, list[float]] = field(default_factory=dict)
+    paces: dict[tuple[str, PaceKind], list[float]] = field(default_factory=dict)
     """Of all visits so far, by kind of device."""
 
     @classmethod
@@ -118,7 +119,8 @@ class Session:
             collectives={_collective_key(record): record for record in collectives},
         )
         for record in ops:
-            session.paces.setdefault(record.device, []).extend(record.paces)
+            pace = record.device, pace_kind(record.target)
+            session.paces.setdefault(pace, []).extend(record.paces)
         write_ops(directory, ops)
         write_collectives(directory, collectives)
         return session
@@ -162,13 +164,14 @@ class Session:
         answers: Sequence[Mapping[str, Sequence[float]]],
     ) -> OpRecord:
         known = self.ops.get((kind, record_key(query), probe.arguments))
+        fixed = pace_kind(query.target)
         visit, pace = over_ranks(
             [float(np.median(answer[query.direction])) for answer in answers],
-            [float(np.median(answer["pace"])) for answer in answers if answer["pace"]],
+            [float(np.median(answer[fixed])) for answer in answers if answer[fixed]],
         )
         visits = (*(known.visits if known else ()), _rounded(visit))
         new = [] if pace is None else [_rounded(pace)]
-        self.paces.setdefault(kind, []).extend(new)
+        self.paces.setdefault((kind, fixed), []).extend(new)
         paces = (*(known.paces if known else ()), *new)
         samples = [s for answer in answers for s in answer[query.direction]]
         warm = [s for answer in answers for s in answer.get(f"{query.direction}_warm", ())]
@@ -184,7 +187,7 @@ class Session:
             visits=visits,
             paces=paces,
             repeats=len(samples) + (known.repeats if known else 0),
-            **self._times(kind, visits, paces, samples),
+            **self._times((kind, fixed), visits, paces, samples),
             **self._provenance(kind),
         )
 
@@ -192,14 +195,19 @@ class Session:
         """Scale all ops to the undisturbed pace, now that the whole measurement shows it."""
         for key, record in self.ops.items():
             if len(record.visits) > 1:
-                times = self._times(record.device, record.visits, record.paces, ())
+                pace = record.device, pace_kind(record.target)
+                times = self._times(pace, record.visits, record.paces, ())
                 self.ops[key] = record.model_copy(update=times)
         write_ops(self.directory, self.ops.values())
 
     def _times(
-        self, kind: str, visits: Sequence[float], paces: Sequence[float], samples: Sequence[float]
+        self,
+        pace: tuple[str, PaceKind],
+        visits: Sequence[float],
+        paces: Sequence[float],
+        samples: Sequence[float],
     ) -> dict[str, float]:
-        undisturbed = undisturbed_pace(self.paces.get(kind, ()))
+        undisturbed = undisturbed_pace(self.paces.get(pace, ()))
         steady = at_pace(visits, paces, undisturbed)
         return {"seconds": midmean(steady), "spread": _spread(steady, samples)}
 

@@ -22,6 +22,7 @@ from profiles.records import (
     Group,
     LinkRecord,
     OpRecord,
+    PaceKind,
     ProfileFile,
     StepFit,
     StepWork,
@@ -72,7 +73,11 @@ def summarize(
             detail=f"peak held over peak live, {len(overheads)} rounds of synthetic training",
         ),
         launch_overhead_s=_launch_overhead(ops, surroundings.launch_s),
-        typical_slowdown=_typical_slowdown(session.paces.get(device, ())),
+        typical_slowdown={
+            pace: _typical_slowdown(pace, paces)
+            for (kind, pace), paces in session.paces.items()
+            if kind == device and paces
+        },
         overlap_slowdown={
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
             for part, factor in surroundings.overlap.items()
@@ -127,18 +132,17 @@ def _block_correction(
     return corrections
 
 
-def _typical_slowdown(paces: Sequence[float]) -> Figure | None:
-    """Return by how much the machine was slower than undisturbed; None if nobody looked."""
-    undisturbed = undisturbed_pace(paces)
-    if undisturbed is None:
-        return None
+def _typical_slowdown(pace: PaceKind, paces: Sequence[float]) -> Figure:
+    """Return by how much the machine was slower than undisturbed."""
+    undisturbed = undisturbed_pace(paces) or 1.0
     low, high = np.percentile(paces, [10, 90]) / undisturbed
+    work = {"product": "a small matmul", "light": "a small norm and its gradient"}[pace]
     return Figure(
         value=midmean(paces) / undisturbed,
         low=float(low),
         high=float(high),
         origin="measured",
-        detail=f"a small matmul beside {len(paces)} visits, over its fastest twentieth",
+        detail=f"{work} beside {len(paces)} records' visits, over its fastest quarter",
     )
 
 

@@ -49,7 +49,7 @@ class OpTimer:
     ) -> dict[str, list[float]]:
         """Return samples of seconds per call: ``forward`` and ``backward`` (maybe empty) on
         inputs that rotate through memory; if `warm`, ``forward_warm`` and ``backward_warm``
-        on the same inputs; and ``pace``, of the fixed work before and after them.
+        on the same inputs; and of the fixed works before and after them, by `PaceKind`.
         """
         calls = Calls.of(probe, self._arena, self._functions)
         samples = _visit(calls, self._clock, self._pace, seconds, begin_together)
@@ -68,13 +68,14 @@ def _visit(
     begin_together()
     if per_sample > 1:  # the ranks leave the barrier one by one, which shows in short samples
         _sample(cold, clock, per_sample, [], [])
-    samples: dict[str, list[float]] = {"forward": [], "backward": [], "pace": pace.take()}
+    samples: dict[str, list[float]] = {"forward": [], "backward": [], **pace.take()}
     deadline = time.perf_counter() + seconds
     while len(samples["forward"]) < MOST_SAMPLES:
         if time.perf_counter() > deadline and len(samples["forward"]) >= LEAST_SAMPLES:
             break
         _sample(cold, clock, per_sample, samples["forward"], samples["backward"])
-    samples["pace"] += pace.take()
+    for kind, paces in pace.take().items():
+        samples[kind] += paces
     return samples
 
 

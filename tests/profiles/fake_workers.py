@@ -50,7 +50,7 @@ class FakeWorkers:
                 slower = 2.0 if device == "slow device" else 1.0
                 each = slower * (1e-5 + zlib.crc32(str(task["probe"]).encode()) / 2**32 * 1e-4)
                 names = ("forward", "backward", "forward_warm", "backward_warm")
-                return {"pace": [1e-4], **{name: [each] * 3 for name in names}}
+                return {"product": [1e-4], "light": [2e-4], **{name: [each] * 3 for name in names}}
             case "launch":
                 return {"seconds": [5e-6] * 3}
             case "collective":

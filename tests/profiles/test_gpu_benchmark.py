@@ -59,6 +59,7 @@ def test_a_damaged_kept_file_is_named(tmp_path):
         read_kept("test", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_whole_way_asks_for_all_that_a_gpu_can_tell(tmp_path, monkeypatch):
     """Grid, whole layers eager and compiled, every work of a step, launch, memory: on a fake."""
     asked = []
