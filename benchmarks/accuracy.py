@@ -1,11 +1,13 @@
 """Predictions against published, measured runs: error, bias, ranking and regret by source.
 
-    python benchmarks/accuracy.py [measured.csv] [--json] [--fit PROFILE]
+    python benchmarks/accuracy.py [measured.csv] [--json] [--held-out] [--fit PROFILE]
 
 Rows are those of dense pre-training with a full layout. The measured step time is the
 printed one, else it follows from tokens or samples per second, else from TFLOP/s by the
-source's own definition. `--fit` adjusts a shipped profile's few training rates to the rows
-of its device and writes them, with what they were fitted on and the error that is left.
+source's own definition. `--held-out` fits each device again without a source, and without a
+fifth of all rows, and prints how well those are predicted then. `--fit` adjusts a shipped
+profile's few training rates to the rows of its device and writes them, with what they were
+fitted on and the error that is left.
 """
 
 from __future__ import annotations
@@ -14,60 +16,55 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from costmodel.kernels import DeviceRates
-from costmodel.published import RunRow, estimate_run, estimate_run_memory, parse_row
-from costmodel.rates import FITTED, TrainingRates, save_rates
-from costmodel.rows import machine_of, read_rows
+from costmodel.fit_rates import RANGES, MeasuredRun, fit_rates, held_out_errors, relative_errors
+from costmodel.published import RunRow, estimate_run_memory
+from costmodel.rates import TrainingRates, save_rates
+from costmodel.rows import read_rows, run_of
 from planner.errors import PlannerError
 from planner.units import GIB
-from profiles import Profile, load_profile
+from profiles import load_profile
 from profiles.catalog import SHIPPED
 from profiles.records import Figure
 
 DEFAULT_ROWS = Path(__file__).resolve().parents[2] / "shared/data/published/measured.csv"
 NOT_PRETRAINING = ("lora", "sft", "finetun", "fine-tun")
 
-BOUNDS = {
-    "matmul_efficiency": (0.4, 0.98),
-    "matmul_half_k": (5.0, 1000.0),
-    "memory_efficiency": (0.3, 1.0),
-    "attention_efficiency": (0.2, 1.0),
-    "portable_attention_efficiency": (0.1, 1.0),
-    "kernel_s": (1e-6, 1e-5),
-    "host_op_s": (5e-6, 1e-4),
-    "host_backward_op_s": (2e-6, 1e-4),
-    "skew_s": (1e-6, 5e-4),
-    "link_efficiency": (0.3, 1.2),
-    "network_efficiency": (0.3, 1.2),
-    "low_precision_efficiency": (0.4, 1.0),
-    "misaligned_efficiency": (0.1, 1.0),
-    "launch_wait_s": (5e-6, 3e-4),
+FULL_LAYOUT = ("layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "dp")
+"""Columns a row must fill to be held against its measurement."""
+
+FOLDS = 5
+TITLES = {
+    "rows": "rows",
+    "mape_pct": "MAPE",
+    "median_ape_pct": "median",
+    "bias_pct": "bias",
+    "kendall_tau": "tau",
+    "regret_pct": "regret",
+    "memory_mape_pct": "memory",
+    "without_source_mape_pct": "-source",
+    "without_fifth_mape_pct": "-fifth",
 }
-"""Physically sensible ranges of the fitted rates."""
-
-SIMPLEX_STEP = 0.12
-SIMPLEXES = 4
-ERROR_CAP = 0.4
-"""A row that is wrong by more is wrong for another reason than the rates."""
+"""Columns printed; the last two are of rates fitted without the row's source or fifth."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A usable row: what ran, where, how long it took, and its memory where it is exact."""
+@dataclass(frozen=True, kw_only=True)
+class Case(MeasuredRun):
+    """A usable row: its source, the rows it can be ranked with, its memory where it is exact."""
 
     source: str
     group: tuple
     nodes: int
-    run: RunRow
-    profile: Profile
-    rates: DeviceRates
-    measured_s: float
     measured_gib: float | None
+
+    @property
+    def device(self) -> str:
+        """Return the profile its rates are of."""
+        return self.profile.name.partition("@")[0]
 
 
 def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
@@ -98,10 +95,11 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
         try:
             if any(word in notes for word in NOT_PRETRAINING):
                 raise PlannerError("not pre-training")
-            run = parse_row(row)
-            profile, rates, _ = machine_of(row)
-            if run.dtype not in rates.peak_flop_per_s:
-                raise PlannerError(f"{run.dtype} is not a dtype of {profile.name}")
+            run, profile, rates = run_of(row)
+            if run.shape.num_experts > 1:
+                raise PlannerError("a mixture of experts")
+            if not all(row[name] for name in FULL_LAYOUT):
+                raise PlannerError("the layout is not complete")
         except PlannerError as error:
             refused[f"{row['source_id']}: {error}"] += 1
             continue
@@ -113,24 +111,17 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
         cases.append(
             Case(
                 source=row["source_id"],
-                group=(row["source_id"], row["model"], run.shape, run.gpus, run.global_batch,
-                       row["dtype"], row["seq_len"]),
+                group=(row["source_id"], row["model"], row["gpu"], row["gpu_mem_gb"], run.shape,
+                       run.gpus, run.global_batch, row["dtype"]),
                 nodes=-(-run.gpus // 8),
                 run=run,
                 profile=profile,
                 rates=rates,
-                measured_s=seconds,
+                step_s=seconds,
                 measured_gib=float(row["peak_mem_gib"]) if exact else None,
             )
         )  # fmt: skip
     return cases, dict(refused)
-
-
-def relative_errors(cases: list[Case]) -> np.ndarray:
-    """Return predicted over measured step time, minus one."""
-    return np.array(
-        [estimate_run(c.run, c.profile, c.rates).step_s / c.measured_s - 1 for c in cases]
-    )
 
 
 def kendall_tau(predicted: np.ndarray, measured: np.ndarray) -> float:
@@ -151,15 +142,18 @@ def rankings(cases: list[Case], errors: np.ndarray) -> tuple[float | None, float
     for members in groups.values():
         if len(members) < 2:
             continue
-        measured = np.array([cases[i].measured_s for i in members])
+        measured = np.array([cases[i].step_s for i in members])
         predicted = measured * (1 + errors[members])
         taus.append(kendall_tau(predicted, measured))
         regrets.append(measured[predicted.argmin()] / measured.min() - 1)
     return (float(np.mean(taus)), float(np.mean(regrets))) if taus else (None, None)
 
 
-def report(cases: list[Case]) -> list[dict]:
-    """Return one line of figures per source, then for single and multi-node rows, and all."""
+def report(cases: list[Case], held_out: dict[str, np.ndarray] | None = None) -> list[dict]:
+    """Return one line of figures per source, then for single and multi-node rows, and all.
+
+    `held_out` are errors of the same cases under rates that were not fitted to them, by name.
+    """
     errors = relative_errors(cases)
     sources = list(dict.fromkeys(c.source for c in cases))
     masks = {s: np.array([c.source == s for c in cases]) for s in sources}
@@ -187,59 +181,57 @@ def report(cases: list[Case]) -> list[dict]:
                 "kendall_tau": tau,
                 "regret_pct": None if regret is None else 100 * regret,
                 "memory_mape_pct": 100 * float(np.abs(memory).mean()) if memory else None,
+                **{
+                    f"{part}_mape_pct": 100 * float(np.abs(unseen[mask]).mean())
+                    for part, unseen in (held_out or {}).items()
+                },
             }
         )
     return lines
 
 
-def fit(name: str, cases: list[Case], *, evaluations: int) -> TrainingRates:
-    """Fit a device's rates to its rows by the simplex method of Nelder and Mead, starting
-    from the rates the profile has and again from what it finds, with a fresh simplex.
-    Minimises the mean absolute relative error, each row's capped, and a source of many rows
-    weighing less per row so that a large sweep does not silence the rest.
+def held_out(cases: list[Case]) -> dict[str, np.ndarray]:
+    """Return errors of each case where its source, or its fifth of all, was left out of the fit.
+
+    Every device is fitted again without them, from the rates it has.
     """
-    from scipy.optimize import minimize
+    folds = np.random.default_rng(0).permutation(len(cases)) % FOLDS
+    parts = {
+        "without_source": [case.source for case in cases],
+        "without_fifth": [str(fold) for fold in folds],
+    }
+    errors = {name: np.zeros(len(cases)) for name in parts}
+    for device in sorted({case.device for case in cases}):
+        mine = [i for i, case in enumerate(cases) if case.device == device]
+        start = {name: getattr(cases[mine[0]].rates, name) for name in RANGES}
+        for name, part in parts.items():
+            errors[name][mine] = held_out_errors(
+                [cases[i] for i in mine], [part[i] for i in mine], start=start
+            )
+    return errors
 
-    mine = [c for c in cases if c.profile.name.partition("@")[0] == name]
-    counts = {s: sum(c.source == s for c in mine) for s in {c.source for c in mine}}
-    weight = np.array([max(counts[c.source], 10) ** -0.1 for c in mine])
-    weight /= weight.sum()
-    low, high = np.log([BOUNDS[r][0] for r in FITTED]), np.log([BOUNDS[r][1] for r in FITTED])
-    start = np.clip(np.log([getattr(mine[0].rates, rate) for rate in FITTED]), low, high)
 
-    def errors(x: np.ndarray) -> np.ndarray:
-        values = dict(zip(FITTED, map(float, np.exp(np.clip(x, low, high))), strict=True))
-        return relative_errors([replace(c, rates=replace(c.rates, **values)) for c in mine])
-
-    best = start
-    for _ in range(SIMPLEXES):
-        step = np.where(best + SIMPLEX_STEP < high, SIMPLEX_STEP, -SIMPLEX_STEP)
-        found = minimize(
-            lambda x: float(weight @ np.minimum(np.abs(errors(x)), ERROR_CAP)),
-            best,
-            method="Nelder-Mead",
-            options={
-                "initial_simplex": np.vstack([best, best + np.diag(step)]),
-                "maxfev": evaluations // SIMPLEXES,
-                "adaptive": True,
-            },
-        )
-        best = np.clip(found.x, low, high)
-    left = errors(best)
-    detail = f"fit to {len(mine)} published rows: {', '.join(sorted(counts))}"
-    path = SHIPPED / name / "training.json"
-    previous = json.loads(path.read_text())["num_multiprocessors"]
+def fit(name: str, cases: list[Case]) -> TrainingRates:
+    """Fit a device's rates to all of its rows, from usual values."""
+    mine = [case for case in cases if case.device == name]
+    values, told = fit_rates(mine)
+    left = relative_errors(mine, values)
+    sources = sorted({case.source for case in mine})
+    detail = f"fit to all {len(mine)} published rows of: {', '.join(sources)}"
+    previous = json.loads((SHIPPED / name / "training.json").read_text())
+    rates = {"matmul_half_k": Figure.model_validate(previous["rates"]["matmul_half_k"])}
+    for rate, value in values.items():
+        origin = "fitted" if rate in told else "assumed"
+        why = detail if rate in told else "a usual value: no published rows tell it here"
+        rates[rate] = Figure(value=float(f"{value:.4g}"), origin=origin, detail=why)
     return TrainingRates(
-        num_multiprocessors=Figure.model_validate(previous),
-        rates={
-            rate: Figure(value=float(f"{v:.4g}"), origin="fitted", detail=detail)
-            for rate, v in zip(FITTED, np.exp(best), strict=True)
-        },
+        num_multiprocessors=Figure.model_validate(previous["num_multiprocessors"]),
+        rates=rates,
         residuals={
-            s: round(float(np.abs(left[[c.source == s for c in mine]]).mean()), 4)
-            for s in sorted(counts)
+            source: round(float(np.abs(left[[c.source == source for c in mine]]).mean()), 4)
+            for source in sources
         },
-    )  # fmt: skip
+    )
 
 
 def main() -> int:
@@ -248,31 +240,34 @@ def main() -> int:
     parser.add_argument("rows", nargs="?", type=Path, default=DEFAULT_ROWS)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--fit", metavar="PROFILE", help="fit and write a profile's training rates")
-    parser.add_argument("--evaluations", type=int, default=600, help="of the fit's criterion")
+    parser.add_argument(
+        "--held-out", action="store_true", help="fit without each source and fifth, and predict it"
+    )
     options = parser.parse_args()
     try:
         cases, refused = load_cases(options.rows)
     except PlannerError as error:
         print(error, file=sys.stderr)
         return 2
+    if not cases:
+        print(f"no usable row in {options.rows}: {'; '.join(sorted(refused))}", file=sys.stderr)
+        return 2
     if options.fit:
         name = load_profile(options.fit).name
-        record = fit(name, cases, evaluations=options.evaluations)
+        record = fit(name, cases)
         save_rates(SHIPPED / name / "training.json", record)
         print(json.dumps({k: v.value for k, v in record.rates.items()}, indent=1))
         print(json.dumps(record.residuals, indent=1))
         return 0
-    lines = report(cases)
+    lines = report(cases, held_out(cases) if options.held_out else None)
     if options.json:
         print(json.dumps({"lines": lines, "refused": refused}, indent=1))
         return 0
-    titles = ("rows", "MAPE", "median", "bias", "tau", "regret", "memory")
-    print(f"{'source':24}{titles[0]:>6}" + "".join(f"{title:>8}" for title in titles[1:]))
+    print(f"{'source':24}" + "".join(f"{title:>9}" for title in TITLES.values()))
     for line in lines:
-        cells = [line["mape_pct"], line["median_ape_pct"], line["bias_pct"], line["kendall_tau"],
-                 line["regret_pct"], line["memory_mape_pct"]]  # fmt: skip
-        texts = ["-" if v is None else f"{v:.2f}" for v in cells]
-        print(f"{line['source']:24}{line['rows']:6}" + "".join(f"{t:>8}" for t in texts))
+        cells = [line.get(key) for key in TITLES]
+        texts = ["-" if v is None else str(v) if isinstance(v, int) else f"{v:.2f}" for v in cells]
+        print(f"{line['source']:24}" + "".join(f"{text:>9}" for text in texts))
     for reason, count in sorted(refused.items()):
         print(f"not used: {count:4}  {reason}")
     return 0

@@ -9,6 +9,7 @@ efficiencies that all runs of a device share. They are kept in the shipped profi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 64))
@@ -20,14 +21,37 @@ TILE_LOSS = 12.0
 tiles run at 0.95 and 64x64 tiles at 0.83 of the rate of the largest."""
 
 
+FOUR_BITS = "float4_e2m1fn_x2"
+ELEMENT_BYTES = {FOUR_BITS: 0.5, "float8_e4m3fn": 1, "float8_e5m2": 1, "float32": 4}
+"""Bytes of an operand's element, where they are not two."""
+
+
+@lru_cache(maxsize=1 << 16)
+def padded_outputs(m: int, n: int, batch: int, num_multiprocessors: int) -> float:
+    """Return outputs that (m, n) products pay for, in units of the largest tile's.
+
+    Whole tiles are computed by whole waves of multiprocessors; smaller tiles read more operand
+    bytes for each product. The kernel with the least waste is taken.
+    """
+
+    def paid(tile_m: int, tile_n: int) -> float:
+        tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
+        waves = ceil(tiles / num_multiprocessors)
+        loss = 1.0 + TILE_LOSS * (tile_m + tile_n) / (tile_m * tile_n)
+        return waves * num_multiprocessors * tile_m * tile_n * loss
+
+    return min(paid(*tile) for tile in TILES) / (1.0 + TILE_LOSS / LARGEST_INTENSITY)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRates:
     """What a device sustains inside a training step.
 
-    Peaks and counts are of the data sheet; the rest is fitted:
+    Peaks and counts are of the data sheet, and `link_scale`, the device's links over those that
+    the profile's collectives were measured on; the rest is fitted:
 
     - `matmul_efficiency`: part of the peak that a large product reaches;
-    - `matmul_half_k`: sum of 1/m, 1/n and 1/k, inverted, at which a product takes twice that;
+    - `matmul_half_k`: the inner length k at which a product takes twice as long for its size;
     - `memory_efficiency`: part of the bandwidth that passes over memory reach;
     - `attention_efficiency`: part of the products' rate that the vendor's fused attention
       reaches, and `portable_attention_efficiency` that made for any device;
@@ -40,6 +64,10 @@ class DeviceRates:
     - `launch_wait_s`: until a host that waits for the end of each kernel goes on;
     - `skew_s`: what two ranks wait for each other at a collective that nothing overlaps, and
       again for each doubling of their number;
+    - `node_spread`: part of the work that is waited for the slowest of two nodes, and again for
+      each doubling of their number, as no two keep the same clocks;
+    - `exposed_part`: part of a collective that work running beside it does not hide, as both
+      slow each other, and its start and its end wait;
     - `link_efficiency`, `network_efficiency`: parts of the measured collective rates, inside
       and between nodes, that are reached while the device computes.
     """
@@ -57,42 +85,31 @@ class DeviceRates:
     host_backward_op_s: float
     launch_wait_s: float
     skew_s: float
+    node_spread: float
+    exposed_part: float
     link_efficiency: float
     network_efficiency: float
     low_precision_efficiency: float
     misaligned_efficiency: float
+    link_scale: float = 1.0
 
     def matmul_seconds(
         self, m: int, n: int, k: int, *, dtype: str, batch: int = 1, aligned: bool = True
     ) -> float:
         """Return seconds of `batch` products of (m, k) and (k, n) in one kernel.
 
-        Whole tiles are computed by whole waves of multiprocessors; the kernel with the
-        least waste is taken.
+        A tile starts and ends with steps that do not multiply, which a long k makes up for.
         """
         rate = self.peak_flop_per_s[dtype] * self.matmul_efficiency
         if not aligned:
             rate *= self.misaligned_efficiency
         if dtype.startswith("float8"):
             rate *= self.low_precision_efficiency
-        waves_s = min(
-            self._tiled_seconds(m, n, k, tile_m, tile_n, batch, rate) for tile_m, tile_n in TILES
-        )
-        element = 1 if dtype.startswith("float8") else 2
+        padded = padded_outputs(m, n, batch, self.num_multiprocessors)
+        ramp = 1.0 + self.matmul_half_k / k
+        element = ELEMENT_BYTES.get(dtype, 2)
         moved = batch * element * (m * k + k * n + m * n)
-        return max(waves_s, moved / self._memory_rate()) + self.kernel_s
-
-    def _tiled_seconds(
-        self, m: int, n: int, k: int, tile_m: int, tile_n: int, batch: int, rate: float
-    ) -> float:
-        tiles = batch * ceil(m / tile_m) * ceil(n / tile_n)
-        waves = max(1.0, ceil(tiles / self.num_multiprocessors))
-        # Smaller tiles read more operand bytes for each product; relative to the largest.
-        intensity = tile_m * tile_n / (tile_m + tile_n)
-        penalty = (1.0 + TILE_LOSS / intensity) / (1.0 + TILE_LOSS / LARGEST_INTENSITY)
-        flop = 2.0 * waves * self.num_multiprocessors * tile_m * tile_n * k
-        ramp = 1.0 + self.matmul_half_k * (1 / m + 1 / n + 1 / k)
-        return flop / rate * ramp * penalty
+        return max(2.0 * padded * k / rate * ramp, moved / self._memory_rate()) + self.kernel_s
 
     def attention_seconds(self, flop: float, *, vendor: bool) -> float:
         """Return seconds of a fused attention kernel that does this much work."""
@@ -103,6 +120,10 @@ class DeviceRates:
     def pass_seconds(self, num_bytes: float, kernels: int = 1) -> float:
         """Return seconds of kernels that only move bytes."""
         return num_bytes / self._memory_rate() + kernels * self.kernel_s
+
+    def exposed_seconds(self, seconds: float, *, behind_s: float) -> float:
+        """Return what shows of a collective that runs beside `behind_s` of work."""
+        return max(self.exposed_part * seconds, seconds - behind_s)
 
     def _memory_rate(self) -> float:
         return self.memory_bytes_per_s * self.memory_efficiency

@@ -5,13 +5,14 @@ a pipeline as the steady state of its slowest rank plus fill and drain of the ot
 
     step_s = m * t_slowest + (pp - 1) * t_middle / vpp + end of step,
 
-which for equal stages is what the simulator finds for 1F1B.
+which for equal stages is what the simulator finds for 1F1B; and what is waited for the
+slowest of many nodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from math import log2
+from math import ceil, log2
 
 from costmodel.kernels import DeviceRates
 from costmodel.run_memory import RunMemory, run_memory
@@ -35,9 +36,6 @@ TP_COLLECTIVES = 2
 EMBEDDING_KERNELS = 3
 """Launches of the lookup in a forward."""
 
-LEAST_EXPOSED = 0.05
-"""Part of the gathers of ZeRO 3 that nothing can hide: the first layer's, and launches."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunEstimate:
@@ -48,10 +46,12 @@ class RunEstimate:
     recompute_s: float
     tp_comm_s: float
     cp_comm_s: float
+    ep_comm_s: float
     pp_comm_s: float
     bubble_s: float
     dp_comm_s: float
     optimizer_s: float
+    straggler_s: float
 
     @property
     def step_s(self) -> float:
@@ -67,6 +67,7 @@ class _Microbatch:
     recompute_s: float
     tp_s: float
     cp_s: float
+    ep_s: float
     gather_s: float
     host_s: float
     hop_s: float
@@ -83,25 +84,33 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
     hop = _hop_seconds(run, profile, rates)
     gather = _gather_seconds(run, profile, rates) if run.zero_stage == 3 else 0.0
     layer_cp = _layer_cp_seconds(run, profile, rates, layer)
+    layer_ep = _layer_ep_seconds(run, profile, rates)
     layers = _layers_of_ranks(run)
     by_rank = {
-        rank: _microbatch(run, rates, rank, layers[rank], layer, layer_tp, layer_cp, gather, hop)
+        rank: _microbatch(
+            run, rates, rank, layers[rank], layer, layer_tp, layer_cp, layer_ep, gather, hop
+        )
         for rank in {0, run.pp // 2, run.pp - 1}
     }
     slowest = max(by_rank.values(), key=lambda microbatch: microbatch.total_s)
     middle = by_rank[run.pp // 2]
     m = run.num_microbatches
     dp_s, optimizer_s = _end_of_step(run, profile, rates, slowest)
+    bubble_s = _bubble_seconds(run, middle, hop)
+    nodes = ceil(run.gpus / profile.cluster.devices_per_node)
+    working_s = m * (slowest.compute_s + slowest.host_s + slowest.recompute_s) + bubble_s
     return RunEstimate(
         compute_s=m * slowest.compute_s,
         host_s=m * slowest.host_s,
         recompute_s=m * slowest.recompute_s,
         tp_comm_s=m * slowest.tp_s,
         cp_comm_s=m * slowest.cp_s,
+        ep_comm_s=m * slowest.ep_s,
         pp_comm_s=m * slowest.hop_s,
-        bubble_s=_bubble_seconds(run, middle, hop),
+        bubble_s=bubble_s,
         dp_comm_s=dp_s + m * slowest.gather_s,
         optimizer_s=optimizer_s,
+        straggler_s=rates.node_spread * log2(nodes) * working_s,
     )
 
 
@@ -113,6 +122,7 @@ def _microbatch(
     layer: Seconds,
     layer_tp: float,
     layer_cp: float,
+    layer_ep: float,
     gather: float,
     hop: float,
 ) -> _Microbatch:
@@ -136,8 +146,10 @@ def _microbatch(
     # The lookup sums its rows over tp ranks, and the head does so in backward.
     tp_ends = layer_tp / 2 * (first + last)
     wait = rates.launch_wait_s if run.stack.launches_block else 0.0
+    # The head comes last in the forward: no launch is left to hide behind it.
+    head_s = ends[-1].forward_s if last else 0.0
     phases = (
-        (forward + tp_once + tp_ends, kernels * (rates.host_op_s + wait)),
+        (forward - head_s + tp_once + tp_ends, kernels * (rates.host_op_s + wait)),
         (again + tp_once * is_full, is_full * kernels * (rates.host_op_s + wait)),
         (backward + tp_once + tp_ends, 2 * kernels * (rates.host_backward_op_s + wait)),
     )
@@ -148,10 +160,12 @@ def _microbatch(
         recompute_s=again,
         tp_s=(tp_once + skew) * (2 + is_full) + 2 * tp_ends,
         cp_s=layers * layer_cp * (1 + is_full / 3),
+        ep_s=layers * layer_ep * (2 + is_full),
         gather_s=_sharded_seconds(
             run.stack,
+            rates,
             layers * gather,
-            forward_s=phases[0][0],
+            forward_s=phases[0][0] + head_s,
             backward_s=phases[1][0] + phases[2][0],
         ),
         host_s=sum(max(0.0, needed - hidden * busy) for busy, needed in phases),
@@ -160,14 +174,14 @@ def _microbatch(
 
 
 def _sharded_seconds(
-    stack: Stack, gather_s: float, *, forward_s: float, backward_s: float
+    stack: Stack, rates: DeviceRates, gather_s: float, *, forward_s: float, backward_s: float
 ) -> float:
     """Exposed exchange of ZeRO 3 for one microbatch: weights gathered for the forward and
     for the backward, and the gradients' scatter, which takes as long.
     """
 
     def exposed(seconds: float, behind_s: float) -> float:
-        return max(seconds - behind_s, LEAST_EXPOSED * seconds)
+        return rates.exposed_seconds(seconds, behind_s=behind_s)
 
     if not stack.overlaps_gathers:
         return 3 * gather_s
@@ -206,8 +220,11 @@ def _layers_of_ranks(run: RunRow) -> list[float]:
 def _recomputed_seconds(run: RunRow, layer: Seconds) -> float:
     if run.recompute == "full":
         return layer.forward_s
-    if run.recompute == "selective" and not run.stack.flash_attention:
-        return layer.attention_forward_s
+    if run.recompute == "selective":
+        if run.stack.selective_skips_layers:
+            return layer.forward_s / 2
+        if not run.stack.flash_attention:
+            return layer.attention_forward_s
     return 0.0
 
 
@@ -224,7 +241,7 @@ def _layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: 
         one = _collective(profile, rates, "all_reduce", num_bytes, group)
     total = 2 * one
     if run.stack.overlaps_tp:
-        return max(total / 4, total - 0.5 * layer.forward_s)
+        return rates.exposed_seconds(total, behind_s=0.5 * layer.forward_s)
     return total
 
 
@@ -239,7 +256,7 @@ def _layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: 
         return 0.0
     group = axis_group(profile.cluster, size=run.cp, stride=run.tp)
     shape = run.shape
-    width = shape.qkv_width - shape.hidden
+    width = shape.qkv_width - shape.attention_width
     num_bytes = 2 * run.micro_batch * shape.seq_len * width / run.tp
     once = _collective(profile, rates, "all_gather", num_bytes, group)
 
@@ -250,6 +267,19 @@ def _layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: 
     return exposed(once, there) + exposed(2 * once, 2.5 * there)
 
 
+def _layer_ep_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
+    """Tokens sent to their experts and back, once; a backward sends as many."""
+    if run.ep == 1:
+        return 0.0
+    group = axis_group(profile.cluster, size=run.ep, stride=run.tp)
+    shape = run.shape
+    tokens = run.micro_batch * shape.seq_len / run.cp
+    if run.sequence_parallel:
+        tokens /= run.tp
+    num_bytes = 2 * tokens * shape.experts_per_token * shape.hidden
+    return 2 * _collective(profile, rates, "all_to_all", num_bytes, group)
+
+
 def _skew_seconds(run: RunRow, rates: DeviceRates) -> float:
     """Return what tp ranks wait for the last of them at a collective that nothing overlaps."""
     return 0.0 if run.sequence_parallel else rates.skew_s * log2(run.tp)
@@ -258,7 +288,9 @@ def _skew_seconds(run: RunRow, rates: DeviceRates) -> float:
 def _collective(
     profile: Profile, rates: DeviceRates, kind: str, num_bytes: float, group: Group
 ) -> float:
-    part = rates.link_efficiency if group.num_nodes == 1 else rates.network_efficiency
+    part = rates.network_efficiency
+    if group.num_nodes == 1:
+        part = rates.link_efficiency * rates.link_scale
     return profile.collective_seconds(kind, num_bytes, group).seconds / part
 
 
@@ -267,9 +299,13 @@ def _hop_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
         return 0.0
     group = hop_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp, pp=run.pp)
     num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden / run.cp
-    if run.sequence_parallel:
-        num_bytes /= run.tp
-    return _collective(profile, rates, "send_recv", num_bytes, group)
+    sent = _collective(profile, rates, "send_recv", num_bytes / run.tp, group)
+    if run.tp > 1 and not run.sequence_parallel:
+        # Each tp rank sends its part of what they all hold, and they gather it again
+        # (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
+        tp = tp_group(profile.cluster, tp=run.tp)
+        sent += _collective(profile, rates, "all_gather", num_bytes, tp)
+    return sent
 
 
 def _gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
@@ -277,7 +313,7 @@ def _gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
     if group.num_nodes > 1 and not run.stack.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
-    num_bytes = 2 * run.shape.layer_params / run.tp
+    num_bytes = 2 * run.shape.held_params(run.ep) / run.tp
     return _collective(profile, rates, "all_gather", num_bytes, group)
 
 
@@ -285,10 +321,15 @@ def _end_of_step(
     run: RunRow, profile: Profile, rates: DeviceRates, slowest: _Microbatch
 ) -> tuple[float, float]:
     """Exposed gradient exchange, and the optimizer, of the rank with the most parameters."""
-    params = run.shape.layer_params * run.shape.layers / run.pp / run.tp
-    params += run.shape.embedding_params / run.tp
+    shape = run.shape
+    per_rank = shape.layers / run.pp
+    params = (shape.held_params(run.ep) * per_rank + shape.embedding_params) / run.tp
+    owned = params
+    if run.zero_stage:
+        # Between them, dp ranks have all experts.
+        owned = (shape.held_params() * per_rank + shape.embedding_params) / run.tp
+        owned /= run.dp * run.cp
     group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
-    owned = params / (run.dp * run.cp) if run.zero_stage else params
     optimizer = rates.pass_seconds(run.stack.optimizer_pass_bytes * owned, 20)
     dp_s = 0.0
     if run.dp * run.cp > 1 and run.zero_stage < 3:
@@ -301,8 +342,7 @@ def _end_of_step(
             gather = _collective(profile, rates, "all_gather", 2 * params, group)
             dp_s = scatter + gather
         if run.stack.overlaps_dp:
-            hidden_behind = slowest.compute_s
-            dp_s = max(dp_s / max(2.0, run.shape.layers / run.pp), dp_s - hidden_behind)
+            dp_s = rates.exposed_seconds(dp_s, behind_s=slowest.compute_s)
     if run.pp > 1:
         # The embedding is on the first and on the last rank; their gradients are summed.
         tied = axis_group(profile.cluster, size=2, stride=run.dp * run.cp * run.tp)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from costmodel.devices import Device, device_of
 from costmodel.kernels import DeviceRates
 from costmodel.published import RunRow, estimate_run, estimate_run_memory, parse_row
 from costmodel.rates import load_rates
 from planner.errors import PlannerError
-from planner.units import GIB, TFLOP
+from planner.units import GB, GIB, TFLOP
 from profiles import Profile, load_profile
 
 PREDICTED = (
@@ -21,21 +23,15 @@ PREDICTED = (
     "predicted_tflops_per_gpu",
     "predicted_tokens_per_s_per_gpu",
     "predicted_peak_mem_gib",
+    "predicted_fits",
     "assumed",
     "reason",
 )
 """Columns added to each row; `reason` says why a row was not predicted."""
 
-_DEVICES = (
-    ("A100-PCIE", "a100-pcie-80gb"),
-    ("A100", "a100-sxm4-80gb"),
-    ("A800", "a100-sxm4-80gb"),
-    ("H100", "h100-sxm5-80gb"),
-    ("H800", "h100-sxm5-80gb"),
-    ("H200", "h200-sxm-141gb"),
-    ("GB200", "b200-sxm"),
-    ("B200", "b200-sxm"),
-)
+WIDER = ("float8_e4m3fn", "bfloat16")
+"""What stands in for a narrower dtype that a device has no products in."""
+
 _BETWEEN_NODES = re.compile(r"([\d.]+)\s*Gb(?:ps|/s)?\s*(?:node-node|between nodes)", re.I)
 
 
@@ -52,17 +48,41 @@ def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 def predict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the predicted columns of one row; raise PlannerError when it can't be priced."""
-    run = parse_row(row)
-    profile, rates, assumed = machine_of(row)
+    run, profile, rates = run_of(row)
     step_s = estimate_run(run, profile, rates).step_s
     samples_per_gpu_s = run.global_batch / step_s / run.gpus
+    peak_bytes = estimate_run_memory(run).total
+    room = _device_bytes(row, profile) - profile.context_bytes
+    fits = peak_bytes * (1 + profile.allocator_overhead_fraction) <= room
     return {
         "predicted_step_time_s": step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
-        "predicted_peak_mem_gib": estimate_run_memory(run).total / GIB,
-        "assumed": "; ".join((*run.assumed, *assumed)),
+        "predicted_peak_mem_gib": peak_bytes / GIB,
+        "predicted_fits": "yes" if fits else "no",
+        "assumed": "; ".join(run.assumed),
     }
+
+
+def run_of(row: Mapping[str, Any]) -> tuple[RunRow, Profile, DeviceRates]:
+    """Return the run a row describes, and the machine it is priced on.
+
+    Products in a dtype the device does not have are priced in the next wider one.
+    """
+    run = parse_row(row)
+    profile, rates, assumed = machine_of(row)
+    assumed = (*run.assumed, *assumed)
+    if run.dtype not in rates.peak_flop_per_s:
+        wider = next(name for name in WIDER if name in rates.peak_flop_per_s)
+        assumed = (*assumed, f"dtype={wider}: {profile.cluster.device} has no {run.dtype}")
+        run = replace(run, dtype=wider)
+    return replace(run, assumed=assumed), profile, rates
+
+
+def _device_bytes(row: Mapping[str, Any], profile: Profile) -> float:
+    """Memory of the row's device: as it says, else of the device's data sheet."""
+    stated = _memory_gb(row) or device_of(str(row.get("gpu") or "")).memory_gb
+    return profile.memory_bytes if stated is None else stated * GB
 
 
 def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str, ...]]:
@@ -70,24 +90,35 @@ def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str,
 
     A rate between nodes printed in the notes (``800 Gb/s between nodes``) picks the link.
     """
-    gpu = str(row.get("gpu") or "").upper()
-    name = next((profile for word, profile in _DEVICES if word in gpu), None)
-    if name is None:
-        raise PlannerError(f"gpu {row.get('gpu')!r} has no profile; known: A100, H100, H200, B200")
+    assumed = []
+    device = device_of(str(row.get("gpu") or ""), _memory_gb(row))
+    if not device.is_kin:
+        assumed.append(f"rates={device.kin} scaled to {device.name}")
     printed = _BETWEEN_NODES.search(str(row.get("notes") or ""))
-    link = ""
-    if printed:
-        per_gpu = float(printed[1]) / 8
-        link = _nearest_link(name, per_gpu)
-    profile, rates = _machine(f"{name}@{link}" if link else name)
-    inter_node = profile.cluster.inter_node.name
-    return profile, rates, () if printed else (f"network={inter_node}",)
+    link = _nearest_link(device.kin, float(printed[1]) / 8) if printed else ""
+    profile, rates = _machine(f"{device.kin}@{link}" if link else device.kin, device)
+    if not printed:
+        assumed.append(f"network={profile.cluster.inter_node.name}")
+    return profile, rates, tuple(assumed)
 
 
-@lru_cache(maxsize=32)
-def _machine(name: str) -> tuple[Profile, DeviceRates]:
+def _memory_gb(row: Mapping[str, Any]) -> float | None:
+    try:
+        return float(row.get("gpu_mem_gb") or "")
+    except ValueError:
+        return None
+
+
+@lru_cache(maxsize=64)
+def _machine(name: str, device: Device) -> tuple[Profile, DeviceRates]:
     profile = load_profile(name)
-    return profile, load_rates(profile)
+    if device.devices_per_node is not None:
+        cluster = profile.file.cluster.model_copy(
+            update={"devices_per_node": device.devices_per_node}
+        )
+        profile = Profile(profile.file.model_copy(update={"cluster": cluster}))
+    link = 1 / profile.cluster.intra_node.beta_s_per_byte
+    return profile, device.scaled(load_rates(profile), kin_link_bytes_per_s=link)
 
 
 @lru_cache(maxsize=64)

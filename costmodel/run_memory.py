@@ -48,8 +48,12 @@ def layer_activation_bytes(
     norms = 4 * tokens * h * whole
     products_in = 4 * tokens * h * whole
     masks = 2 * tokens * h * whole if stack.dropout else 0.0
-    attention = 2 * tokens * (shape.qkv_width + h) / split.tp
-    feed_forward = 2 * tokens * shape.ffn_hidden * (3 if shape.gated else 2) / split.tp
+    attention = 2 * tokens * (shape.qkv_width + shape.attention_width) / split.tp
+    used = shape.used_experts * shape.ffn_hidden
+    feed_forward = 2 * tokens * used * (3 if shape.gated else 2) / split.tp
+    if shape.num_experts > 1:
+        # Rows in the order of their experts, before and after.
+        feed_forward += 4 * tokens * shape.experts_per_token * h * whole
     total = norms + products_in + masks + attention + feed_forward
     if not stack.flash_attention and recompute != "selective":
         # Softmax output, and with dropout its mask and result.
@@ -88,20 +92,26 @@ def run_memory(
 ) -> RunMemory:
     """Return the memory of the first or the last pp rank, whichever needs more.
 
-    `shard_ranks` is dp * cp, over which ZeRO shards. Gated models keep their own output
-    matrix; others tie it to the embedding.
+    `shard_ranks` is dp * cp, over which ZeRO shards; ep ranks of them hold other experts. Gated
+    models keep their own output matrix; others tie it to the embedding.
     """
     tied = not shape.gated
-    layers = shape.layer_params * shape.layers / pp
+    held = shape.held_params(split.ep)
+    layers = held * shape.layers / pp
     ranks = [layers + shape.embedding_params * (2 if pp == 1 and not tied else 1)]
     if pp > 1:
         ranks.append(layers + shape.embedding_params)
     kept = layer_activation_bytes(shape, split, stack, recompute=recompute)
+    if recompute == "selective" and stack.selective_skips_layers:
+        all_kept, none_kept = (
+            layer_activation_bytes(shape, split, stack, recompute=r) for r in ("none", "full")
+        )
+        kept = (all_kept + none_kept) / 2
     alive = layers_in_flight(
         schedule=schedule, layers=shape.layers, pp=pp, vpp=vpp, num_microbatches=num_microbatches
     )
     working = 0.0
-    if recompute == "full":
+    if recompute == "full" or (recompute == "selective" and stack.selective_skips_layers):
         working = layer_activation_bytes(shape, split, stack)
     tokens = split.micro_batch * shape.seq_len / split.cp
     # Logits in 16 bits, and their gradient or their softmax in 32 bits.
@@ -119,7 +129,8 @@ def run_memory(
         candidates.append(
             _rank_memory(
                 params / split.tp,
-                shape.layer_params / split.tp,
+                (params + (shape.held_params() - held) * shape.layers / pp) / split.tp,
+                held / split.tp,
                 stack,
                 shard_ranks=shard_ranks,
                 zero_stage=zero_stage,
@@ -132,6 +143,7 @@ def run_memory(
 
 def _rank_memory(
     params: float,
+    sharded_params: float,
     layer_params: float,
     stack: Stack,
     *,
@@ -140,17 +152,21 @@ def _rank_memory(
     activation_bytes: float,
     transient_bytes: float,
 ) -> RunMemory:
-    """Weights in 16 bits, accumulated gradients, and master weights with two moments."""
+    """Weights in 16 bits, accumulated gradients, and master weights with two moments.
+
+    `sharded_params` are those `shard_ranks` have between them: with ep, more than one holds.
+    """
+    shard = sharded_params / shard_ranks
     if zero_stage == 3:
         # Sharded in 32 bits, with two layers gathered in 16 and one layer's gradients whole.
         return RunMemory(
-            weight_bytes=4 * params / shard_ranks + 4 * layer_params,
-            gradient_bytes=4 * params / shard_ranks + stack.reduced_bytes * layer_params,
-            state_bytes=8 * params / shard_ranks,
+            weight_bytes=4 * shard + 4 * layer_params,
+            gradient_bytes=4 * shard + stack.reduced_bytes * layer_params,
+            state_bytes=8 * shard,
             activation_bytes=activation_bytes,
             transient_bytes=transient_bytes,
         )
-    owned = params / shard_ranks if zero_stage else params
+    owned = shard if zero_stage else params
     return RunMemory(
         weight_bytes=2 * params,
         gradient_bytes=stack.gradient_bytes * params,

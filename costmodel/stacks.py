@@ -14,13 +14,16 @@ class Stack:
     `vendor_attention` is attention made for the device (cuDNN) instead of portable code;
     `pointwise_factor` how many times the bytes of fused pointwise kernels are moved;
     `gradient_bytes` the bytes an accumulated gradient element takes in memory,
+    `accumulate_bytes` those that adding a microbatch's to it moves, and
     `reduced_bytes` on the wire; `optimizer_pass_bytes` the bytes an optimizer step moves for
     each parameter; `loss_pass_bytes` those the loss moves for each logit, forward and backward
     together; `state_bytes` an element's optimizer state, master weight included.
     `overlaps_*` tells what runs while the device computes: tensor-parallel collectives, the
     gathers of sharded weights, gradients' reductions, transfers between stages. Without
     `uses_all_links`, gathers and scatters of ZeRO 3 go over one link of a node. With
-    `launches_block` the host waits for the end of each kernel it starts.
+    `launches_block` the host waits for the end of each kernel it starts. Where
+    `selective_skips_layers`, selective recompute runs every second layer again, instead of
+    the attention of each. `seq_len` is a usual sequence length.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Stack:
     forward_kernels: int
     head_kernels: int
     gradient_bytes: int
+    accumulate_bytes: int
     reduced_bytes: int
     optimizer_pass_bytes: float
     loss_pass_bytes: float
@@ -44,6 +48,8 @@ class Stack:
     state_bytes: int
     uses_all_links: bool = True
     launches_block: bool = False
+    selective_skips_layers: bool = False
+    seq_len: int = 2048
 
 
 MEGATRON_CLASSIC = Stack(
@@ -58,6 +64,7 @@ MEGATRON_CLASSIC = Stack(
     forward_kernels=22,
     head_kernels=30,
     gradient_bytes=2,
+    accumulate_bytes=6,
     reduced_bytes=2,
     optimizer_pass_bytes=56,
     loss_pass_bytes=75,
@@ -97,6 +104,7 @@ MEGATRON_TE = Stack(
     forward_kernels=16,
     head_kernels=10,
     gradient_bytes=4,
+    accumulate_bytes=6,
     reduced_bytes=2,
     optimizer_pass_bytes=38,
     loss_pass_bytes=20,
@@ -105,6 +113,7 @@ MEGATRON_TE = Stack(
     overlaps_dp=True,
     overlaps_pp=True,
     state_bytes=12,
+    seq_len=4096,
 )
 """Megatron-Core with Transformer Engine: bf16 or fp8, flash attention, overlapped collectives."""
 
@@ -120,6 +129,7 @@ FSDP_FLASH = Stack(
     forward_kernels=24,
     head_kernels=10,
     gradient_bytes=4,
+    accumulate_bytes=0,
     reduced_bytes=4,
     optimizer_pass_bytes=32,
     loss_pass_bytes=34,
@@ -128,6 +138,8 @@ FSDP_FLASH = Stack(
     overlaps_dp=True,
     overlaps_pp=False,
     state_bytes=12,
+    selective_skips_layers=True,
+    seq_len=8192,
 )
 """PyTorch FSDP with flash attention: parameters gathered layer by layer ahead of their use."""
 

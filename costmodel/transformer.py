@@ -13,10 +13,18 @@ from functools import partial
 from costmodel.kernels import DeviceRates
 from costmodel.stacks import Stack
 
+ROUTER_KERNELS = 20
+"""Launches of a router, and of putting tokens in the order of their experts and back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder: `gated` feed-forwards have three matrices, `kv_heads` may be fewer."""
+    """A decoder: `gated` feed-forwards have three matrices, `kv_heads` may be fewer.
+
+    `head_dim` 0 means hidden / heads. With `num_experts`, each layer's feed-forward is that many
+    of which the router picks `experts_per_token`, beside `shared_experts` that see every token;
+    `ffn_hidden` is the width of one.
+    """
 
     layers: int
     hidden: int
@@ -26,26 +34,65 @@ class TransformerShape:
     gated: bool
     vocab: int
     seq_len: int
+    head_dim: int = 0
+    num_experts: int = 1
+    experts_per_token: int = 1
+    shared_experts: int = 0
+
+    @property
+    def head_width(self) -> int:
+        """Width of one attention head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Columns of the queries, and of what attention gives."""
+        return self.heads * self.head_width
 
     @property
     def qkv_width(self) -> int:
         """Columns of the joint query, key and value projection."""
-        return self.hidden + 2 * self.kv_heads * (self.hidden // self.heads)
+        return self.attention_width + 2 * self.kv_heads * self.head_width
 
     @property
-    def layer_params(self) -> int:
-        """Matrix parameters of a layer."""
-        attention = self.hidden * (self.qkv_width + self.hidden)
-        return attention + (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+    def used_experts(self) -> int:
+        """Feed-forwards that one token goes through."""
+        return self.experts_per_token + self.shared_experts
+
+    @property
+    def attention_params(self) -> int:
+        """Matrix parameters of a layer's attention."""
+        return self.hidden * (self.qkv_width + self.attention_width)
+
+    @property
+    def expert_params(self) -> int:
+        """Matrix parameters of one feed-forward."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn_hidden
+
+    @property
+    def used_params(self) -> int:
+        """Matrix parameters of a layer that one token is multiplied with."""
+        return self.attention_params + self.used_experts * self.expert_params
+
+    def held_params(self, ep: int = 1) -> float:
+        """Return matrix parameters of a layer on each of `ep` ranks that share its experts."""
+        experts = self.num_experts / ep + self.shared_experts
+        return self.attention_params + experts * self.expert_params
 
     @property
     def embedding_params(self) -> int:
         """Parameters of the token embedding, as many as of the output matrix."""
         return self.vocab * self.hidden
 
+    @property
+    def num_params(self) -> float:
+        """Matrix parameters of the model, the embedding counted once."""
+        return self.layers * self.held_params() + self.embedding_params
+
     def layer_flop(self) -> float:
         """Model flop of one layer for one sample, forward and backward, full attention."""
-        return 6.0 * self.layer_params * self.seq_len + 12.0 * self.seq_len**2 * self.hidden
+        scores = 12.0 * self.seq_len**2 * self.attention_width
+        return 6.0 * self.used_params * self.seq_len + scores
 
     def model_flop(self) -> float:
         """Model flop of one sample, forward and backward (recompute not counted)."""
@@ -54,13 +101,14 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How one microbatch lies on the ranks of a stage."""
+    """How one microbatch lies on the ranks of a stage; `ep` ranks share the experts."""
 
     micro_batch: int
     tp: int
     cp: int
     sequence_parallel: bool
     dtype: str
+    ep: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +125,21 @@ def layer_seconds(
 ) -> Seconds:
     """Return device seconds of one layer for one microbatch on one rank, without collectives."""
     tokens = split.micro_batch * shape.seq_len // split.cp
+    # Rows, columns, inner length and number of like products.
     products = [
-        (shape.qkv_width // split.tp, shape.hidden),
-        (shape.hidden, shape.hidden // split.tp),
-        ((2 if shape.gated else 1) * shape.ffn_hidden // split.tp, shape.hidden),
-        (shape.hidden, shape.ffn_hidden // split.tp),
+        (tokens, shape.qkv_width // split.tp, shape.hidden, 1),
+        (tokens, shape.hidden, shape.attention_width // split.tp, 1),
+        *_feed_forward_products(shape, split, tokens),
     ]
     forward = backward = 0.0
-    for n, k in products:
-        forward += rates.matmul_seconds(tokens, n, k, dtype=split.dtype)
-        backward += rates.matmul_seconds(tokens, k, n, dtype=split.dtype)
-        backward += rates.matmul_seconds(n, k, tokens, dtype=split.dtype)
+    product = partial(rates.matmul_seconds, dtype=split.dtype)
+    for m, n, k, batch in products:
+        forward += product(m, n, k, batch=batch)
+        backward += product(m, k, n, batch=batch) + product(n, k, m, batch=batch)
     there, back = _attention_seconds(shape, split, rates, stack)
     forward_bytes, backward_bytes, kernels = _pass_bytes(shape, split, stack)
+    # Weight gradients are added to those of the microbatches before.
+    backward_bytes += stack.accumulate_bytes * shape.held_params(split.ep) / split.tp
     return Seconds(
         forward_s=forward + there + rates.pass_seconds(forward_bytes, kernels),
         backward_s=backward + back + rates.pass_seconds(backward_bytes, kernels),
@@ -97,11 +147,28 @@ def layer_seconds(
     )
 
 
+def _feed_forward_products(
+    shape: TransformerShape, split: Split, tokens: int
+) -> list[tuple[int, int, int, int]]:
+    """Products of the feed-forward; experts get equal shares of the tokens of their ep ranks."""
+    wide = (2 if shape.gated else 1) * shape.ffn_hidden // split.tp
+    narrow = shape.ffn_hidden // split.tp
+    if shape.num_experts == 1:
+        return [(tokens, wide, shape.hidden, 1), (tokens, shape.hidden, narrow, 1)]
+    local = max(1, shape.num_experts // split.ep)
+    rows = max(1, tokens * shape.experts_per_token // local)
+    both = [(rows, wide, shape.hidden, local), (rows, shape.hidden, narrow, local)]
+    if shape.shared_experts:
+        both.append((tokens, shape.shared_experts * wide, shape.hidden, 1))
+        both.append((tokens, shape.hidden, shape.shared_experts * narrow, 1))
+    return both
+
+
 def _attention_seconds(
     shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
 ) -> tuple[float, float]:
     """Scores, softmax and weighted sum; unfused attention writes the score matrix out."""
-    heads, head_dim = shape.heads // split.tp, shape.hidden // shape.heads
+    heads, head_dim = shape.heads // split.tp, shape.head_width
     batch, s = split.micro_batch, shape.seq_len
     if stack.flash_attention:
         # Causal: half of the scores; under cp each rank has its share of the rows.
@@ -117,10 +184,12 @@ def _attention_seconds(
     one, two = product(s, s, head_dim), product(s, head_dim, s)
     scores = batch * heads * s * s
     dropout = 5 if stack.dropout else 0
-    # Without the fused kernel: scale, fill the mask, softmax in fp32 and cast back.
-    softmax, kernels = (4, 2) if softmax_is_fused(shape, split) else (24, 7)
-    forward = one + two + rates.pass_seconds((softmax + dropout) * scores, kernels)
-    backward = one + 3 * two + rates.pass_seconds((softmax + 2 + dropout) * scores, kernels)
+    # The fused kernel reads the half below the diagonal and writes all. Without it: scale,
+    # fill the mask, softmax in fp32 and cast back.
+    fused = softmax_is_fused(shape, split)
+    there, back, kernels = (3, 4, 2) if fused else (24, 26, 7)
+    forward = one + two + rates.pass_seconds((there + dropout) * scores, kernels)
+    backward = one + 3 * two + rates.pass_seconds((back + dropout) * scores, kernels)
     return forward, backward
 
 
@@ -136,9 +205,10 @@ def softmax_is_fused(shape: TransformerShape, split: Split) -> bool:
 
 def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
     """Return how many kernels the host launches for one layer's forward."""
-    if stack.flash_attention or softmax_is_fused(shape, split):
-        return stack.forward_kernels
-    return stack.forward_kernels + 6
+    kernels = stack.forward_kernels
+    if not stack.flash_attention and not softmax_is_fused(shape, split):
+        kernels += 6
+    return kernels + (ROUTER_KERNELS if shape.num_experts > 1 else 0)
 
 
 def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[float, float, int]:
@@ -151,14 +221,21 @@ def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[fl
     rows = tokens * shape.hidden / (split.tp if split.sequence_parallel else 1)
     norms = 2 * 4 * rows
     residuals = 2 * (7 if stack.dropout else 6) * rows
-    activation = (6 if shape.gated else 4) * tokens * shape.ffn_hidden / split.tp
-    layout = 4 * tokens * shape.qkv_width / split.tp
+    used = shape.used_experts * shape.ffn_hidden
+    activation = (6 if shape.gated else 4) * tokens * used / split.tp
+    # Queries and keys are turned by their positions; without, heads are read where they lie.
+    turned = shape.qkv_width if shape.gated else 0
+    layout = 4 * tokens * (shape.attention_width + turned) / split.tp
+    if shape.num_experts > 1:
+        # Rows are put in the order of their experts, and back, and weighted.
+        layout += 2 * 5 * rows * shape.experts_per_token
     forward = norms + residuals + activation + layout
-    backward = 2 * 6 * rows + residuals + 1.7 * activation + layout
+    joined = 4 * tokens * shape.qkv_width / split.tp
+    backward = 2 * 6 * rows + residuals + 1.7 * activation + layout + joined
     casts = 0.0
-    if split.dtype.startswith("float8"):
+    if split.dtype.startswith(("float8", "float4")):
         # Each operand of the four products is read in 16 bits and written in 8, twice.
-        width = 2 * shape.hidden + (shape.hidden + shape.ffn_hidden) / split.tp
+        width = 2 * shape.hidden + (shape.attention_width + used) / split.tp
         casts = 4 * tokens * width
     factor = stack.pointwise_factor
     return factor * forward + casts, factor * backward + casts, 8
@@ -169,12 +246,11 @@ def head_seconds(
 ) -> Seconds:
     """Return device seconds of the output matrix and the loss.
 
-    An odd vocabulary is taken to be used as it is, so its logits' rows start anywhere; an
-    even one to be padded (or printed rounded).
+    The vocabulary is taken to be padded, as frameworks do, so that rows of logits are aligned.
     """
     tokens = split.micro_batch * shape.seq_len // split.cp
     vocab = -(-shape.vocab // split.tp)
-    product = partial(rates.matmul_seconds, dtype="bfloat16", aligned=shape.vocab % 2 == 0)
+    product = partial(rates.matmul_seconds, dtype="bfloat16")
     forward = product(tokens, vocab, shape.hidden)
     backward = product(tokens, shape.hidden, vocab) + product(vocab, shape.hidden, tokens)
     loss = rates.pass_seconds(stack.loss_pass_bytes * tokens * vocab / 2, 5)

@@ -1,0 +1,71 @@
+"""Words of rows: what frameworks call their stacks, dtypes, schedules and recompute."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from costmodel.kernels import FOUR_BITS
+from costmodel.stacks import STACKS, Stack
+
+BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown"}
+"""Texts that say nothing; `recompute` alone may say ``none``."""
+
+_STACKS = (
+    (r"deepspeed.*(zero.?3|stage.?3)|zero.?3", "deepspeed-zero3"),
+    (r"megatron.?deepspeed|bigscience", "megatron-deepspeed"),
+    (r"nemo|bridge|mcore|megatron.?core|transformer.?engine|\bte\b|neox", "megatron-te"),
+    (r"fsdp|titan|foundry|mosaic|composer|lightning|hugging|accelerate", "fsdp-flash"),
+    (r"megatron", "megatron-classic"),
+)
+_DTYPES = (
+    (r"fp4", FOUR_BITS),
+    (r"mxfp|fp8|float8|e4m3|e5m2|int8", "float8_e4m3fn"),
+    (r"bf16|bfloat16|bf-16", "bfloat16"),
+    (r"fp16|float16|half|amp|mixed", "float16"),
+    (r"tf32|fp32|float32|single", "float32"),
+)
+_RECOMPUTES = (
+    (r"^(none|no|off|false|0|0\.0|disabled)$", "none"),
+    (r"select|attn|attention|core|\bop\b|sac|partial", "selective"),
+    (r"full|uniform|block|yes|true|^1(\.0)?$|all|checkpoint|\bac\b|on$", "full"),
+)
+_SCHEDULES = (
+    (r"zb.?v|v.?schedule|dualpipe|v.?half", "zb-v"),
+    (r"zb.?(2p|h2)", "zb-2p"),
+    (r"zb|zero.?bubble", "zb-1p"),
+    (r"interleav|vpp|virtual|loop|circular", "interleaved-1f1b"),
+    (r"gpipe|fthenb|afab|all.?forward", "gpipe"),
+    (r"1f1b|dapple|pipedream|flush", "1f1b"),
+)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a cell says nothing."""
+    return value is None or value != value or str(value).strip().lower() in BLANK
+
+
+def stack_of(text: str) -> Stack | None:
+    """Return the stack a framework's name stands for."""
+    name = _first(_STACKS, text)
+    return STACKS.get(text.strip().lower()) or (STACKS[name] if name else None)
+
+
+def dtype_of(text: str) -> str | None:
+    """Return torch's name of the products' dtype."""
+    return _first(_DTYPES, text)
+
+
+def recompute_of(text: str) -> str | None:
+    """Return ``none``, ``selective`` or ``full``."""
+    return _first(_RECOMPUTES, text)
+
+
+def schedule_of(text: str) -> str | None:
+    """Return the schedule's name here."""
+    return _first(_SCHEDULES, text)
+
+
+def _first(words: tuple[tuple[str, str], ...], text: str) -> str | None:
+    lower = text.strip().lower()
+    return next((name for pattern, name in words if re.search(pattern, lower)), None)
