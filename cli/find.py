@@ -11,7 +11,7 @@ import typer
 
 from cli.inputs import graph_of, parse_seconds, profile_named
 from cli.options import ModelFile, spread
-from cli.output import show_note, show_progress, show_results
+from cli.output import check_writable, show_note, show_progress, show_results
 from cli.question import Question, parse_choices, parse_counts
 from planner.errors import PlannerError
 
@@ -68,6 +68,8 @@ def search(
         max_gap=gap,
         time_limit_s=parse_seconds(time_limit),
     )
+    check_writable(out, "the plan")
+    check_writable(pareto, "the Pareto set")
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
     points: tuple[Point, ...] = ()
     profile, note = profile_named(question.profile)
@@ -97,6 +99,7 @@ def search(
     if points:
         show_results(describe_pareto(points))
     if pareto:
+        pareto.parent.mkdir(parents=True, exist_ok=True)
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
         print(f"wrote {pareto}")
 

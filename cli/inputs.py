@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -61,6 +62,6 @@ def parse_seconds(text: str | None) -> float | None:
         value = float(number) * factors[unit]
     except ValueError:
         value = 0.0
-    if value <= 0:
+    if not 0 < value < math.inf:
         raise PlannerError(f"duration {text!r} is not a time; write it like 90s, 5m or 1h")
     return value

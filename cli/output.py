@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.errors import PlannerError
+
 if TYPE_CHECKING:
     from planner.timeline import RankTimeline
 
@@ -38,6 +40,24 @@ def show_progress(title: str) -> Iterator[Progress]:
             bar.update(task, total=1.0, completed=fraction, doing=doing)
 
         yield move
+
+
+def check_writable(path: Path | None, what: str) -> None:
+    """Refuse a file that could not be written after long work, where that can be seen before."""
+    if path is None:
+        return
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    trouble = ""
+    if path.is_dir():
+        trouble = "it is a directory"
+    elif not folder.is_dir():
+        trouble = f"{folder} is a file"
+    elif not os.access(folder, os.W_OK):
+        trouble = f"{folder} is not yours to write to"
+    if trouble:
+        raise PlannerError(
+            f"can't write {what} to {path}: {trouble}; name a file in a folder you can write to"
+        )
 
 
 def show_note(text: str | None) -> None:

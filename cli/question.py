@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,6 @@ def _bytes_of_gib(gib: float | None) -> int | None:
 
     if gib is None:
         return None
-    if gib <= 0:
+    if not 0 < gib < math.inf:
         raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
     return round(gib * GIB)

@@ -55,7 +55,7 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
     try:
         with _import_from(file.parent), _record_opened(opened):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{path} failed to load: {_where(error, file)}{_brief(error)}") from error
     for name, use in (("model", "returns an nn.Module"), ("batch", "takes a number of samples")):
         if not callable(getattr(module, name, None)):
@@ -144,7 +144,8 @@ def _local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
     files = (getattr(m, "__file__", None) for m in list(sys.modules.values()))
     own = Path(__file__).resolve().parent.parent
-    rooms = tuple(str(own / r) for r in ("planner", "profiles", "costmodel", "search", "cli.py"))
+    names = ("planner", "profiles", "costmodel", "search", "cli")
+    rooms = tuple(str(own / name) + os.sep for name in names)
     return {
         Path(f).resolve()
         for f in files

@@ -271,7 +271,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     if not isinstance(data, dict) or data.get("format") != "planner-plan":
         raise PlanError(f"{path} is not a plan (no format 'planner-plan'); was it made by search?")
     version = data.get("version")
-    if not isinstance(version, int) or version > PLAN_VERSION:
+    if not isinstance(version, int) or not 1 <= version <= PLAN_VERSION:
         raise PlanError(
             f"{path} has plan version {version!r}; this planner reads up to {PLAN_VERSION}; "
             "update planner or search again"
@@ -309,6 +309,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     Raises PlanError when the file can't be written.
     """
     target = Path(path)
+    if target.is_dir():
+        raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -70,6 +70,11 @@ def capture_module(
     """
     meta = meta_copy(module)
     leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
+    if not leaves[0][0]:
+        raise ModelError(
+            f"batch(2) of {name} returned {type(batch2).__name__} without a tensor in it; "
+            "batch(size) must return a tuple or dict of tensors"
+        )
     if leaves[0][1] != leaves[1][1]:
         raise ModelError(
             f"batch(2) and batch(3) of {name} differ in structure; "

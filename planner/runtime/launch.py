@@ -10,6 +10,10 @@ from planner.errors import PlanError
 from planner.plan import Plan, load_plan
 from planner.runtime.workers import TIMELINE_DIR, run_workers
 from planner.schedule import schedule_of
+from planner.units import MIB, format_bytes
+
+_PROCESS_BYTES = 256 * MIB
+"""What a rank on a CPU holds at least: Python, torch, gloo (220 to 330 MiB on Linux)."""
 
 
 def launch(
@@ -48,7 +52,7 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
     """Return the device ("cpu" or "cuda") the plan will run on.
 
     Raises ScheduleError when its schedule does not take its numbers, PlanError when its
-    ranks do not divide over the nodes or this node has too few GPUs.
+    ranks do not divide over the nodes, or this node has too few GPUs or too little memory.
     """
     import torch
 
@@ -65,5 +69,12 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
         raise PlanError(
             f"the plan needs {here} GPUs on this node and {gpus} are here; "
             "use --device cpu, or search with --gpus for what is here"
+        )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device == "cpu" and here * _PROCESS_BYTES > memory:
+        raise PlanError(
+            f"the plan needs {here} processes on this node, each of "
+            f"{format_bytes(_PROCESS_BYTES)} before its model, and the node has "
+            f"{format_bytes(memory)}; search with --gpus for what is here"
         )
     return device

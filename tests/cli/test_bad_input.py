@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing.process
+import re
 import subprocess
 from pathlib import Path
 
@@ -66,6 +67,29 @@ def test_uncapturable_model_names_the_users_line(planner, write_model):
     assert f"model.py:{number}" in complaint
     assert line in complaint
     assert "torch.where" in complaint
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import sys; sys.exit(3)", r"line 1: SystemExit: 3"),
+        ("raise RuntimeError('boom')", r"line 1: RuntimeError: boom"),
+        ("def model(:", r"line 1: SyntaxError"),
+        ("def model(): return 3\ndef batch(size): return 1", r"model\(\) returned int"),
+        (
+            "import torch\ndef model(): return torch.nn.Linear(2, 2)\ndef batch(size): return 'ab'",
+            r"returned str without a tensor in it; .* tuple or dict of tensors",
+        ),
+        (
+            "import torch\ndef model(): return torch.nn.Linear(2, 2)\ndef batch(size): 1 / 0",
+            r"batch\(2\) failed at .*model.py:3.* ZeroDivisionError",
+        ),
+    ],
+)
+def test_model_files_that_are_wrong(planner, tmp_path, text, says):
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    assert re.search(says, planner("search", path, *SEARCH).complaint)
 
 
 # Numbers
@@ -153,6 +177,14 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--pin", "layers.0.weight", "S(0)@tp"),
         ("--pin", "layer.*: S(0)@tp", "matches no parameter"),
         ("--time-limit", "soon", "90s"),
+        ("--time-limit", "nan", "90s"),
+        ("--memory-limit", "inf", "GiB per device"),
+        ("--gap", "nan", "0 or more"),
+        ("--precision", "fp99", "model or bf16"),
+        ("--recompute", "sometimes", "none, selective or full"),
+        ("--balance", "1,2", "deals 3 blocks and the model has 4"),
+        ("--cp", "2", "use cp=1"),
+        ("--pareto", "model.py/x.json", "model.py is a file"),
     ],
 )
 def test_options_that_are_not_understood(planner, write_model, option, value, says):
@@ -204,6 +236,25 @@ def test_plan_of_a_newer_version(planner, plan, command):
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"version": 99}))
     complaint = planner(command, plan, "model.py").complaint
     assert "version 99" in complaint
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 0}, "version"),
+        ({"dp": -1}, "dp"),
+        ({"microbatch_size": 0}, "microbatch_size"),
+        ({"stages": []}, "stage"),
+        ({"precision": "fp99"}, "precision"),
+        ({"zero_stage": 9}, "zero_stage"),
+        ({"colour": "red"}, "colour"),
+        ({"dp": 10**6}, "search with --gpus for what is here"),
+    ],
+)
+def test_plans_that_were_edited_badly(planner, plan, change, says):
+    """Also where nothing but the launcher looks."""
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | change))
+    assert says in planner("launch", plan, "model.py").complaint
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
