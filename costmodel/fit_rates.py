@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,8 @@ def relative_errors(
     changed: dict[int, DeviceRates] = {}
     if values:
         # Runs of one machine share their rates.
-        changed = {id(r.rates): replace(r.rates, **dict(values)) for r in runs}
+        new: dict[str, Any] = dict(values)
+        changed = {id(r.rates): replace(r.rates, **new) for r in runs}
     return np.array(
         [
             estimate_run(r.run, r.profile, changed.get(id(r.rates), r.rates)).step_s / r.step_s - 1
