@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+GB, TB = 10**9, 10**12
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TFLOP = 10**12
 

@@ -169,7 +169,7 @@ def log_softmax_on_shard(placed: Placed) -> LocalForm:
     )
 
 
-@rule(
+_ELEMENTWISE = (
     "aten.mse_loss",
     "aten.l1_loss",
     "aten.smooth_l1_loss",
@@ -177,6 +177,9 @@ def log_softmax_on_shard(placed: Placed) -> LocalForm:
     "aten.binary_cross_entropy",
     "aten.binary_cross_entropy_with_logits",
 )
+
+
+@rule(*_ELEMENTWISE)
 def elementwise_loss(call: Call) -> Iterator[OpSharding]:
     """A loss of each element; summed or averaged, a shard of it is a term."""
     if any(shape != call.inputs[0] for shape in call.inputs):
@@ -188,14 +191,7 @@ def elementwise_loss(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters] * len(call.inputs), [out], summed=summed)
 
 
-@local_form(
-    "aten.mse_loss",
-    "aten.l1_loss",
-    "aten.smooth_l1_loss",
-    "aten.huber_loss",
-    "aten.binary_cross_entropy",
-    "aten.binary_cross_entropy_with_logits",
-)
+@local_form(*_ELEMENTWISE)
 def elementwise_loss_on_shard(placed: Placed) -> LocalForm:
     """A mean over a shard is divided by the number of shards, as for `aten.mean`."""
     from planner.sharding.reductions import scaled_by_shards

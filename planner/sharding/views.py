@@ -82,7 +82,7 @@ def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard
     return None
 
 
-@rule(
+_RESHAPES = (
     "aten.view.default",
     "aten._unsafe_view",
     "aten.reshape",
@@ -91,8 +91,10 @@ def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard
     "aten.squeeze",
     "aten.unsqueeze",
     "aten.view_as",
-    contiguous=True,
 )
+
+
+@rule(*_RESHAPES, contiguous=True)
 def reshape(call: Call) -> Iterator[OpSharding]:
     """The same elements under other sizes; see `reshape_placements`."""
     rest = (R,) * (len(call.inputs) - 1)
@@ -104,16 +106,7 @@ def reshape(call: Call) -> Iterator[OpSharding]:
         yield _PARTIAL
 
 
-@local_form(
-    "aten.view.default",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.flatten",
-    "aten.unflatten",
-    "aten.squeeze",
-    "aten.unsqueeze",
-    "aten.view_as",
-)
+@local_form(*_RESHAPES)
 def reshape_on_shard(placed: Placed) -> LocalForm:
     """The same reshape with the sizes of the shard.
 
