@@ -48,11 +48,6 @@ class Placed:
         whole, placement = self.call.outputs[index], self.sharding.outputs[index]
         return local_shape(whole, placement, self.call.axis_size)
 
-    def local_input(self, index: int = 0) -> tuple[int, ...]:
-        """Return the shape of one rank's part of an input."""
-        whole, placement = self.call.inputs[index], self.sharding.inputs[index]
-        return local_shape(whole, placement, self.call.axis_size)
-
     def with_args(self, *args: Arg, target: str = "", kwargs: tuple = ()) -> LocalForm:
         """Return the op with other arguments (and another target)."""
         op = replace(self.op, args=args, kwargs=kwargs, target=target or self.op.target)

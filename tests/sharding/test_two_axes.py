@@ -50,12 +50,7 @@ def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout) -> None:
         return tensor
 
     def body(rank):
-        groups = {}
-        for axis in MESH.axes:
-            for ranks in MESH.groups(axis):
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    groups[axis] = group
+        groups = axis_groups(rank)
         values = {
             name: part(tensors[name], pair, rank).requires_grad_(program.tensor[name].requires_grad)
             for name, pair in zip(names, rest, strict=True)
@@ -88,6 +83,17 @@ def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout) -> None:
             kept = tuple(_of_gradient(p) for p in pair)
             for joined in join([found[name] for _, found in results], kept):
                 close(joined, grads[name], f"gradient of {name} of {program.name}")
+
+
+def axis_groups(rank):
+    """Process groups of a rank by mesh axis; every rank makes all of them, as torch asks."""
+    groups = {}
+    for axis in MESH.axes:
+        for ranks in MESH.groups(axis):
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                groups[axis] = group
+    return groups
 
 
 def _of_gradient(placement):
@@ -219,12 +225,7 @@ def test_dropout_differs_on_all_shards_of_two_axes(op, tp, cp, num_streams):
     shapes = [local.tensor[name].shape for name in local.inputs]
 
     def body(rank):
-        groups = {}
-        for axis in MESH.axes:
-            for ranks in MESH.groups(axis):
-                group = dist.new_group(list(ranks))
-                if rank in ranks:
-                    groups[axis] = group
+        groups = axis_groups(rank)
         module = to_graph_module(local, groups, torch.device("cpu"))
         # Threads share one generator: each seeds it and draws while the others wait.
         with _ONE_AT_A_TIME:
