@@ -1,5 +1,10 @@
 """What `planner search` says beside the plan it found."""
 
+import json
+from pathlib import Path
+
+import pytest
+
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", 2, "--global-batch", 8)
 
 
@@ -18,3 +23,29 @@ def test_a_cut_batch_is_noted_by_module(planner, write_model):
     whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8)
     assert whole.code == 0
     assert "BatchNorm" not in whole.stderr
+
+
+def test_what_would_fit_stands_beside_a_refusal(planner, write_model):
+    """X2: the refusal is one line on stderr; what would do is a table on stdout."""
+    path = write_model(width=1024)
+    refused = planner("search", path, *SEARCH, "--memory-limit", "2.02", "--offload", "none")
+    assert "smallest limit that would fit is" in refused.complaint
+    assert "What would fit" in refused.stdout
+    assert "--memory-limit" in refused.stdout
+    assert "of 2.02 at the least: context 2.00" in refused.stdout
+
+
+def test_cost_and_numbers_of_devices_are_compared(planner, write_model):
+    """X4: a table of plans by time, memory, devices and cost, also as JSON."""
+    done = planner(
+        "search", write_model(), *SEARCH, "--price", 2.5, "--pareto-gpus", "1,2",
+        "--pareto", "front.json",
+    )  # fmt: skip
+    assert done.code == 0
+    assert "Time, memory, GPUs against cost" in done.stdout
+    front = json.loads(Path("front.json").read_text())
+    assert {point["num_devices"] for point in front} <= {1, 2}
+    for point in front:
+        assert point["cost_per_step"] == pytest.approx(
+            2.5 * point["num_devices"] * point["step_s"] / 3600
+        )
