@@ -191,7 +191,7 @@ def _without_values() -> Iterator[None]:
     for name, function in kept.items():
         setattr(DeviceMesh, name, staticmethod(real(function)))
     broadcast = dist.broadcast_object_list
-    dist.broadcast_object_list = lambda *args, **kwargs: None  # type: ignore[assignment]
+    dist.broadcast_object_list = lambda *args, **kwargs: None
     try:
         yield
     finally:
@@ -388,6 +388,6 @@ def _is_accumulation(total: Any, grad: Any) -> bool:
         and isinstance(grad, Tensor)
         and total.shape == grad.shape
         and total.dtype == grad.dtype
-        and total._use_count() == _ONLY_USERS[0]
+        and total._use_count() == _ONLY_USERS[0]  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(total.untyped_storage()._cdata) == _ONLY_USERS[1]
     )
