@@ -63,7 +63,7 @@ def profile(
         return _show(str(models[1]), plots)
     import profiles
 
-    device = device or _found_device()
+    device = _device(device)
     folder = out or profiles.own_profile_dir(device)
     with show_progress("profiling") as progress:
         measured = profiles.measure_profile(
@@ -103,10 +103,16 @@ def _show(name: str, plots: Path | None) -> int:
     return 0
 
 
-def _found_device() -> str:
+def _device(name: str | None) -> str:
+    """Return the device asked for, or the one found; raise for one that is not here."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in (None, "cpu", "cuda"):
+        raise PlannerError(f"--device {name} is unknown; use cpu or cuda")
+    if name == "cuda" and found != name:
+        raise PlannerError("--device cuda was given and torch finds no GPU here; use --device cpu")
+    return name or found
 
 
 def _num_devices(device: str) -> int:

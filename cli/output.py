@@ -83,5 +83,6 @@ def write_trace(path: Path | None, **timelines: Sequence[RankTimeline]) -> None:
         return
     from planner.timeline import save_trace
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_trace(path, timelines)
     print(f"wrote {path}; open it in chrome://tracing or ui.perfetto.dev")

@@ -10,7 +10,7 @@ import typer
 
 from cli.inputs import graph_of, graph_of_plan, profile_named
 from cli.options import ModelFile, PlanFile, ProfileOption, TraceOption
-from cli.output import show_note, show_progress, show_results, write_trace
+from cli.output import check_writable, show_note, show_progress, show_results, write_trace
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def simulate(
     from costmodel.describe import describe_timeline
     from costmodel.estimate import plan_job_seconds
 
+    check_writable(trace, "the trace")
     predicted = predict(plan, model, profile, doing="simulating")
     seconds = plan_job_seconds(predicted.plan, predicted.costs)
     show_note(predicted.note)

@@ -16,7 +16,7 @@ from cli.options import (
     RunFolder,
     TraceOption,
 )
-from cli.output import show_note, show_progress, show_results, write_trace
+from cli.output import check_writable, show_note, show_progress, show_results, write_trace
 from cli.predict import predict
 
 
@@ -84,6 +84,7 @@ def timeline(folder: RunFolder, trace: TraceOption = None) -> None:
     from planner.describe import describe_timeline
     from planner.timeline import load_timeline
 
+    check_writable(trace, "the trace")
     measured = load_timeline(folder)
     show_results(*describe_timeline(measured))
     write_trace(trace, measured=measured)
@@ -101,6 +102,7 @@ def compare(
     from costmodel.describe import describe_run
     from planner.timeline import load_timeline
 
+    check_writable(trace, "the trace")
     measured = load_timeline(folder)
     predicted = predict(plan, model, profile, doing="simulating")
     estimated = predicted.estimate

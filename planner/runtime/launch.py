@@ -58,7 +58,10 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
 
     schedule_of(plan)
     if num_nodes < 1 or plan.world_size % num_nodes:
-        raise PlanError(f"num_nodes={num_nodes} does not divide the plan's {plan.world_size} ranks")
+        raise PlanError(
+            f"num_nodes={num_nodes} does not divide the plan's {plan.world_size} ranks; each node "
+            "runs equally many"
+        )
     gpus = torch.cuda.device_count()
     if device is None:
         device = "cuda" if gpus else "cpu"

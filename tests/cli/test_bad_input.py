@@ -274,6 +274,20 @@ def test_plan_with_an_unknown_schedule(planner, plan):
     assert "1f1b" in planner("launch", plan, "model.py").complaint
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("simulate", "plan.json", "model.py", "--trace", "."), "can't write the trace to ."),
+        (("launch", "--num-nodes", 3, "plan.json", "model.py"), "num_nodes=3 does not divide"),
+        (("launch", "--device", "tpu", "plan.json", "model.py"), "use cpu or cuda"),
+        (("profile", "--device", "tpu"), "use cpu or cuda"),
+        (("dryrun", "plan.json", "model.py", "--rank", 5), "use 0 to 1"),
+    ],
+)
+def test_options_of_other_commands(planner, plan, arguments, says):
+    assert says in planner(*arguments).complaint
+
+
 # Rows of runs
 
 
