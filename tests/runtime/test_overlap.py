@@ -74,15 +74,18 @@ def test_messages_travel_while_jobs_run(rows):
 
 
 def test_receives_posted_ahead_are_in_the_memory_model():
-    """P15: overlap costs a buffer for the next message of each direction."""
+    """P15: overlap costs a buffer for each message on its way, as far ahead as the plan says."""
     graph = capture("gpt")
     costs = CostCache(graph, load_profile("h100-sxm5-80gb"))
-    one, two = (
-        estimate(graph, costs.profile, default_plan(graph, pp=pp), costs=costs).memory[0]
-        for pp in (1, 2)
-    )
+    plan = default_plan(graph, pp=2, num_microbatches=6)
+    plans = [plan.model_copy(update={"receive_ahead": ahead}) for ahead in (0, 1, 2, 3)]
+    held = [
+        float(estimate(graph, costs.profile, p, costs=costs).memory[1].communication_bytes)
+        for p in plans
+    ]
     boundary_bytes = 16 * 32 * 4  # one sample's [sequence, hidden] in fp32
-    assert float(two.communication_bytes) - float(one.communication_bytes) == boundary_bytes
+    # On the last rank every second job needs a message: a forward's.
+    assert held == [0, boundary_bytes, boundary_bytes, 2 * boundary_bytes]
 
 
 def test_zero_bubble_gains_what_is_predicted(rows):
