@@ -109,10 +109,12 @@ class Recorder:
     def _write(self, number: int) -> None:
         lines = []
         for _ in range(number):
-            *known, start_s, end_s, memory_bytes, events = self.ended.popleft()
-            if events is not None and self._device_clock is not None:
-                start_s, end_s = map(self._device_clock.seconds, events)
-            lines.append(span_line(*known, start_s, end_s, memory_bytes))  # type: ignore[arg-type]
+            span = self.ended.popleft()
+            start_s, end_s = span.start_s, span.end_s
+            if span.events is not None and self._device_clock is not None:
+                start_s, end_s = map(self._device_clock.seconds, span.events)
+            what = (span.kind, span.name, span.step, span.stage, span.microbatch)
+            lines.append(span_line(*what, start_s, end_s, span.memory_bytes))
         self._file.write("".join(lines))
         self._file.flush()
 
