@@ -57,7 +57,7 @@ class TimeParts:
         """Seconds of the step."""
         return (
             self.compute_s + self.recompute_s + self.host_s + self.tp_comm_s + self.dp_comm_s
-            + self.pp_comm_s + self.bubble_s + self.optimizer_s
+            + self.pp_comm_s + self.bubble_s + self.optimizer_s + self.offload_s
         )  # fmt: skip
 
 
