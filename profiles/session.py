@@ -206,7 +206,7 @@ class Session:
         visits: Sequence[float],
         paces: Sequence[float],
         samples: Sequence[float],
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         undisturbed = undisturbed_pace(self.paces.get(pace, ()))
         steady = at_pace(visits, paces, undisturbed)
         return {"seconds": midmean(steady), "spread": _spread(steady, samples)}

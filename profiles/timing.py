@@ -68,7 +68,8 @@ def _visit(
     begin_together()
     if per_sample > 1:  # the ranks leave the barrier one by one, which shows in short samples
         _sample(cold, clock, per_sample, [], [])
-    samples: dict[str, list[float]] = {"forward": [], "backward": [], **pace.take()}
+    samples: dict[str, list[float]] = {"forward": [], "backward": []}
+    samples.update(pace.take().items())
     deadline = time.perf_counter() + seconds
     while len(samples["forward"]) < MOST_SAMPLES:
         if time.perf_counter() > deadline and len(samples["forward"]) >= LEAST_SAMPLES:
