@@ -72,7 +72,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         blocks=tuple(blocks),
         arrivals=tuple(arrivals),
         syncs=tuple(syncs),
-        job_seconds=_job_seconds(plan, costs, loads, arrivals, syncs),
+        job_seconds=_job_seconds(plan, costs, loads, blocks, arrivals, syncs),
     )
 
 
@@ -192,10 +192,16 @@ def _job_seconds(
     plan: Plan,
     costs: CostCache,
     loads: Sequence[StageLoad],
+    blocks: Sequence[Sequence[StageLoad]],
     arrivals: Sequence[Arrivals],
     syncs: Sequence[DataParallelSeconds],
 ) -> JobSeconds:
-    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward."""
+    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward.
+
+    A full backward sends its input's gradient before the weight gradients that the runtime puts
+    aside (`planner.runtime.executor`): those of its stage's first block, in the stage's last
+    backward all of them.
+    """
     profile = costs.profile
     forward, inputs, last_inputs, weights = [], [], [], []
     for stage, load, sync in zip(plan.stages, loads, syncs, strict=True):
@@ -227,4 +233,16 @@ def _job_seconds(
         receive_forward_s=tuple(there),
         receive_backward_s=(*back, 0.0),
         last_backward_input_s=None if last_inputs == inputs else tuple(last_inputs),
+        sends_ahead_s=tuple(
+            float(own[0].weight_s) * _sends_ahead(plan, s) for s, own in enumerate(blocks)
+        ),
+        last_sends_ahead_s=tuple(
+            seconds * _sends_ahead(plan, s) for s, seconds in enumerate(weights)
+        ),
     )
+
+
+def _sends_ahead(plan: Plan, stage: int) -> bool:
+    """Whether a stage puts weight gradients aside: not what ZeRO reduces, nor what is remade."""
+    is_sharded = plan.zero_stage > 0 and plan.stage_dp(stage) * plan.cp > 1
+    return plan.stages[stage].recompute == "none" and not is_sharded

@@ -3,7 +3,8 @@
 It prices the table the executor runs. A rank runs its jobs in table order, one at a time,
 each as soon as its input has arrived. What a job makes for a stage on another rank goes
 over the link between the two ranks, one message after the other in each direction, while
-the sender computes on.
+the sender computes on. A full backward may send its input's gradient before it makes (some of)
+its weight gradients; everything else leaves at its job's end.
 
 `JobTable` is a schedule turned into flat integer lists once, so that many sets of times are
 played on one table; playing touches each job once and makes no object for it.
@@ -38,6 +39,8 @@ class JobSeconds:
     its gradient from the stage after; both are ignored between stages of one rank.
     `last_backward_input_s`, if given, takes the place of `backward_input_s` for the
     microbatch whose forward on the stage is the step's last: it may not be recomputed.
+    A full backward's gradient for another rank is ready `sends_ahead_s` before the job's end,
+    and `last_sends_ahead_s` before the end of the stage's last backward of the step.
     """
 
     forward_s: tuple[float, ...]
@@ -46,6 +49,8 @@ class JobSeconds:
     receive_forward_s: tuple[float, ...]
     receive_backward_s: tuple[float, ...]
     last_backward_input_s: tuple[float, ...] | None = None
+    sends_ahead_s: tuple[float, ...] | None = None
+    last_sends_ahead_s: tuple[float, ...] | None = None
 
     @classmethod
     def equal(
@@ -108,7 +113,9 @@ class JobTable:
     `makes[r]` are numbers of results (forward output of stage s, microbatch m: s*M+m;
     gradient of its input: S*M + s*M+m) or NONE when no other job may have to wait;
     `link[r]` numbers the directed pair of ranks a result travels over, and `hop[r]` indexes
-    its transfer seconds (stage of the receiver, or num_stages + it for gradients).
+    its transfer seconds (stage of the receiver, or num_stages + it for gradients). `ahead[r]`
+    indexes by how much it is ready before its job ends: 0 not at all, 1 + stage of a full
+    backward, 1 + num_stages + stage of a stage's last one.
     """
 
     schedule: Schedule
@@ -117,6 +124,7 @@ class JobTable:
     makes: tuple[list[int], ...]
     link: tuple[list[int], ...]
     hop: tuple[list[int], ...]
+    ahead: tuple[np.ndarray, ...]
     num_links: int
     num_results: int = field(default=0)
 
@@ -126,7 +134,7 @@ def build_job_table(schedule: Schedule) -> JobTable:
     placed = np.asarray(schedule.stage_to_pp_rank)
     num_stages, num_microbatches, pp = schedule.num_stages, schedule.num_microbatches, schedule.pp
     size = num_stages * num_microbatches
-    columns: tuple[list, ...] = ([], [], [], [], [])
+    columns: tuple[list, ...] = ([], [], [], [], [], [])
     for rank, row in enumerate(schedule.jobs):
         kind = np.fromiter((_KINDS[job.kind] for job in row), dtype=np.int64, count=len(row))
         stage = np.fromiter((job.stage_index for job in row), dtype=np.int64, count=len(row))
@@ -150,10 +158,15 @@ def build_job_table(schedule: Schedule) -> JobTable:
         travels = (makes != NONE) & (placed[receiver] != rank)
         link = np.where(travels, rank * pp + placed[receiver], NONE)
         hop = np.where(is_forward, receiver, num_stages + receiver)
+        ends = np.full(num_stages, NONE)  # where each stage's last weight gradients are made
+        makes_weights = (kind == 1) | (kind == 3)
+        ends[stage[makes_weights]] = np.flatnonzero(makes_weights)
+        is_end = np.arange(len(row)) == ends[stage]
         columns[0].append((kind + 3 * is_last) * num_stages + stage)
-        for column, values in zip(columns[1:], (needs, makes, link, hop), strict=True):
+        columns[1].append(np.where(travels & (kind == 1), 1 + is_end * num_stages + stage, 0))
+        for column, values in zip(columns[2:], (needs, makes, link, hop), strict=True):
             column.append(values.tolist())
-    duration, needs_, makes_, link_, hop_ = map(tuple, columns)
+    duration, ahead_, needs_, makes_, link_, hop_ = map(tuple, columns)
     return JobTable(
         schedule=schedule,
         duration=duration,
@@ -161,6 +174,7 @@ def build_job_table(schedule: Schedule) -> JobTable:
         makes=makes_,
         link=link_,
         hop=hop_,
+        ahead=ahead_,
         num_links=pp * pp,
         num_results=2 * size,
     )
@@ -196,6 +210,9 @@ def simulate(
     if at_least is not None:
         each = [np.maximum(*both) for both in zip(each, at_least, strict=True)]
     durations = [one.tolist() for one in each]
+    none = (0.0,) * schedule.num_stages
+    ready = [0.0, *(seconds.sends_ahead_s or none), *(seconds.last_sends_ahead_s or none)]
+    earlier = [np.asarray(ready)[index].tolist() for index in table.ahead]
 
     arrival = [-1.0] * table.num_results
     waiting = [NONE] * table.num_results
@@ -209,6 +226,7 @@ def simulate(
             table.needs[rank], table.makes[rank], table.link[rank], table.hop[rank],
         )  # fmt: skip
         duration, start, end = durations[rank], starts[rank], ends[rank]
+        before_end = earlier[rank]
         now = end[-1] if end else 0.0
         for position in range(len(start), len(duration)):
             needed = needs[position]
@@ -226,8 +244,8 @@ def simulate(
             if made >= 0:
                 link = links[position]
                 if link >= 0:
-                    free = link_free[link]
-                    sent = (free if free > now else now) + hop_s[hops[position]]
+                    free, made_at = link_free[link], now - before_end[position]
+                    sent = (free if free > made_at else made_at) + hop_s[hops[position]]
                     link_free[link] = sent
                     arrival[made] = sent
                 else:

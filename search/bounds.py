@@ -6,8 +6,11 @@ rank's shards, m the microbatches, pp the pipeline ranks. Any schedule takes at 
     m T / pp                                   some rank does at least its share of the work
     m * (longest block)                        a block lies on one rank
     T                                          one microbatch passes every block
-    c(schedule, pp, m) T       vpp = 1         `pipeline_factor`: the paths of `chain_dp` with
+    c(schedule, pp, m) T - d   vpp = 1         `pipeline_line`: the paths of `chain_dp` with
                                                stages cut freely, as a linear program
+
+A gradient may leave a stage ahead of weight gradients (`JobSeconds.sends_ahead_s`); the third
+then is T less all of those but the first block's.
 
 Memory. Some rank holds at least its share of the parameters, and every block is held whole by
 some rank that keeps at least one microbatch of it. With `a` the bytes a chain keeps per
@@ -35,6 +38,17 @@ from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ahead:
+    """What may come after gradients are sent on: of all blocks but the first, the most of one
+    block, and the largest part of one block's seconds.
+    """
+
+    after_first_s: float
+    longest_s: float
+    part: float
+
+
 @dataclass(kw_only=True, eq=False)
 class TableBounds:
     """Bounds of all configurations that share a table; remembers what they have in common."""
@@ -42,6 +56,7 @@ class TableBounds:
     table: StageTable
     _memory: dict[tuple, float] = field(default_factory=dict)
     _seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _ahead: dict[tuple[str, bool], _Ahead] = field(default_factory=dict)
 
     def block_seconds(self, recompute: str) -> tuple[float, float]:
         """Return one microbatch's seconds through all blocks, and through the longest one."""
@@ -53,18 +68,37 @@ class TableBounds:
             self._seconds[recompute] = (float(block.sum()), float(block.max()))
         return self._seconds[recompute]
 
+    def ahead(self, recompute: str, *, zero: int) -> _Ahead:
+        """Return how much of backwards may come after their gradients are sent on."""
+        key = recompute, zero == 0
+        if key not in self._ahead:
+            seconds = self.table.ahead_s(zero=zero, choices=recompute_choices(recompute))
+            whole = self.table.forward_s + self.table.backward_s
+            self._ahead[key] = _Ahead(
+                after_first_s=float(seconds[1:].sum()),
+                longest_s=float(seconds.max()),
+                part=float((seconds / np.where(seconds > 0, whole, 1.0)).max()),
+            )
+        return self._ahead[key]
+
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries can beat."""
         total, longest = self.block_seconds(shape.recompute)
-        return max(shape.num_microbatches * max(total / shape.pp, longest), total)
+        ahead = self.ahead(shape.recompute, zero=min(shape.zeros))
+        through = total - (ahead.after_first_s if shape.pp > 1 else 0.0)
+        return max(shape.num_microbatches * max(total / shape.pp, longest), through)
 
     def least_step_s(self, configuration: Configuration) -> float:
         """Return a step time that no stage boundaries can beat, for `vpp` 1."""
         m, pp = configuration.num_microbatches, configuration.pp
         total, longest = self.block_seconds(configuration.recompute)
-        bound = max(m * max(total / pp, longest), total)
+        ahead = self.ahead(configuration.recompute, zero=configuration.zero)
+        through = total - (ahead.after_first_s if pp > 1 else 0.0)
+        bound = max(m * max(total / pp, longest), through)
         if not find_schedule(configuration.schedule).splits_backward:
-            bound = max(bound, total * pipeline_factor(configuration.schedule, pp, m))
+            part = round(ahead.part, 6) + 1e-6 if ahead.part else 0.0
+            factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
+            bound = max(bound, total * factor - firsts * ahead.longest_s)
         return bound
 
     def least_peak_bytes(self, configuration: Configuration) -> float:
@@ -122,24 +156,29 @@ class TableBounds:
 
 
 @lru_cache(maxsize=4096)
-def pipeline_factor(schedule: str, pp: int, m: int) -> float:
-    """Return c such that no stages of total t take less than c * t under the schedule.
+def pipeline_line(schedule: str, pp: int, m: int, ahead: float = 0.0) -> tuple[float, float]:
+    """Return (c, d) such that no stages of total t take less than c t - d times the longest part
+    of a block that comes after its gradient is sent on; `ahead` is that part over its block's
+    seconds, at most.
 
-    Stage s's path is at least sum_i A[s, i] t_i, with A[s, i] = 1 for i < s, m for i = s, and
-    for i > s what the schedule's order adds (`chain_dp`): 1 for FThenB; for 1F1B
-    2 after - w t_s at least, so 2 for i > s and m - w for i = s. The step L is at least
-    each row, hence at least y A t for any weights y >= 0 of sum 1. The y that make y A a
-    constant vector c prove L >= c sum(t); with equal stages c = (m + pp - 1) / pp.
+    Stage s's path is at least sum_i A[s, i] t_i less what first blocks send ahead, where with
+    a = `ahead` A[s, i] = 1 - a for i < s, m - a for i = s, and for i > s what the schedule's
+    order adds (`chain_dp`): 1 for FThenB; for 1F1B two `after` - w t_s at least, so 2 - a for
+    i > s and m - a - w for i = s. First blocks are those of the stages i > s, once. The step L
+    is at least each row, hence at least y A t for any weights y >= 0 of sum 1. The y that make
+    y A a constant vector c prove L >= c sum(t); with equal stages and a = 0,
+    c = (m + pp - 1) / pp.
     """
-    best = 1.0 / (1.0 - (1.0 - 1.0 / m) ** pp) if m > 1 else 1.0
-    if schedule == "fthenb":
-        return max(best, (m + pp - 1) / pp)
-    if schedule != "1f1b" or m <= pp:
-        return best
-    warmup = np.arange(pp - 1, -1, -1)
-    matrix = np.tril(np.ones((pp, pp)), -1) + np.triu(2 * np.ones((pp, pp)), 1)
-    matrix += np.diag(m - warmup)
+    keeps = 1.0 - ahead
+    best = keeps / (1.0 - (1.0 - keeps / (m - ahead)) ** pp)
+    if m == 1 or schedule not in ("1f1b", "fthenb") or (schedule == "1f1b" and m <= pp):
+        return best, 0.0
+    later = np.arange(pp - 1, -1, -1)
+    above, warmup = (1.0, 0 * later) if schedule == "fthenb" else (2.0 - ahead, later)
+    matrix = keeps * np.tril(np.ones((pp, pp)), -1) + above * np.triu(np.ones((pp, pp)), 1)
+    matrix += np.diag(m - ahead - warmup)
     weights = np.linalg.solve(matrix.T, np.ones(pp))
     if weights.min() < 0:
-        return best
-    return max(best, float(1.0 / weights.sum()))
+        return best, 0.0
+    total = weights.sum()
+    return float(1.0 / total), float(weights @ later / total) if ahead else 0.0

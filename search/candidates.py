@@ -49,7 +49,7 @@ class Draft:
 
     def least_step_s(self, shape: Shape) -> float:
         """Return a step time that a shape cannot beat on the table."""
-        return self.least_s * max(shape.num_microbatches / shape.pp, 1.0)
+        return self.least_s * shape.num_microbatches / shape.pp
 
 
 @dataclass(kw_only=True)
@@ -200,6 +200,7 @@ class Candidates:
             ),
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
+            block_weight_s=table.ahead_s(zero=one.zero, choices=choices),
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,

@@ -99,7 +99,8 @@ def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
     lanes = lanes_of(problem, windows)
-    tail, ends = lanes[0].tail[:, 0], lanes[0].end[:, 0]
+    ends = lanes[0].end[:, 0]
+    tail = lanes[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
         own = lanes[0].own(first_tail)[:, :, 0]
@@ -111,7 +112,8 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
     fits = bool(np.isfinite(bounds).any())
     # A first stage's own path is known with its own tail: that of each row at once.
     own = lanes[0].until[:, :, 0] + np.maximum(
-        np.broadcast_to(lanes[0].back, lanes[0].until.shape)[:, :, 0] + tail, tail
+        np.broadcast_to(lanes[0].back, lanes[0].until.shape)[:, :, 0] + tail,
+        lanes[0].tail[:, 0],
     )
     bounds = np.maximum(bounds, own.min(axis=0))
     best: Cut | None = None
@@ -203,7 +205,7 @@ def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> floa
 
     `paths` must be wide enough for the longest stage.
     """
-    first_tail = float(paths.band.tail_s[cuts[1] - 1, 0])
+    first_tail = paths.first_tail(cuts[1])
     worst = 0.0
     for stage, choice in enumerate(choices):
         first, end = cuts[stage], cuts[stage + 1]

@@ -15,7 +15,11 @@ included:
             FThenB        after
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
-                          travels back to stage 0, whose tail follows. Where backward is
+                          travels back to stage 0, whose tail follows. It leaves each stage
+                          ahead of the weight gradients `w` there, if any are put aside
+                          (`JobSeconds.last_sends_ahead_s`), so w of stages 1 .. s is taken
+                          off, and w of later stages off the `after` of the last backward; off
+                          the first backward's, w of their first blocks. Where backward is
                           split, weight gradients may come after the last gradient has left,
                           so m/2 b (their most) is taken off the first of the two, and half
                           of `before`
@@ -66,11 +70,11 @@ class Band(Protocol):
         ...
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """Bytes of a rank holding each run with this many microbatches in flight."""
+        """About the bytes of a rank holding each run with this many microbatches in flight."""
         ...
 
     def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
-        """Whether `peak_bytes` are within a limit."""
+        """Whether each run may be within a limit: False is certain."""
         ...
 
 
@@ -92,6 +96,7 @@ class ChainProblem:
     """One configuration's chain.
 
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
+    block_weight_s (n): the most of its backward that may come after its gradient is sent on.
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
     gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
     most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
@@ -101,6 +106,7 @@ class ChainProblem:
     stages: Stages
     block_forward_s: Floats
     block_backward_s: Floats
+    block_weight_s: Floats
     hop_s: Floats
     in_flight: tuple[int, ...]
     num_microbatches: int
@@ -137,6 +143,16 @@ class ChainProblem:
         return np.concatenate([[0.0], np.cumsum(self.block_backward_s)])
 
     @cached_property
+    def before_w(self) -> Floats:
+        """Most seconds of the blocks before each cut that may come after gradients are sent."""
+        return np.concatenate([[0.0], np.cumsum(self.block_weight_s)])
+
+    @property
+    def first_weight_s(self) -> Floats:
+        """What of `before_w` a path's `back` leaves to stage 0's tail, by where stage 0 ends."""
+        return 0 * self.before_w if self.family == "split" else self.before_w
+
+    @cached_property
     def after(self) -> Floats:
         """Least seconds, both directions, of the blocks after each cut."""
         return self.before_f[-1] - self.before_f + self.before_b[-1] - self.before_b
@@ -165,7 +181,8 @@ class Lane:
 
     Arrays are (choice, row, start); `start` (starts,) and `end` (rows, starts) say which run
     an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
-    none or does not fit; `back` the backward part of before.
+    none or does not fit; `back` from then until the last gradient is at stage 0 and that makes
+    its own, less all weight gradients up to the run's end, of which stage 0's are in its tail.
     """
 
     first_start: int
@@ -216,17 +233,19 @@ class Paths:
         hops_in = problem.hop_s[start] + far_in if stage else 0.0
         before_f, before_b = problem.before_f[start], problem.before_b[start]
         until = m * self._seconds[part] + (before_f + hops_in)
-        back = before_b + hops_in
+        back = before_b + hops_in - problem.before_w[end]
         if problem.family == "split":
             back = (before_b - m * b) / 2 + hops_in if stage else np.zeros(())
         elif depth and problem.family in ("1F1B", "FThenB"):
             after = (problem.after + 2 * (problem.hop_s + far_out))[end]
+            last_ahead = (problem.before_w[-1] - problem.before_w)[end]
+            ahead = np.minimum(last_ahead, depth * problem.block_weight_s.max())
             warmup = problem.in_flight[stage] - 1
             if problem.family == "FThenB":
-                until = until + after
+                until = until + after - (ahead if m > 1 else last_ahead)
             elif m > warmup + 1:
-                until = until + np.maximum(0.0, after - warmup * f)
-                until += np.maximum(0.0, after - warmup * b)
+                until = until + np.maximum(0.0, after - ahead - warmup * f)
+                until += np.maximum(0.0, after - last_ahead - warmup * b)
         return Lane(
             first_start=int(start[0]),
             last_start=int(start[-1]),
@@ -246,6 +265,10 @@ class Paths:
                 for choice in range(len(self.problem.choices))
             ]
         return self._fits[in_flight]
+
+    def first_tail(self, first_cut: int) -> float:
+        """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
+        return float(self.band.tail_s[first_cut - 1, 0] + self.problem.first_weight_s[first_cut])
 
     def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
         """Path of every run of the window on a stage, inf where it does not fit."""

@@ -62,6 +62,12 @@ class EvenStages:
     def _backward_s(self) -> Floats:
         return np.add.reduceat(self.table.backward_s, self._first)
 
+    def _ahead_s(self, configuration: Configuration) -> Floats:
+        """Most seconds of each stage's backward that may come after its gradient is sent on."""
+        one = configuration
+        choices = recompute_choices(one.recompute)
+        return np.add.reduceat(self.table.ahead_s(zero=one.zero, choices=choices), self._first)
+
     def least_step_s(self, configuration: Configuration) -> float:
         """Return a step time that the stages cannot beat, whoever recomputes or exchanges what."""
         return self._step_bound(configuration, self._forward_s, self._backward_s, 0.0, 0.0)
@@ -100,8 +106,8 @@ class EvenStages:
 
         A rank starts when the first microbatch has passed the stages before its first one, does
         all its work, and (unless backward is split, when weight gradients may come last) sends
-        the last gradient back through those stages to rank 0. Then follow gradient sync and
-        optimizer.
+        the last gradient back through those stages to rank 0, from each ahead of the weight
+        gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
         """
         one, pp = configuration, configuration.pp
         # Rank r's first stage is r under loop and fold placements alike.
@@ -109,8 +115,12 @@ class EvenStages:
         own = fill + one.num_microbatches * self.by_rank(forward_s + backward_s)
         ends = own + tail_s
         if not find_schedule(one.schedule).splits_backward:
-            drain = np.cumsum(backward_s)[:pp] - backward_s[:pp] + hops_before_s
-            ends = np.maximum(ends, own + drain + np.ravel(tail_s)[0])
+            ahead = self._ahead_s(one)
+            inputs = backward_s - ahead
+            drain = np.cumsum(inputs)[:pp] - inputs[:pp] + hops_before_s + ahead[0]
+            # Whichever of a rank's stages its last backward is of.
+            most_ahead = np.array([ahead[self.homes == rank].max() for rank in range(pp)])
+            ends = np.maximum(ends, own - most_ahead + drain + np.ravel(tail_s)[0])
         return float(ends.max())
 
     def choices(

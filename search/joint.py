@@ -59,7 +59,7 @@ def _solve(problem: ChainProblem, paths: Paths, first_cut: int, time_limit_s: fl
     n, stages = problem.num_blocks, problem.num_stages
     if stages == 1 and first_cut != n:
         return None
-    tail = float(paths.band.tail_s[first_cut - 1, 0])
+    tail = paths.first_tail(first_cut)
     own = [
         [paths.own(stage, choice, tail) for choice in range(len(problem.choices))]
         for stage in range(stages)

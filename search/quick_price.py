@@ -30,7 +30,6 @@ def quick_step_s(
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
     runs = ranks.runs(cut.cuts)
     again = tuple(choices[choice] for choice in cut.choices)
-    # ZeRO 0 and 1 differ only after the last job, so they share a simulation.
     key = (
         one.schedule,
         one.pp,
@@ -38,6 +37,8 @@ def quick_step_s(
         one.num_microbatches,
         one.dp,
         one.zero // 2,
+        # ZeRO 0 and 1 differ after the last job, and in what is sent ahead of weight gradients.
+        one.zero == 0 and "none" in again,
         cut.cuts,
         again,
     )
@@ -66,6 +67,7 @@ def _simulated_rank_ends(
     hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - runs.weight_s
+    sends_ahead = np.array([choice == "none" and one.zero == 0 for choice in recomputed])
     timeline = simulate(
         job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
         JobSeconds(
@@ -74,6 +76,8 @@ def _simulated_rank_ends(
             backward_weight_s=tuple(runs.weight_s.tolist()),
             receive_forward_s=tuple(hops),
             receive_backward_s=(*backs[1:], 0.0),
+            sends_ahead_s=tuple((runs.first_weight_s * sends_ahead).tolist()),
+            last_sends_ahead_s=tuple((runs.weight_s * sends_ahead).tolist()),
         ),
     )
     return timeline.rank_end_s

@@ -163,6 +163,10 @@ class StageTable:
         """Seconds of each block's backward that are weight gradients, as the cost model splits."""
         return self.blocks.weight_s
 
+    def ahead_s(self, *, zero: int, choices: Sequence[Recompute]) -> Floats:
+        """Most seconds of each block's backward that may come after its gradient is sent on."""
+        return self.weight_s if zero == 0 and "none" in choices else 0 * self.weight_s
+
     @cached_property
     def sums(self) -> Mapping[str, Floats]:
         """Running sums along the chain with a leading zero; a run is a difference of two."""
@@ -301,7 +305,10 @@ class StageTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRuns:
-    """The stages of one cut, an array entry for each: seconds per microbatch, and once a step."""
+    """The stages of one cut, an array entry for each: seconds per microbatch, and once a step.
+
+    `first_weight_s` is `weight_s` of the stage's first block.
+    """
 
     forward_s: Floats
     backward_s: Floats
@@ -309,6 +316,7 @@ class StageRuns:
     remade_s: Floats
     param_bytes: Floats
     num_params: Floats
+    first_weight_s: Floats
     per_forward_s: Floats
     per_backward_s: Floats
     after_s: Floats
@@ -429,6 +437,7 @@ class RankStages:
         )
         return StageRuns(
             **sums,
+            first_weight_s=self.table.weight_s[first],
             per_forward_s=bare.forward_s,
             per_backward_s=bare.backward_s,
             after_s=bare.once_s,

@@ -187,6 +187,21 @@ def test_weight_gradients_take_their_products(graph, profile):
     assert input_s > weight_s
 
 
+def test_a_stage_sends_its_gradient_ahead_of_weight_gradients(graph, profile):
+    """P4: all of them in its last backward, its first block's in others; none under ZeRO (with
+    replicas to shard over), nor where activations are recomputed."""
+    costs = CostCache(graph, profile)
+    seconds = plan_job_seconds(make_plan(graph, pp=2), costs)
+    assert seconds.last_sends_ahead_s == seconds.backward_weight_s
+    for ahead, whole in zip(seconds.sends_ahead_s, seconds.backward_weight_s, strict=True):
+        assert 0 <= ahead < whole
+    for choices in ({"dp": 2, "zero": 1}, {"recompute": "full"}):
+        other = plan_job_seconds(make_plan(graph, pp=2, **choices), costs)
+        assert other.sends_ahead_s == other.last_sends_ahead_s == (0.0, 0.0)
+    alone = plan_job_seconds(make_plan(graph, pp=2, zero=1), costs)
+    assert alone.sends_ahead_s == seconds.sends_ahead_s
+
+
 def test_recompute_keeps_block_inputs_only(graph, profile):
     costs = CostCache(graph, profile)
     layer = max(graph.blocks, key=lambda b: len(graph.classes[b.class_index].ops))

@@ -1,6 +1,7 @@
 """The event simulator against closed formulas, the plain evaluator, and the clock."""
 
 import time
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -65,6 +66,29 @@ def test_messages_over_one_link_queue_up():
     table = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4)
     timeline = simulate(table, JobSeconds.equal(2, forward_s=1.0, backward_s=1.0, hop_s=3.0))
     assert timeline.start_s[1][:4] == [4.0, 7.0, 10.0, 13.0]
+
+
+def test_a_gradient_leaves_ahead_of_weight_gradients():
+    """Hand arithmetic: 2 ranks, m = 2, F 1 s, I 1 s, W 1 s, no transfers. Stage 1 runs F 1-2,
+    B 2-4, F 4-5, B 5-7. Sent 0.25 s ahead, the first gradient is there at 3.75 (F at 1-2 and
+    then waiting), B 3.75-5.75; the last leaves at 6, B 6-8. At jobs' ends it takes 9 s."""
+    table = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=2)
+    bare = JobSeconds.equal(2, forward_s=1.0, backward_s=2.0)
+    ahead = replace(bare, sends_ahead_s=(0.25, 0.25), last_sends_ahead_s=(1.0, 1.0))
+    assert simulate(table, bare).start_s[0] == [0.0, 1.0, 4.0, 7.0]
+    assert simulate(table, ahead).start_s[0] == [0.0, 1.0, 3.75, 6.0]
+    assert simulate(table, ahead).start_s[1] == simulate(table, bare).start_s[1]
+    assert simulate(table, ahead).makespan_s == 8.0
+
+
+def test_jobs_of_one_rank_or_with_split_backwards_send_nothing_ahead():
+    """Only a full backward for another rank makes its gradients in two parts."""
+    for name, pp, vpp in (("1f1b", 1, 1), ("zb_h1", 2, 1)):
+        table = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=4)
+        bare = JobSeconds.equal(pp * vpp, forward_s=1.0, backward_s=2.0)
+        one = (1.0,) * pp
+        ahead = replace(bare, sends_ahead_s=one, last_sends_ahead_s=one)
+        assert simulate(table, ahead).end_s == simulate(table, bare).end_s
 
 
 def test_big_tables_are_fast():

@@ -69,13 +69,17 @@ class SumStages:
         )
 
 
-def chain(stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", hop_s=None):
+def chain(
+    stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", hop_s=None, ahead=0.0
+):
+    """`ahead` is the part of each backward that may come after its gradient is sent on."""
     n = stages.num_blocks
     hops = np.zeros(n + 1) if hop_s is None else hop_s
     return ChainProblem(
         stages=stages,
         block_forward_s=stages.forward_s.min(axis=0),
         block_backward_s=stages.backward_s.min(axis=0),
+        block_weight_s=ahead * stages.backward_s[0],
         hop_s=hops,
         in_flight=tuple(in_flight),
         num_microbatches=m,
@@ -112,6 +116,7 @@ def random_chain(rng: np.random.Generator, family: str | None = None) -> ChainPr
         limit=float(rng.uniform(30, 160)),
         family=family,
         hop_s=hops,
+        ahead=float(rng.choice([0.0, 0.5])),
     )
 
 

@@ -65,6 +65,11 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
         ]
         hops = [float(problem.hop_s[first]) for _, _, first in runs]
         half = [float(band.backward_s[run]) / 2 for run in runs]
+        # Stages that recompute send nothing ahead, others the first block's or all of it.
+        weights = problem.block_weight_s
+        sends = list(zip(runs, zip(found.cuts, found.cuts[1:], strict=False), strict=True))
+        first = tuple(float(weights[i]) * (c == 0) for (c, _, _), (i, _) in sends)
+        whole = tuple(float(weights[i:j].sum()) * (c == 0) for (c, _, _), (i, j) in sends)
         timeline = simulate(
             build_schedule(
                 schedule, pp=problem.num_stages, vpp=1, num_microbatches=problem.num_microbatches
@@ -75,6 +80,8 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
                 backward_weight_s=tuple(half),
                 receive_forward_s=tuple(hops),
                 receive_backward_s=(*hops[1:], 0.0),
+                sends_ahead_s=first,
+                last_sends_ahead_s=whole,
             ),
         )
         tails = [float(band.tail_s[run[1:]]) for run in runs]

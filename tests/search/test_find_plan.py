@@ -221,7 +221,8 @@ def test_the_quick_price_is_the_estimate(name):
     for choices in (
         {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2, "recompute": "full"}, {"dp": 4, "zero": 3},
         {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b"}, {"pp": 4, "schedule": "zb_h1"},
-        {"pp": 2, "dp": 2, "zero": 1, "schedule": "fthenb"},
+        {"pp": 2, "dp": 2, "zero": 1, "schedule": "fthenb"}, {"pp": 4, "zero": 0},
+        {"pp": 2, "dp": 2, "zero": 0, "schedule": "fthenb"},
     ):  # fmt: skip
         request = ask(4, 16, **choices)
         solver = LayoutSolver(graph=graph, profile=MACHINE)
