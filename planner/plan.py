@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from planner.errors import PlanError
 from planner.layout import ProcessMesh
@@ -47,6 +47,12 @@ class ModelRef(_Record):
     fingerprint: str = Field(min_length=64, max_length=64)
     inputs: tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]
     batch_tree: Any
+
+    @field_validator("batch_tree")
+    @classmethod
+    def _as_json(cls, tree: Any) -> Any:
+        # Graphs that were kept have tuples for lists: equal plans must compare equal.
+        return json.loads(json.dumps(tree))
 
 
 class ClusterRef(_Record):
