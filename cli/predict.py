@@ -125,12 +125,13 @@ def predict(plan: Path, model: Path, profile: str | None, *, doing: str) -> Pred
     """Price a plan file for a model file under a profile, with a progress bar."""
     from costmodel import CostCache
     from costmodel import estimate as estimate_plan
+    from costmodel.in_training import in_training
     from planner.plan import load_plan
 
     loaded = load_plan(plan)
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
-        costs = CostCache(graph, machine)
+        costs = CostCache(graph, in_training(machine, loaded.world_size))
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)

@@ -25,6 +25,7 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.communication import adamw_seconds
+from costmodel.in_training import in_training
 from costmodel.memory import MemoryParts, kept_bytes
 from costmodel.offload import host_step_seconds, least_job_seconds
 from costmodel.plan_memory import plan_memory
@@ -110,9 +111,11 @@ def estimate(
     """Return what one step of a plan takes on a machine.
 
     `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
-    between calls. Raises ScheduleError when the plan's schedule can't be built.
+    between calls, on the profile it was made with: `in_training(profile, plan.world_size)`
+    where not given. Raises ScheduleError when the plan's schedule can't be built.
     """
-    costs = costs or CostCache(graph, profile)
+    costs = costs or CostCache(graph, in_training(profile, plan.world_size))
+    profile = costs.profile
     price = price_plan(plan, costs)
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, profile, table)

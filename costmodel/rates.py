@@ -36,13 +36,17 @@ class TrainingRates(BaseModel):
     residuals: dict[str, float] = Field(default_factory=dict)
 
 
+def has_rates(profile: Profile) -> bool:
+    """Whether published runs told the rates of a profile's device, or of its nearest kin."""
+    return _path(profile).exists()
+
+
 def load_rates(profile: Profile) -> DeviceRates:
     """Return the rates a published run on this machine is priced with.
 
     Raises ProfileError when the profile's device has none, or its file is damaged.
     """
-    name = profile.name.partition("@")[0]
-    record = _load(SHIPPED / STANDS_IN.get(name, name) / "training.json")
+    record = _load(_path(profile))
     cluster = profile.cluster
     return DeviceRates(
         peak_flop_per_s=dict(cluster.peak_flop_per_s),
@@ -50,6 +54,11 @@ def load_rates(profile: Profile) -> DeviceRates:
         num_multiprocessors=int(record.num_multiprocessors.value),
         **{rate: record.rates[rate].value for rate in FITTED},
     )
+
+
+def _path(profile: Profile) -> Path:
+    name = profile.name.partition("@")[0]
+    return SHIPPED / STANDS_IN.get(name, name) / "training.json"
 
 
 @lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ from itertools import accumulate
 import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate, rank_memory
+from costmodel.in_training import in_training
 from costmodel.memory import kept_bytes
 from costmodel.stage import again_seconds
 from planner.errors import LayoutError
@@ -85,6 +86,7 @@ class Candidates:
         offload; `on_host` is, if not given, what the request tries first.
         """
         on_host = on_host or tiers(request.offload, profile)[0][0]
+        profile = in_training(profile, request.num_devices)
         return cls(
             graph=graph,
             profile=profile,

@@ -120,7 +120,10 @@ class _Trials:
         candidates = self._candidates(self.graph, self.request)
         for count in more_counts(self.request.num_devices, self.profile):
             changed = replace(self.request, num_devices=count)
-            if plan := self._plan(candidates, changed):
+            if not self._may_fit(candidates, changed):
+                continue
+            alike = self._candidates(self.graph, changed)
+            if plan := search_among(alike, changed, runners_up=False).plan:
                 return Concession(what=f"--gpus {count}", request=changed, plan=plan)
         return None
 
@@ -178,12 +181,15 @@ class _Trials:
         on_host = tiers(request.offload, self.profile)[0][0]
         return Candidates.of(graph, self.profile, request, on_host)
 
-    def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
+    def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:
         try:
             shapes = candidates.shapes(changed)
         except LayoutError:
-            return None
-        if not can_fit(candidates, shapes, self.limit_bytes):
+            return False
+        return can_fit(candidates, shapes, self.limit_bytes)
+
+    def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
+        if not self._may_fit(candidates, changed):
             return None
         return search_among(candidates, changed, runners_up=False).plan
 

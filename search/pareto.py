@@ -80,9 +80,9 @@ def find_pareto(
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
-    candidates = Candidates.of(graph, profile, request)
     tokens = request.global_batch * tokens_per_sample(graph)
     for done, count in enumerate(counts):
+        candidates = Candidates.of(graph, profile, replace(request, num_devices=count))
         limit = request.memory_limit_bytes
         for found in range(most_points):
             if progress:

@@ -15,6 +15,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from costmodel.rates import has_rates, load_rates
 from planner.capture_cache import cache_dir
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -54,6 +55,8 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
     """Return what names a question: equal digests have equal answers."""
     digest = hashlib.sha256(graph.fingerprint.encode())
     digest.update(repr((graph.name, profile.file, profile.ops, profile.collectives)).encode())
+    rates = load_rates(profile) if has_rates(profile) else None
+    digest.update(repr(rates).encode())
     digest.update(repr(request).encode())
     root = Path(__file__).parent.parent
     for room in _ROOMS:

@@ -1,0 +1,75 @@
+"""A shipped profile as its devices are in the middle of a training step.
+
+Published tables of single operators and collectives tell what each reaches alone, on one node.
+Whole training runs tell what is left of that beside everything else, and the rates fitted to
+them (`costmodel.kernels.DeviceRates`) are physical, so a captured graph is priced with them too:
+
+    op             seconds * (1 + node_spread * log2(nodes))     never under flop / sustained rate
+    collective     seconds / (link_efficiency inside a node, network_efficiency between nodes)
+    hidden message max(exposed_part * seconds, seconds - compute beside it)
+
+A profile measured on the user's own machine has what it saw in it, and is left as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil, log2
+from typing import Literal
+
+from costmodel.kernels import DeviceRates
+from costmodel.rates import has_rates, load_rates
+from profiles import Group, Lookup, OpQuery, Profile
+from profiles.families import MATMUL, family_of
+
+
+class TrainingProfile(Profile):
+    """A profile whose answers are those of a step on so many nodes."""
+
+    def __init__(self, profile: Profile, rates: DeviceRates, num_nodes: int) -> None:
+        super().__init__(profile.file, profile.ops, profile.collectives)
+        self._alone = profile
+        self.rates = rates
+        self.waited = 1.0 + rates.node_spread * log2(num_nodes)
+
+    def op_seconds(self, query: OpQuery) -> Lookup:
+        """Return an operator's time on the slowest of all nodes, at the clocks they sustain."""
+        answer = self._alone.op_seconds(query)
+        seconds = answer.seconds
+        peak = self.rates.peak_flop_per_s.get(query.dtype)
+        if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
+            seconds = max(seconds, query.flop / (peak * self.rates.matmul_efficiency))
+        return replace(answer, seconds=seconds * self.waited)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return the time of a collective beside compute."""
+        answer = self._alone.collective_seconds(kind, num_bytes, group)
+        inside = group.num_nodes == 1
+        part = self.rates.link_efficiency if inside else self.rates.network_efficiency
+        return replace(answer, seconds=answer.seconds / part)
+
+    def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
+        """Return by how much a part slows while both run together.
+
+        A message of t seconds that costs the compute beside it exposed_part * t slows it by
+        1 / (1 - exposed_part) while it lasts.
+        """
+        if self.file.overlap_slowdown:
+            return super().overlap_slowdown(part)
+        return 1.0 / (1.0 - self.rates.exposed_part) if part == "compute" else 1.0
+
+
+def in_training(profile: Profile, num_devices: int) -> Profile:
+    """Return what a shipped profile answers inside steps on so many devices.
+
+    Itself where it is measured, is in training already, or no published runs of its device tell.
+    """
+    return _in_training(profile, ceil(num_devices / profile.cluster.devices_per_node))
+
+
+@lru_cache(maxsize=32)
+def _in_training(profile: Profile, num_nodes: int) -> Profile:
+    if type(profile) is Profile and profile.source == "shipped" and has_rates(profile):
+        return TrainingProfile(profile, load_rates(profile), num_nodes)
+    return profile
