@@ -35,13 +35,15 @@ class BlockBytes:
 
     Between forward and backward it keeps `kept_bytes` beside its edges. Run again, it rises
     by `second_rise_bytes` at most and has `made_again_bytes` more at the end. `forward_rise_bytes`
-    is the height of the first forward, outputs counted and inputs not.
+    is the height of the first forward, outputs counted and inputs not. `params` are the trained
+    parameters' bytes, and `param_rows` the lengths of their first dims, along which ZeRO cuts.
     """
 
     input_names: tuple[str, ...]
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     params: Mapping[str, int]
+    param_rows: Mapping[str, int]
     kept_bytes: int
     made_again_bytes: int
     forward_rise_bytes: int
@@ -64,9 +66,10 @@ class Backwards:
         split: bool = False,
         wide: int = 1,
         shared: frozenset[str] = frozenset(),
+        adds_products: bool = True,
     ) -> BackwardWalk:
         """Return the walk of `liveness.backward_walk`."""
-        key = first, held, split, wide, shared
+        key = first, held, split, wide, shared, adds_products
         if key not in self._walks:
             self._walks[key] = backward_walk(
                 self._program,
@@ -76,6 +79,7 @@ class Backwards:
                 split=split,
                 wide=wide,
                 shared=shared,
+                adds_products=adds_products,
             )
         return self._walks[key]
 
@@ -108,6 +112,11 @@ def block_bytes(
     first = forward_walk(program, saved, roots=frozenset(roots), extra=kept_extra)
     edges = {storage[name].root for name in program.outputs}
     again = recompute != "none"
+    trained = [
+        name
+        for name in program.params
+        if program.tensor[name].kind == "param" and program.tensor[name].requires_grad
+    ]
     return BlockBytes(
         input_names=program.inputs,
         inputs=tuple(
@@ -118,11 +127,8 @@ def block_bytes(
             _edge(program, saved, name, is_kept=storage[name].root in roots)
             for name in program.outputs
         ),
-        params={
-            name: _bytes(program, name)
-            for name in program.params
-            if program.tensor[name].kind == "param" and program.tensor[name].requires_grad
-        },
+        params={name: _bytes(program, name) for name in trained},
+        param_rows={name: (*program.tensor[name].shape_at(1), 1)[0] for name in trained},
         kept_bytes=sum(kept_extra.values())
         + sum(size for root, size in roots.items() if root not in edges),
         made_again_bytes=made_again,

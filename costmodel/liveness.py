@@ -235,14 +235,15 @@ def backward_walk(
     split: bool = False,
     wide: int = 1,
     shared: frozenset[str] = frozenset(),
+    adds_products: bool = True,
 ) -> BackwardWalk:
     """Run a program's backward.
 
     In a `first` backward the gradients of parameters stay, `wide` times as large as the
     parameters; in others they are added to those and let go, and products with a large
-    weight add theirs without making it first, if it is as wide. Those of parameters that are
-    `shared` with another block stay in both. `held`: somebody else holds the gradients of the
-    outputs. `split`: weight gradients are put aside.
+    weight add theirs without making it first, if it is as wide and `adds_products`. Those of
+    parameters that are `shared` with another block stay in both. `held`: somebody else holds the
+    gradients of the outputs. `split`: weight gradients are put aside.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
@@ -293,7 +294,7 @@ def backward_walk(
                 else:
                     product_of = with_weights.get(op.name)
                     is_weight = product_of is not None and product_of[1].name == name
-                    adds = is_weight and wide == 1 and size >= LARGE_BYTES
+                    adds = is_weight and adds_products and wide == 1 and size >= LARGE_BYTES
                     scratch += 0 if passes_on or adds else size
             peak = max(peak, live_saved + grads.live + sum(there.values()) + scratch)
             grads.settle(needing)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,8 +11,6 @@ from costmodel.communication import MASTER_FACTOR
 from costmodel.offload import HOST_BUCKET_BYTES
 from costmodel.stage import StageLoad
 from planner.plan import Precision, Recompute
-from planner.schedule.jobs import JobKind, Schedule
-from planner.schedule.trips import Trip
 from profiles import Profile
 
 Amount = Any
@@ -121,7 +118,6 @@ def rank_memory(
     batch_bytes: int = 0,
     gradients_then: Amount | None = None,
     precision: Precision = "model",
-    walked: bool = False,
     optimizer_on_host: bool = False,
 ) -> MemoryParts:
     """Return the memory of a rank whose stages together hold `weights`' parameters.
@@ -131,9 +127,9 @@ def rank_memory(
     masters beside its state.
     ZeRO 1 and 2 keep shards of everything between steps and a gathered copy of the weights
     within one; ZeRO 3 gathers a block at a time, with the next one on its way. That and the
-    messages not yet reduced are guessed from the largest block, unless `transient` is of a
-    walk that counted them. With `optimizer_on_host` masters and state are there, and with
-    ZeRO the shards of weights and gradients too (`planner.runtime.zero`).
+    messages not yet reduced are guessed from the largest block. With `optimizer_on_host` masters
+    and state are there, and with ZeRO the shards of weights and gradients too
+    (`planner.runtime.zero`).
     """
     trained, frozen = weights.param_bytes, weights.frozen_bytes
     sharded = zero_stage > 0 and dp > 1
@@ -142,8 +138,6 @@ def rank_memory(
         parameters, gathered = trained + frozen, 0
     elif zero_stage < 3:
         parameters, gathered = shard + frozen, trained
-    elif walked:
-        parameters, gathered = shard + frozen, 0
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
     wide = MASTER_FACTOR if precision == "bf16" else 1
@@ -154,7 +148,7 @@ def rank_memory(
     if gradients_then is not None:
         gradients = np.minimum(wide * gradients_then, every_gradient)
     buckets: Amount = 0
-    if sharded and zero_stage >= 2 and not walked:
+    if sharded and zero_stage >= 2:
         # The message that the block before was reduced from.
         buckets = wide * weights.largest_param_bytes
     masters = wide * shard if precision == "bf16" else 0
@@ -213,70 +207,3 @@ def host_state_bytes(weights: StageLoad, *, dp: int, sharded: bool, precision: P
 
 _SLOTS = 2
 _OUTSIDE = {"allocator_bytes", "context_bytes"}
-
-
-class Worst(NamedTuple):
-    """A rank's worst moment: bytes kept for backward, bytes on top, gradients there already."""
-
-    kept_bytes: float
-    top_bytes: float
-    gradient_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBytes:
-    """Bytes of one stage's jobs: what one microbatch keeps, the highest point within one of
-    its jobs, kept bytes included, and both for the step's last microbatch, which may not be
-    recomputed; `gradient` is what the first backward leaves (nothing when gradients have
-    their place from the start). An input-gradient job needs `split_on_top` above what its
-    microbatch kept, and leaves `pending`. A trip to the host takes `moved` of what is kept.
-    """
-
-    kept: float
-    peak: float
-    last_kept: float
-    last_peak: float
-    gradient: float = 0.0
-    split_on_top: float = 0.0
-    pending: float = 0.0
-    moved: float = 0.0
-
-
-def activation_peak(
-    schedule: Schedule,
-    pp_rank: int,
-    stages: Mapping[int, StageBytes],
-    travels: Sequence[Trip] = (),
-) -> Worst:
-    """Play one rank's row and return its worst moment; `travels` are the trips to the host."""
-    row = schedule.jobs[pp_rank]
-    away = np.zeros(len(row))
-    for trip in travels:
-        away[trip.leaving + 1 : trip.arriving] += stages[trip.stage_index].moved
-    last = {j.stage_index: j.microbatch_index for j in row if j.kind is JobKind.FORWARD}
-    live = there = 0.0
-    worst = Worst(0.0, 0.0, 0.0)
-    begun: set[int] = set()
-    for position, job in enumerate(row):
-        stage = stages[job.stage_index]
-        is_last = last[job.stage_index] == job.microbatch_index
-        kept, peak = (stage.last_kept, stage.last_peak) if is_last else (stage.kept, stage.peak)
-        if job.kind is JobKind.FORWARD:
-            live += kept
-        on_top = {
-            JobKind.BACKWARD_INPUT: stage.split_on_top,
-            JobKind.BACKWARD_WEIGHT: 0.0,
-        }.get(job.kind, max(0.0, peak - kept))
-        here = live - float(away[position])
-        if here + on_top + there > sum(worst):
-            worst = Worst(here, on_top, there)
-        if job.kind is JobKind.FORWARD:
-            continue
-        if job.kind is JobKind.BACKWARD_INPUT:
-            live += stage.pending - kept
-            continue
-        live -= stage.pending if job.kind is JobKind.BACKWARD_WEIGHT else kept
-        if job.stage_index not in begun:
-            begun.add(job.stage_index)
-            there += stage.gradient
-    return worst

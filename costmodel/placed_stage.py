@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
 from costmodel.rank_walk import Message, StageJobs
+from costmodel.sharded_bytes import ShardedStage, Unit
 from costmodel.stage_bytes import PlacedBlock, StageWalk
 from planner.placement import Shard
 from planner.plan import Plan, Recompute
@@ -20,6 +21,8 @@ def stage_jobs(
 ) -> StageJobs:
     """Return the jobs of a stage; `accumulates` tells that gradients always have their place."""
     stage = plan.stages[stage_index]
+    replicas = plan.stage_dp(stage_index) * plan.cp
+    sharded = plan.zero_stage > 0 and replicas > 1
     walk = _walk(plan, costs, stage_index, edges, stage.recompute)
     last = walk
     is_waited_for = any(
@@ -38,12 +41,47 @@ def stage_jobs(
         outgoing=tuple(
             _message(plan, edge, edge.consumer) for edge in edges if edge.producer == stage_index
         ),
-        accumulates=accumulates,
-        sends_first=is_waited_for and stage.recompute == "none",
+        accumulates=accumulates and not sharded,
+        sends_first=is_waited_for and stage.recompute == "none" and not sharded,
         on_host=stage.activations_on_host,
         loss_bytes=DTYPE_BYTES[costs.graph.tensor[costs.graph.loss].dtype]
         if costs.graph.producer[costs.graph.loss] in stage.blocks
         else 0,
+        sharded=_sharded(walk, replicas, plan) if sharded else None,
+    )
+
+
+def _sharded(walk: StageWalk, replicas: int, plan: Plan) -> ShardedStage:
+    """Return the units that a stage's parameters are sharded in."""
+    owned: list[dict[str, tuple[int, int]]] = []
+    shared: dict[str, tuple[int, int]] = {}
+    for block in walk.blocks:
+        owned.append({})
+        for local, name in block.params.items():
+            found = shared if walk.is_shared(name) else owned[-1]
+            found[name] = block.bytes.params[local], block.bytes.param_rows[local]
+    early = [
+        any(edge.requires_grad for edge in block.bytes.inputs)
+        or any(walk.is_shared(name) for name in block.params.values())
+        for block in walk.blocks
+    ]
+
+    def unit(params: Mapping[str, tuple[int, int]], has_input_gradient: bool) -> Unit | None:
+        if not params:
+            return None
+        whole = sum(size for size, _ in params.values())
+        # A dim is cut into equal parts, the last of which may be padding.
+        padded = sum(
+            size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params.values()
+        )
+        return Unit(padded, whole, walk.wide * whole, walk.wide * padded, has_input_gradient)
+
+    return ShardedStage(
+        blocks=tuple(map(unit, owned, early)),
+        shared=unit(shared, True),
+        zero_stage=plan.zero_stage,
+        replicas=replicas,
+        shards_on_host=plan.optimizer_on_host,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from costmodel.liveness import Aside
+from costmodel.sharded_bytes import ShardedBytes, ShardedStage
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes, StageWalk, held_aside, weight_job
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.trips import trips
@@ -37,7 +38,7 @@ class StageJobs:
     `sends_first` a full backward puts weight gradients aside until the gradients that another
     rank waits for have left: those of its first block, in the stage's last backward all.
     `on_host` sends to the host what a microbatch keeps, where its wait is long enough. A
-    microbatch's loss has `loss_bytes`.
+    microbatch's loss has `loss_bytes`. With `sharded` gradients are FSDP2's, as messages are.
     """
 
     walk: StageWalk
@@ -48,6 +49,7 @@ class StageJobs:
     sends_first: bool
     on_host: bool
     loss_bytes: int
+    sharded: ShardedStage | None = None
 
 
 class Moment(NamedTuple):
@@ -84,6 +86,13 @@ def walk_rank(
     play.last_gradients = frozenset(
         {job.stage_index: job for job in row if job.kind in makes}.values()
     )
+    play.last_backwards = frozenset(
+        {
+            job.stage_index: job
+            for job in row
+            if job.kind not in (JobKind.FORWARD, JobKind.BACKWARD_WEIGHT)
+        }.values()
+    )
     travels = trips(row, [index for index, stage in stages.items() if stage.on_host])
     for job in row[:receive_ahead]:
         play.post(job)
@@ -117,6 +126,12 @@ class _Play:
         self._stages, self._home, self._here = stages, home, here
         self.last_microbatch: Mapping[int, int] = {}
         self.last_gradients: frozenset[Job] = frozenset()
+        self.last_backwards: frozenset[Job] = frozenset()
+        self._sharded = {
+            index: ShardedBytes(stage.sharded)
+            for index, stage in stages.items()
+            if stage.sharded is not None
+        }
         self.movable: dict[tuple[int, int], int] = {}
         self.away_bytes = self.host_bytes = 0
         self._holders: dict[tuple, int] = {}
@@ -131,7 +146,8 @@ class _Play:
 
     @property
     def _live(self) -> int:
-        return self._kept + self._buffers + self._gradients
+        sharded = sum(one.live_bytes for one in self._sharded.values())
+        return self._kept + self._buffers + self._gradients + sharded
 
     def _hold(self, key: tuple, size: int) -> None:
         if key not in self._holders:
@@ -173,7 +189,13 @@ class _Play:
             JobKind.FORWARD: self._forward,
             JobKind.BACKWARD_WEIGHT: self._weights,
         }.get(job.kind, self._backward)
+        sharded = sum(one.gradient_bytes for one in self._sharded.values())
+        beside = sum(
+            one.live_bytes for index, one in self._sharded.items() if index != job.stage_index
+        )
         rise, kept, gradients, buffers = run(job)
+        gradients += sharded
+        rise += beside - sharded
         kept -= self.away_bytes
         return Moment(
             name=f"{job.kind}{job.stage_index}.{job.microbatch_index}",
@@ -200,14 +222,15 @@ class _Play:
         self, job: Job, received: Mapping[str, int], *, first: bool
     ) -> BackwardBytes:
         walk, stage = self._walk(job), self._stages[job.stage_index]
-        split = job.kind is JobKind.BACKWARD_INPUT
+        sharded = stage.sharded is not None
+        split = job.kind is JobKind.BACKWARD_INPUT and not sharded
         num_aside = len(walk.blocks) if split or job in self.last_gradients else 1
         if not split and not stage.sends_first:
             num_aside = 0
         key = id(walk), first, num_aside, split
         if key not in self._backwards:
             self._backwards[key] = walk.backward(
-                received, first=first, num_aside=num_aside, flush=not split
+                received, first=first, num_aside=num_aside, flush=not split, sharded=sharded
             )
         return self._backwards[key]
 
@@ -219,7 +242,8 @@ class _Play:
                 self._buffers -= message.taken_bytes
                 self._hold(self._value(s, message.name, m), message.taken_bytes)
         done = self._forward_bytes(self._walk(job))
-        height = done.rise_bytes, self._kept, self._gradients, self._buffers
+        rise = done.rise_bytes if s not in self._sharded else self._sharded[s].forward(done)
+        height = rise, self._kept, self._gradients, self._buffers
         keys = [self._value(s, name, m) for name in done.kept]
         for key, size in zip(keys, done.kept.values(), strict=True):
             self._hold(key, size)
@@ -251,10 +275,14 @@ class _Play:
                     ("gradient", s, message.other_stage, message.name, m), message.sent_bytes
                 )
         first = not stage.accumulates and s not in self._begun
-        self._begun.add(s)
-        split = job.kind is JobKind.BACKWARD_INPUT
+        if stage.sharded is None or stage.sharded.keeps_sums:
+            self._begun.add(s)
+        split = job.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
         done = self._backward_bytes(job, received, first=first)
-        height = done.rise_bytes, self._kept, self._gradients, self._buffers
+        rise = done.rise_bytes
+        if s in self._sharded:
+            rise = self._sharded[s].backward(done, is_last=job in self.last_backwards)
+        height = rise, self._kept, self._gradients, self._buffers
         own_bytes, keys = self._own.pop((s, m))
         if split:
             waiting = [

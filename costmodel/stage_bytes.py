@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from costmodel.block_bytes import BlockBytes
 from costmodel.liveness import Aside
@@ -28,24 +29,44 @@ class PlacedBlock:
     params: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBytes:
-    """A forward job: its height above its start, where what arrived is alive; what it keeps
-    of its own, and of the values that others have too or that are made of the batch, by name.
+class Turn(NamedTuple):
+    """A block's part of a job: the bytes alive above the job's start when the block is called,
+    at its height and when it has returned; and its parameters whose gradients it made.
     """
 
-    rise_bytes: int
+    start_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    made: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBytes:
+    """A forward job: its height above its start, where what arrived is alive, block by block and
+    when all have run; what it keeps of its own, and of the values that others have too or that
+    are made of the batch, by name.
+    """
+
+    turns: tuple[Turn, ...]
+    last_bytes: int
     kept_bytes: int
     kept: Mapping[str, int]
+
+    @property
+    def rise_bytes(self) -> int:
+        """The job's height."""
+        return max([self.last_bytes, *(turn.peak_bytes for turn in self.turns)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardBytes:
     """A backward job: its height above its start, where all that its forward kept and the
-    gradients that arrived are alive; the gradients it leaves in the parameters and for what
-    arrived; and the weight gradients it puts aside.
+    gradients that arrived are alive, and that of each block's turn, the last block's first; the
+    gradients it leaves in the parameters and for what arrived; and the weight gradients it puts
+    aside.
     """
 
+    turns: tuple[Turn, ...]
     rise_bytes: int
     left_bytes: int
     gradients: Mapping[str, int]
@@ -104,11 +125,12 @@ class StageWalk:
             for name in (*block.inputs, *block.outputs):
                 last[root[name]] = max(last.get(root[name], 0), index)
         alive = dict(self.side)
-        live = peak = sum(alive.values())
+        live = sum(alive.values())
         own = 0
+        turns = []
         for index, block in enumerate(self.blocks):
-            copies = sum(block.copies)
-            peak = max(peak, live + copies + block.bytes.forward_rise_bytes)
+            start = live + sum(block.copies)
+            peak = start + block.bytes.forward_rise_bytes
             keeps = block.bytes.kept_bytes + _kept_copies(block)
             own += keeps
             live += keeps
@@ -119,22 +141,34 @@ class StageWalk:
             for name in {root[n] for n in (*block.inputs, *block.outputs)}:
                 if last[name] == index and name not in keepers:
                     live -= alive.pop(name, 0)
-        peak = max(peak, live + sum(self.sent_copies.values()))
+            turns.append(Turn(start, peak, live))
+        last_bytes = live + sum(self.sent_copies.values())
         inside = [n for n in alive if n in keepers and n not in self.leaving]
         own += sum(alive.pop(n) for n in inside if n not in self.side)
         kept = {n: size for n, size in alive.items() if n in keepers}
         kept |= {n: size for n, size in self.arriving.items() if n in keepers}
-        return ForwardBytes(rise_bytes=peak, kept_bytes=own, kept=kept)
+        return ForwardBytes(turns=tuple(turns), last_bytes=last_bytes, kept_bytes=own, kept=kept)
 
     def backward(
-        self, received: Mapping[str, int], *, first: bool, num_aside: int = 0, flush: bool = False
+        self,
+        received: Mapping[str, int],
+        *,
+        first: bool,
+        num_aside: int = 0,
+        flush: bool = False,
+        sharded: bool = False,
     ) -> BackwardBytes:
         """Return a backward job; `received` are the gradients that other stages sent, by value.
 
         The executor holds those, and what arrived, to the end of the job. In a `first` job
         gradients of parameters stay. The first `num_aside` blocks put their weight gradients
-        aside, for another job or, with `flush`, for the end of this one.
+        aside, for another job or, with `flush`, for the end of this one. Where parameters are
+        `sharded`, a block's gradients are as wide as those and, once it has made them, not
+        counted here (`costmodel.sharded_bytes`).
         """
+        wide = 1 if sharded else self.wide
+        stays = first and not sharded
+        turns: list[Turn] = []
         root = self._roots()
         keepers = self._keepers(root)
         let_go: dict[int, list[str]] = {}
@@ -152,32 +186,34 @@ class StageWalk:
                 peak = max(peak, live)
         for index in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[index]
-            peak = max(peak, live + block.bytes.second_rise_bytes)
+            start = live
+            height = live + block.bytes.second_rise_bytes
             live += block.bytes.made_again_bytes
             walk = block.bytes.backwards.walk(
                 first=first,
                 held=any(name in received for name in block.outputs),
                 split=index < num_aside,
-                wide=self.wide,
-                shared=frozenset(p for p, name in block.params.items() if self._is_shared(name)),
+                wide=wide,
+                adds_products=not sharded,
+                shared=frozenset(p for p, name in block.params.items() if self.is_shared(name)),
             )
-            peak = max(peak, live + walk.rise_bytes + sum(block.copies))
+            height = max(height, live + walk.rise_bytes + sum(block.copies))
             for name, edge, copy in zip(
                 block.inputs, block.bytes.inputs, block.copies, strict=True
             ):
                 if edge.requires_grad and root[name] not in gradients:
                     gradients[root[name]] = self._size(root[name])
                     live += gradients[root[name]]
-                    peak = max(peak, live + copy)
+                    height = max(height, live + copy)
             for name in block.outputs:
                 live -= gradients.pop(name, 0)
             live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
             live -= sum(self._size(name) for name in let_go.get(index, ()))
             for param in walk.made:
                 name, size = block.params[param], block.bytes.params[param]
-                if not self._is_shared(name):
-                    left += self.wide * size if first else 0
-                    live += self.wide * size if first else 0
+                if not self.is_shared(name):
+                    left += wide * size if stays else 0
+                    live += wide * size if stays else 0
                     continue
                 # One sum of the gradients that all its users make goes to the parameter.
                 if name not in waiting:
@@ -185,19 +221,22 @@ class StageWalk:
                     live += size
                 if index == self._users[name][0]:
                     live -= size
-                    left += self.wide * size if first else 0
-                    live += self.wide * size if first else 0
+                    left += wide * size if stays else 0
+                    live += wide * size if stays else 0
             named = [_named(one, block, index, root) for one in walk.aside]
             for name, size in held_aside(named).items():
                 live += 0 if name in put_aside or name in self.arriving else size
                 put_aside.add(name)
             aside += named
+            peak = max(peak, height)
+            turns.append(Turn(start, height, live, walk.made))
         if flush:
             rise, made = weight_job(aside, first=first, wide=self.wide)
             peak = max(peak, live + rise)
             left += made
             aside = []
         return BackwardBytes(
+            turns=tuple(turns),
             rise_bytes=peak,
             left_bytes=left,
             gradients={n: size for n, size in gradients.items() if n in self.arriving},
@@ -213,7 +252,8 @@ class StageWalk:
                 users.setdefault(name, []).append(index)
         return users
 
-    def _is_shared(self, name: str) -> bool:
+    def is_shared(self, name: str) -> bool:
+        """Whether several blocks use a trained parameter."""
         return len(self._users[name]) > 1
 
     def _size(self, name: str) -> int:

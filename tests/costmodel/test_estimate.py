@@ -9,12 +9,12 @@ from costmodel.communication import data_parallel_seconds
 from costmodel.estimate import plan_job_seconds
 from costmodel.memory import (
     COUNTER_BYTES,
-    StageBytes,
-    activation_peak,
     job_peak_bytes,
     kept_bytes,
     rank_memory,
 )
+from costmodel.rank_walk import StageJobs, walk_rank
+from costmodel.stage_bytes import BackwardBytes, ForwardBytes
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
 from planner.sharding import propagate_graph
@@ -148,16 +148,34 @@ def test_zero_shards_what_it_says(graph, profile):
     assert by_stage[3].parameter_bytes < whole.parameter_bytes
 
 
+class OneByte:
+    """A stage that keeps one byte of each microbatch."""
+
+    blocks, side, arriving, wide = (), {}, {}, 1
+
+    def forward(self):
+        return ForwardBytes(turns=(), last_bytes=1, kept_bytes=1, kept={})
+
+    def backward(self, received, **how):
+        return BackwardBytes(turns=(), rise_bytes=0, left_bytes=0, gradients={}, aside=())
+
+
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
-    one = StageBytes(kept=1.0, peak=1.0, last_kept=1.0, last_peak=1.0)
-    stages = dict.fromkeys(range(pp), one)
-    plain = build_schedule("1f1b", pp=pp, vpp=1, num_microbatches=m)
-    all_first = build_schedule("fthenb", pp=pp, vpp=1, num_microbatches=m)
+    jobs = StageJobs(
+        walk=OneByte(), last=OneByte(), incoming=(), outgoing=(), accumulates=True,
+        sends_first=False, on_host=False, loss_bytes=0,
+    )  # fmt: skip
+
+    def most_kept(kind, rank):
+        row = build_schedule(kind, pp=pp, vpp=1, num_microbatches=m).jobs[rank]
+        moments = walk_rank(row, {rank: jobs}, lambda stage: stage, rank, receive_ahead=0)
+        return max(moment.kept_bytes for moment in moments)
+
     for rank in range(pp):
-        assert activation_peak(plain, rank, stages)[0] == min(m, pp - rank)
-        assert activation_peak(all_first, rank, stages)[0] == m
+        assert most_kept("1f1b", rank) == min(m, pp - rank)
+        assert most_kept("fthenb", rank) == m
 
 
 def test_loads_add_up_in_any_grouping(graph, profile):
