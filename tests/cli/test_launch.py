@@ -6,6 +6,7 @@ What happens when ranks fail or are interrupted is tested beside the launcher.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,7 @@ engine = planner.apply("plan.json", network, optimizer=optimizer)
 torch.manual_seed(1)
 batch = model.batch(4)
 rank = os.environ["RANK"]
+Path(f"pid-{rank}").write_text(str(os.getpid()))
 losses = [engine.step(batch).item() for _ in range(3)]
 Path(f"losses-{rank}.json").write_text(json.dumps(losses + sys.argv[1:]))
 """
@@ -58,8 +60,18 @@ def launch(folder, script):
     )
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     """P24, P25, P30: arguments reach the script, and every rank sees the same loss.
+
+    No rank is left when the command has ended (G15).
 
     What it recorded makes one trace with a process for each rank, and stands beside the
     prediction.
@@ -67,6 +79,7 @@ def test_trains_with_equal_losses_on_all_ranks(folder, planner):
     run = launch(folder, TRAIN)
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
+    assert not [rank for rank in (0, 1) if is_running(int((folder / f"pid-{rank}").read_text()))]
     losses = [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in (0, 1)]
     assert losses[0] == losses[1]
     assert losses[0][-1] == "x"
