@@ -1,12 +1,9 @@
-"""The clock of one rank, and the core or GPU clocks it needs to be steady."""
+"""The clock of one rank, and the GPU clocks it needs to be steady."""
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,37 +95,6 @@ class Pace:
         for _ in range(NORMS):
             result = torch.nn.functional.layer_norm(self._rows, (NORM_WIDTH,))
             torch.autograd.grad(result, self._rows, self._rows.detach())
-
-
-def own_cores(mine: set[int], *, peers: Sequence[set[int]], local_rank: int) -> set[int]:
-    """Return the cores that one of several ranks on a node should stay on.
-
-    Ranks that may all run on the same cores (`peers`, itself among them) share them out, in
-    equal neighbouring parts: then none meets another on a core, or carries its data from one
-    to the next. What a launcher has already shared out, or is too little, stays as it is.
-    """
-    each = len(mine) // len(peers)
-    if each == 0 or any(cores != mine for cores in peers):
-        return mine
-    return set(sorted(mine)[local_rank * each : (local_rank + 1) * each])
-
-
-def available_cores() -> set[int]:
-    """Return the cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
-
-
-def stay_on(cores: set[int]) -> None:
-    """Bind all threads of this process, and those they will start, where the system can."""
-    if not hasattr(os, "sched_setaffinity"):
-        return
-    tasks = Path("/proc/self/task")
-    threads = [int(task.name) for task in tasks.iterdir()] if tasks.exists() else [0]
-    for thread in threads:
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.sched_setaffinity(thread, cores)
 
 
 def settle_clocks(device: torch.device) -> None:

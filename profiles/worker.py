@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planner.runtime.cores import available_cores, own_cores, stay_on
 from planner.runtime.gloo_threads import put_socket_threads_last
-from profiles.clock import Clock, available_cores, own_cores, settle_clocks, stay_on
+from profiles.clock import Clock, settle_clocks
 from profiles.collective_timing import time_collective
 from profiles.driver import driver_version
 from profiles.memory import allocator_overheads, load_training, used_bytes

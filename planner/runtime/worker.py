@@ -17,12 +17,14 @@ import traceback
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.runtime.cores import available_cores, own_cores, stay_on
 from planner.runtime.workers import FAILURE_FILE
 
 
 def main(args: list[str]) -> None:
     """Run what the arguments ask for and end the process."""
     _die_with_parent()
+    _take_own_cores()
     try:
         if args[0] == "--verify":
             from planner.runtime.verify import verify_worker
@@ -43,6 +45,15 @@ def main(args: list[str]) -> None:
         _fail(2, f"planner: {error}", to_launcher=str(error))
     except BaseException as error:
         _fail(1, _story(error, args[0]))
+
+
+def _take_own_cores() -> None:
+    """Stay on this rank's share of the cores, which all of a node's ranks inherited alike."""
+    if os.environ.get("PLANNER_DEVICE") == "cpu":
+        cores = available_cores()
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        local_rank = int(os.environ["LOCAL_RANK"])
+        stay_on(own_cores(cores, peers=[cores] * ranks, local_rank=local_rank))
 
 
 def _run_script(script: str, args: list[str]) -> None:

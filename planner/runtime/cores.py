@@ -1,0 +1,47 @@
+"""Cores of a node, shared out among the ranks on it.
+
+Several ranks on one machine's cores do better each on its own: none meets another on a core, or
+carries its data from one to the next. Where they communicate by gloo it matters most: the
+socket thread that a rank waits for (`gloo_threads`) may otherwise sit on the other rank's busy
+core, and wait there for its turn while the waiting rank's own core idles. An all-reduce of 192
+KiB among 2 ms of computation took 0.6 ms longer than the computation on own cores, and 2.7 ms
+on shared ones (two ranks, two busy cores, Linux).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def own_cores(mine: set[int], *, peers: Sequence[set[int]], local_rank: int) -> set[int]:
+    """Return the cores that one of several ranks on a node should stay on.
+
+    Ranks that may all run on the same cores (`peers`, itself among them) share them out, in
+    equal neighbouring parts. What a launcher has already shared out, or is too little, stays
+    as it is.
+    """
+    each = len(mine) // len(peers)
+    if each == 0 or any(cores != mine for cores in peers):
+        return mine
+    return set(sorted(mine)[local_rank * each : (local_rank + 1) * each])
+
+
+def available_cores() -> set[int]:
+    """Return the cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def stay_on(cores: set[int]) -> None:
+    """Bind all threads of this process, and those they will start, where the system can."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.exists() else [0]
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(thread, cores)
