@@ -22,7 +22,7 @@ def test_ranks_share_out_cores():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cores are not bound here")
 def test_a_launched_rank_stays_on_its_own_cores(tmp_path):
-    """P11: so that gloo's socket threads never wait for the other rank's core."""
+    """So that gloo's socket threads never wait for the other rank's core."""
     script = tmp_path / "script.py"
     script.write_text(PRINT_CORES)
     cores = sorted(os.sched_getaffinity(0))
