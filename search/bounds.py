@@ -33,7 +33,7 @@ from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
-from search.rank_bytes import peak_bytes
+from search.rank_bytes import least_bytes
 from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
 
@@ -129,10 +129,11 @@ class TableBounds:
         return float(np.min(peaks, axis=0).max())
 
     def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: Recompute) -> Any:
-        return peak_bytes(
+        return least_bytes(
             load,
             in_flight=1,
-            num_microbatches=1,
+            num_microbatches=configuration.num_microbatches,
+            splits_backward=True,
             recompute=recompute,
             replicas=configuration.dp * configuration.cp,
             zero=configuration.zero,

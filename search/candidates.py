@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from costmodel import CostCache, Estimate, StageLoad, estimate, rank_memory
+from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
 from costmodel.memory import kept_bytes
 from costmodel.stage import again_seconds
@@ -27,12 +27,12 @@ from planner.sharding import propagate_cp
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds
-from search.chain_paths import ChainProblem, Cut, Floats
+from search.chain_paths import ChainProblem, Cut, Floats, TooLarge
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
 from search.on_host import NOTHING, OnHost, tiers
 from search.quick_price import job_table, quick_step_s
-from search.rank_bytes import peak_bytes
+from search.rank_bytes import RankBytes, least_bytes
 from search.request import SearchRequest
 from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
 from search.stage_table import StageTable
@@ -183,7 +183,13 @@ class Candidates:
         return self._bounds[id(table)]
 
     def problem(
-        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+        self,
+        configuration: Configuration,
+        table: StageTable,
+        memory_limit_bytes: float,
+        *,
+        refused: tuple[TooLarge, ...] = (),
+        is_careful: bool = False,
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank."""
         one = configuration
@@ -211,6 +217,8 @@ class Candidates:
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),
             cuts=self.cuts,
+            refused=refused,
+            is_careful=is_careful,
         )
 
     def _most_blocks(
@@ -225,16 +233,15 @@ class Candidates:
             sizes = table.blocks.param_bytes
             shared = sum(size for _, _, size in table.ties)
 
-            def peak(param_bytes: float) -> float:
-                return float(
-                    rank_memory(
-                        StageLoad(param_bytes=param_bytes), kept=0, transient=0,
-                        dp=one.dp * one.cp, zero_stage=one.zero, profile=self.profile,
-                        precision=self.precision, optimizer_on_host=self.on_host.optimizer,
-                    ).total
+            def least(param_bytes: float) -> float:
+                rank = RankBytes(
+                    load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
+                    replicas=one.dp * one.cp, zero=one.zero, profile=self.profile,
+                    precision=self.precision, on_host=self.on_host,
                 )  # fmt: skip
+                return float(rank.holding(0.0, has_gradients=False))
 
-            empty, slope = peak(0.0), (peak(1e12) - peak(0.0)) / 1e12
+            empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
             room = (limit - empty) / slope + shared if slope > 0 else float("inf")
             sums = np.concatenate([[0.0], np.cumsum(sizes)])
             ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
@@ -242,11 +249,18 @@ class Candidates:
         return self._longest[key]
 
     def one_stage(
-        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+        self,
+        configuration: Configuration,
+        table: StageTable,
+        memory_limit_bytes: float,
+        refused: Sequence[TooLarge] = (),
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
+        too_large = {one.choice for one in refused}
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
-            peak = peak_bytes(
+            if index in too_large:
+                continue
+            least = least_bytes(
                 table.whole,
                 in_flight=1,
                 num_microbatches=configuration.num_microbatches,
@@ -257,7 +271,7 @@ class Candidates:
                 precision=self.precision,
                 on_host=self.on_host,
             )
-            if peak <= memory_limit_bytes:
+            if least <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None
@@ -277,7 +291,11 @@ class Candidates:
         return self._even_stages[key]
 
     def even_cut(
-        self, configuration: Configuration, table: StageTable, memory_limit_bytes: float
+        self,
+        configuration: Configuration,
+        table: StageTable,
+        memory_limit_bytes: float,
+        refused: Sequence[TooLarge] = (),
     ) -> Cut | None:
         """Return the cut for virtual stages, or None when some rank cannot hold its stages.
 
@@ -285,7 +303,7 @@ class Candidates:
         """
         one = configuration
         stages = self.even_stages(one, table)
-        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes)
+        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes, refused)
         if choices is None:
             return None
         names = recompute_choices(one.recompute)

@@ -91,6 +91,20 @@ class Stages(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLarge:
+    """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
+
+    With `and_longer` neither does any longer run that holds them.
+    """
+
+    stage: int
+    first: int
+    end: int
+    choice: int
+    and_longer: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainProblem:
     """One configuration's chain.
@@ -100,7 +114,9 @@ class ChainProblem:
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
     gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
     most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
-    that are fixed, so that recompute alone is chosen (empty: free).
+    that are fixed, so that recompute alone is chosen (empty: free). refused: what is known not
+    to fit beside what `Band.fits` tells. With `is_careful` a run fits if `Band.peak_bytes` do,
+    which refuses most of what does not fit, and perhaps what does.
     """
 
     stages: Stages
@@ -115,6 +131,8 @@ class ChainProblem:
     choices: tuple[str, ...] = ("none",)
     most_blocks: int | None = None
     cuts: tuple[int, ...] = ()
+    refused: tuple[TooLarge, ...] = ()
+    is_careful: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -256,15 +274,29 @@ class Paths:
         )
 
     def fits(self, stage: int) -> Flags:
-        """Whether each run, by choice, stays within the memory limit on a stage."""
+        """Whether each run, by choice, may stay within the memory limit on a stage."""
         in_flight = self.problem.in_flight[stage]
         if in_flight not in self._fits:
-            limit = self.problem.memory_limit_bytes
             self._fits[in_flight] = self.window.valid & [
-                self.band.fits(in_flight, choice, limit)
-                for choice in range(len(self.problem.choices))
+                self._within(in_flight, choice) for choice in range(len(self.problem.choices))
             ]
-        return self._fits[in_flight]
+        refused = [one for one in self.problem.refused if one.stage == stage]
+        if not refused:
+            return self._fits[in_flight]
+        fits = self._fits[in_flight].copy()
+        start, end = self.window.start, self.window.end
+        for one in refused:
+            if one.and_longer:
+                fits[one.choice] &= (start > one.first) | (end < one.end)
+            else:
+                fits[one.choice] &= (start != one.first) | (end != one.end)
+        return fits
+
+    def _within(self, in_flight: int, choice: int) -> Flags:
+        limit = self.problem.memory_limit_bytes
+        if self.problem.is_careful:
+            return self.band.peak_bytes(in_flight, choice) <= limit
+        return self.band.fits(in_flight, choice, limit)
 
     def first_tail(self, first_cut: int) -> float:
         """Return what follows at stage 0, if it ends here, when its last input gradient is made."""

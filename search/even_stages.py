@@ -14,11 +14,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel import StageLoad, rank_memory
+from costmodel import StageLoad
 from costmodel.memory import kept_bytes
 from planner.plan import Recompute
 from planner.schedule import find_schedule, stage_to_pp_rank
-from search.chain_paths import Floats
+from search.chain_paths import Floats, TooLarge
+from search.rank_bytes import RankBytes
 from search.space import Configuration, recompute_choices
 from search.stage_table import StageTable
 
@@ -48,7 +49,7 @@ class EvenStages:
 
     def by_rank(self, of_stages: Floats) -> Floats:
         """Return each rank's sum over its stages."""
-        return np.bincount(self.homes, weights=of_stages)
+        return np.bincount(self.homes, weights=of_stages).astype(np.float64)
 
     @cached_property
     def _first(self) -> NDArray[np.intp]:
@@ -124,43 +125,61 @@ class EvenStages:
         return float(ends.max())
 
     def choices(
-        self, configuration: Configuration, live: Sequence[int], memory_limit_bytes: float
+        self,
+        configuration: Configuration,
+        live: Sequence[int],
+        memory_limit_bytes: float,
+        refused: Sequence[TooLarge] = (),
     ) -> tuple[int, ...] | None:
         """Return each stage's recompute choice, or None when a rank cannot hold its own.
 
-        Counts a rank's parameters and, at its heaviest, as many microbatch-stages as the
-        schedule holds (`live`), each keeping what the rank's stages keep on average; the
-        estimate has the last word.
+        A choice may do where `least_bytes` are within the limit; `refused` is what the estimate
+        found too large nevertheless, on the rank of its stage.
         """
-        one = configuration
-        fits = [
-            rank_memory(
-                StageLoad(param_bytes=self._param_bytes),
-                kept=self.table.on_host.live(np.asarray(live, dtype=float))
-                * self._held(choice)
-                / one.vpp,
-                transient=0,
-                dp=one.dp * one.cp,
-                zero_stage=one.zero,
-                profile=self.table.profile,
-                precision=self.table.precision,
-                optimizer_on_host=self.table.on_host.optimizer,
-            ).total
-            <= memory_limit_bytes
-            for choice in recompute_choices(one.recompute)
-        ]
+        kinds = range(len(recompute_choices(configuration.recompute)))
+        fits = np.array(
+            [
+                self.least_bytes(configuration, live, choice) <= memory_limit_bytes
+                for choice in kinds
+            ]
+        )
+        for too_large in refused:
+            fits[too_large.choice, self.homes[too_large.stage]] = False
         if not np.all(np.any(fits, axis=0)):
             return None
         return tuple(np.argmax(fits, axis=0)[self.homes].tolist())
+
+    def least_bytes(self, configuration: Configuration, live: Sequence[int], choice: int) -> Floats:
+        """Return what each rank needs at least under a recompute choice.
+
+        That is its parameters and, at its heaviest, as many microbatch-stages as the schedule
+        holds (`live`), each keeping what the stage of the rank that keeps least does.
+        """
+        one = configuration
+        rank = RankBytes(
+            load=StageLoad(param_bytes=self._param_bytes),
+            num_microbatches=one.num_microbatches,
+            recompute="none",
+            replicas=one.dp * one.cp,
+            zero=one.zero,
+            profile=self.table.profile,
+            precision=self.table.precision,
+            on_host=self.table.on_host,
+        )
+        held = self.table.on_host.live(np.asarray(live, dtype=float))
+        kept = held * self._least_held(recompute_choices(one.recompute)[choice])
+        return rank.holding(kept, has_gradients=False)
 
     @cached_property
     def _param_bytes(self) -> Floats:
         return self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
 
-    def _held(self, choice: Recompute) -> Floats:
-        """Bytes that a rank's stages keep of one microbatch, each."""
+    def _least_held(self, choice: Recompute) -> Floats:
+        """Bytes that each stage of a rank keeps of one microbatch at least."""
         if choice not in self._kept:
             load = self.table.blocks
             kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
-            self._kept[choice] = self.by_rank(np.add.reduceat(kept, self._first))
+            held = np.full(self.pp, np.inf)
+            np.minimum.at(held, self.homes, np.add.reduceat(kept, self._first))
+            self._kept[choice] = held
         return self._kept[choice]

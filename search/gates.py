@@ -12,7 +12,7 @@ With virtual stages (vpp > 1) gate 2 takes one cut only, stages as equal as bloc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from operator import ge, itemgetter
@@ -23,9 +23,8 @@ from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
 from search.candidates import Draft, in_flight_of, worth_trying
 from search.chain_dp import solve_chain
-from search.chain_paths import ChainProblem, Cut
+from search.chain_paths import ChainProblem, Cut, TooLarge
 from search.joint import solve_by_joint_program
-from search.rank_bytes import may_be_over
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
 from search.walk import BEATEN, Entry, Finished, Unopened, Walk
@@ -35,9 +34,9 @@ Progress = Callable[[float, str], None]
 PLAIN = ("1f1b", 1)
 """The schedule and vpp of pipelines that are searched first, for the others to beat."""
 
-_MOST_REFUSALS = 8
+_MOST_REFUSALS = 48
 """How often a configuration is cut again when its estimate is over the memory limit."""
-_LEAST_TIGHTENING = 0.002
+_MOST_CAREFUL_REFUSALS = 8
 
 TOO_LARGE = "memory: a smaller microbatch does not fit either"
 NO_FASTER = "microbatch: a smaller one is as fast per sample"
@@ -149,7 +148,7 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     zeros = tuple(
         zero
         for zero, one in samples.items()
-        if bounds.least_peak_bytes(one) <= _loose_limit(search, one)
+        if bounds.least_peak_bytes(one) <= search.memory_limit_bytes
     )
     gone = (len(shape.zeros) - len(zeros)) * len(shape.options)
     if gone:
@@ -206,7 +205,7 @@ def run_gates(search: Walk, progress: Progress | None) -> None:
 def _second_gate(search: Walk, entry: Entry) -> None:
     """Cut the chain; push the configuration back with its cut and a tighter bound."""
     one, table = entry.configuration, entry.table
-    limit = entry.tighter_bytes or _loose_limit(search, one)
+    limit = search.memory_limit_bytes
     if one.vpp > 1 or one.pp == 1:
         if one.vpp > 1:
             least = search.candidates.even_stages(one, table).least_step_s(one)
@@ -228,7 +227,9 @@ def _second_gate(search: Walk, entry: Entry) -> None:
     if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
         search.pruned["memory: a schedule that holds less does not fit either"] += 1
         return
-    problem = search.candidates.problem(one, table, limit)
+    problem = search.candidates.problem(
+        one, table, limit, refused=entry.refused, is_careful=entry.is_careful
+    )
     if search.request.solver != "dp":
         cut = _SOLVERS[search.request.solver](problem)
         if cut is None:
@@ -239,7 +240,7 @@ def _second_gate(search: Walk, entry: Entry) -> None:
         return
     solved = solve_chain(problem, ceiling=search.best_s)
     if not solved.fits:
-        if entry.tighter_bytes is None:
+        if not entry.refused:
             search.too_many.setdefault(key, []).append(in_flight)
         search.pruned["memory: no stage boundaries fit"] += 1
         return
@@ -260,53 +261,80 @@ _SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
 def only_cut(search: Walk, entry: Entry) -> Cut | None:
     """Return the one cut there is to try: a single stage, or even virtual ones; None if too big."""
     one, table, candidates = entry.configuration, entry.table, search.candidates
-    limit = entry.tighter_bytes or _loose_limit(search, one)
+    limit = search.memory_limit_bytes
     if one.vpp == 1:
-        return candidates.one_stage(one, table, limit)
-    return candidates.even_cut(one, table, limit)
+        return candidates.one_stage(one, table, limit, entry.refused)
+    return candidates.even_cut(one, table, limit, entry.refused)
 
 
 def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
-    """Simulate; estimate in full, memory included, what might be the best."""
+    """Simulate; estimate in full, memory included, what might be the best, or leave a gap."""
     step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
     search.simulated += 1
     # One cut stands for a configuration with virtual stages; otherwise others are still open.
     bound = step_s if entry.configuration.vpp > 1 else entry.bound
-    if step_s >= search.best_s * (1 - 1e-9):
-        search.open_bounds.append(bound)
+    is_slower = step_s >= search.best_s * (1 - 1e-9)
+    if is_slower and bound >= search.best_s * (1 - 1e-9):
         search.losers.append((step_s, next(search.ticket), entry))
         return
     done = price(search, entry, cut)
-    over = done.answer.peak_bytes - search.memory_limit_bytes
-    if over > 0:
+    if done.answer.peak_bytes > search.memory_limit_bytes:
         search.simulated -= 1
-        _cut_tighter(search, entry, over)
+        _cut_again(search, entry, cut, done)
         return
     search.open_bounds.append(bound)
+    if is_slower:
+        search.losers.append((step_s, next(search.ticket), entry))
+        return
     search.finished.append(done)
     if done.answer.step_s < search.best_s:
         search.best = done
 
 
-def _loose_limit(search: Walk, one: Configuration) -> float:
-    """Return the limit to cut under at first: what is over in the estimate is cut again."""
-    splits = find_schedule(one.schedule).splits_backward
-    return search.memory_limit_bytes * may_be_over(zero=one.zero, splits_backward=splits)
+def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
+    """Push a configuration back, to be cut without those of its stages that are too large.
 
-
-def _cut_tighter(search: Walk, entry: Entry, over_bytes: float) -> None:
-    """Push the configuration back, to be cut under a limit that makes up for what it was over."""
-    if entry.tighter_bytes is None:
-        # A tighter limit refuses cuts that fit, too: what they may take stays open.
+    Its bound, the least path of all cuts that were left, holds for those that still are.
+    """
+    if entry.refusals == _MOST_REFUSALS and not entry.is_careful:
+        # What a careful cut leaves out, and how fast that is, nobody knows.
         search.open_bounds.append(entry.bound)
-    if entry.refusals == _MOST_REFUSALS:
+    if entry.refusals == _MOST_REFUSALS + _MOST_CAREFUL_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
-    limit = entry.tighter_bytes or _loose_limit(search, entry.configuration)
-    tighter = min(limit - over_bytes, limit * (1 - _LEAST_TIGHTENING))
     search.push(
-        replace(entry, cut=None, tighter_bytes=max(1.0, tighter), refusals=entry.refusals + 1)
+        replace(
+            entry,
+            cut=None,
+            refused=(*entry.refused, *_too_large_stages(search, entry, cut, done)),
+            refusals=entry.refusals + 1,
+            is_careful=entry.refusals >= _MOST_REFUSALS,
+        )
     )
+
+
+def _too_large_stages(search: Walk, entry: Entry, cut: Cut, done: Finished) -> Iterator[TooLarge]:
+    """Yield the stages of a plan whose ranks are over the memory limit.
+
+    A longer run of blocks holds all that a shorter one does but for what comes and goes at its
+    edges, and copies of weights whose other users it holds too; what is over by more than that
+    refuses longer runs as well.
+    """
+    one, plan = entry.configuration, done.plan
+    live = in_flight_of(one) if one.vpp == 1 else ()
+    for index, stage in enumerate(plan.stages):
+        over = int(done.answer.memory[stage.pp_rank].total) - search.memory_limit_bytes
+        if over <= 0:
+            continue
+        first, end = stage.first_block, stage.last_block + 1
+        yield TooLarge(
+            stage=index,
+            first=first,
+            end=end,
+            choice=cut.choices[index],
+            and_longer=bool(live)
+            and over > entry.table.most_edge_bytes(first, end, in_flight=live[index]),
+        )
 
 
 def price(search: Walk, entry: Entry, cut: Cut) -> Finished:

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.plan import Plan
-from planner.schedule import find_schedule
 from planner.units import GIB, format_bytes
 from search.candidates import Candidates, with_estimate
 from search.chain_dp import smallest_peak
-from search.rank_bytes import may_be_over
 from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
@@ -105,7 +103,7 @@ def _by_least_bytes(
     every = [one for shape in small for one in shape.configurations()]
     plain = [one for one in every if one.vpp == 1] or every
     tries = [
-        (_least_bytes(candidates, one, table), order, one, table)
+        (candidates.bounds(table).least_peak_bytes(one), order, one, table)
         for order, one in enumerate(plain)
         for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
     ]
@@ -113,9 +111,3 @@ def _by_least_bytes(
         assert candidates.refusal is not None, "only cp can leave no layout"
         raise candidates.refusal
     return sorted(tries, key=lambda one: one[:2])
-
-
-def _least_bytes(candidates: Candidates, one: Configuration, table: StageTable) -> float:
-    splits = find_schedule(one.schedule).splits_backward
-    over = may_be_over(zero=one.zero, splits_backward=splits)
-    return candidates.bounds(table).least_peak_bytes(one) / over

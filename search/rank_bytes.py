@@ -1,34 +1,38 @@
-"""Peak bytes of a rank with one stage, before there is a job table to play.
+"""Bytes of a rank with one stage, before there is a job table to play: a bound, and a guess.
 
-The cost model plays a rank's row job by job; this looks at the two moments that can be the
-worst. Gradients kept in buckets (replicas without ZeRO) exist all the time. Others appear
-with the first backward, so a stage that holds every microbatch before it has none at its
-fullest, and one microbatch less when it has them. Loads may be arrays.
+The cost model plays a rank's row job by job. What it must find at least (`least`) is what lies
+there all the time and, at the fullest moment between two jobs, what the microbatches in flight
+keep; a search refuses by that alone, and asks the cost model about what it would take. Inside a
+job there is more (`guess`): the height of the worst one, messages posted ahead.
+
+Gradients kept in buckets (replicas without ZeRO) exist all the time. Others appear with the
+first backward, so a stage that holds every microbatch before it has none at its fullest, and
+one microbatch less when it has them. Loads may be arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from costmodel import StageLoad, rank_memory
-from costmodel.memory import job_peak_bytes, kept_bytes
+from costmodel import StageLoad
+from costmodel.communication import MASTER_FACTOR
+from costmodel.memory import ADAMW_STATES, job_peak_bytes, kept_bytes
 from planner.plan import Precision, Recompute
 from profiles import Profile
 from search.on_host import NOTHING, OnHost
-
-_FAR_BYTES = 1e13
-"""More than any rank holds, so that activations and not the optimizer are its worst moment."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBytes:
     """The bytes of a rank with one stage, by the microbatches it holds at most.
 
-    Where backward is split, gradients may come when most activations are gone: less is
-    counted then, and the cost model has the last word.
+    Where backward is split, gradients may come when most activations are gone, and activations
+    go in two steps: less is counted then.
     """
 
     load: StageLoad
@@ -42,85 +46,126 @@ class RankBytes:
     batch_bytes: int = 0
     splits_backward: bool = False
     on_host: OnHost = NOTHING
-    _lines: dict[bool, tuple[Any, Any]] = field(default_factory=dict)
 
-    def at(self, in_flight: int) -> Any:
-        """Return the peak with so many microbatches in flight."""
-        kept = kept_bytes(self.load, recompute=self.recompute)
+    def guess(self, in_flight: int) -> Any:
+        """Return about what the cost model will find with so many microbatches in flight."""
+        kept = self._kept
+        top = np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
         worst: Any = 0.0
-        for live, has_gradients in self._moments(in_flight):
-            worst = np.maximum(worst, self._bytes(live * kept, self._top, has_gradients))
+        # Where backward is split, gradients are supposed to come as early as where it is not.
+        splits = self.splits_backward and in_flight >= self.num_microbatches
+        for live, has_gradients in self._moments(in_flight, splits=splits):
+            more = np.maximum(top, self._in_messages) + self.receive_bytes
+            worst = np.maximum(worst, self.holding(live * kept + more, has_gradients=has_gradients))
         return worst
 
-    def fits(self, in_flight: int, limit_bytes: float) -> Any:
-        """Whether `at(in_flight)` is within a limit, in a few steps however often it is asked.
-
-        A moment's bytes are the larger of what the optimizer's step needs, whatever is in
-        flight, and of a line in the bytes kept.
+    @property
+    def _in_messages(self) -> Any:
+        """About what FSDP2 has at the largest block under ZeRO 2 and 3: its gradients, under ZeRO 3
+        its weights and the next block's. Whole weights and gradients of ZeRO 1 are there.
         """
-        kept = kept_bytes(self.load, recompute=self.recompute)
-        each = kept * (1 + self.profile.allocator_overhead_fraction)
-        fits: Any = True
-        for live, has_gradients in self._moments(in_flight):
-            at_update, empty = self._line(has_gradients)
-            fits = fits & (np.maximum(at_update, empty + live * each) <= limit_bytes)
+        if not self._is_sharded or self.zero == 1:
+            return 0.0
+        wide = MASTER_FACTOR if self.precision == "bf16" else 1
+        return (wide + 2 * int(self.zero == 3)) * self.load.largest_param_bytes
+
+    def least(self, in_flight: int) -> Any:
+        """Return bytes that the rank needs at least with so many microbatches in flight."""
+        worst: Any = 0.0
+        for live, has_gradients in self._moments(in_flight, splits=self.splits_backward):
+            held = self.holding(live * self._kept, has_gradients=has_gradients)
+            worst = np.maximum(worst, held)
+        return worst
+
+    def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
+        """Whether `least(in_flight)` is within a limit, in few steps however often it is asked."""
+        room = self._room(limit_bytes)
+        fits: Any = self._at_update <= room
+        for live, has_gradients in self._moments(in_flight, splits=self.splits_backward):
+            fits = fits & (live * self._kept <= room - self._beside[has_gradients])
         return fits
 
-    def _moments(self, in_flight: int) -> tuple[tuple[int, bool], ...]:
+    def holding(self, kept_bytes: Any, *, has_gradients: bool) -> Any:
+        """Return what the rank needs at least if it ever keeps so many bytes for backwards, with
+        the first backward done or not.
+        """
+        live = np.maximum(kept_bytes + self._beside[has_gradients], self._at_update)
+        return (live + self._always) * self._overhead + self.profile.context_bytes
+
+    def _room(self, limit_bytes: float) -> Any:
+        """What a limit leaves beside what is always there."""
+        return (limit_bytes - self.profile.context_bytes) / self._overhead - self._always
+
+    @property
+    def _overhead(self) -> float:
+        return 1 + self.profile.allocator_overhead_fraction
+
+    @cached_property
+    def _kept(self) -> Any:
+        return kept_bytes(self.load, recompute=self.recompute)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.zero > 0 and self.replicas > 1
+
+    def _moments(self, in_flight: int, *, splits: bool) -> tuple[tuple[int, bool], ...]:
         """Return (microbatches held, whether there are gradients) of moments that may be worst."""
         live = self.on_host.live(in_flight)
         in_buckets = self.zero == 0 and self.replicas > 1
-        if in_buckets or in_flight < self.num_microbatches:
+        if in_buckets or (in_flight < self.num_microbatches and not splits):
             return ((live, True),)
-        if self.splits_backward or in_flight == 1:
+        if splits or in_flight == 1:
             return ((live, False),)
         return ((live, False), (self.on_host.live(in_flight - 1), True))
 
     @property
-    def _top(self) -> Any:
-        """What the worst job of a microbatch needs above what the microbatch keeps."""
-        kept = kept_bytes(self.load, recompute=self.recompute)
-        return np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
+    def _stepped(self) -> Any:
+        """What the optimizer steps on: in bf16 fp32 masters, under ZeRO a shard."""
+        wide = MASTER_FACTOR if self.precision == "bf16" else 1
+        return wide * self.load.param_bytes / (self.replicas if self._is_sharded else 1)
 
-    def _line(self, has_gradients: bool) -> tuple[Any, Any]:
-        """Return the bytes at the optimizer's step, and of jobs while nothing is kept."""
-        if has_gradients not in self._lines:
-            overhead = 1 + self.profile.allocator_overhead_fraction
-            self._lines[has_gradients] = (
-                self._bytes(0.0, -np.inf, has_gradients),
-                self._bytes(_FAR_BYTES, self._top, has_gradients) - _FAR_BYTES * overhead,
-            )
-        return self._lines[has_gradients]
+    @cached_property
+    def _always(self) -> Any:
+        """Weights or shards, optimizer state (but for step counts), frozen tensors, the batch."""
+        is_bf16 = self.precision == "bf16"
+        states = (ADAMW_STATES + is_bf16) * self._stepped
+        weights = self._stepped if self._is_sharded else self.load.param_bytes
+        if self._is_sharded and (is_bf16 or self.on_host.optimizer):
+            weights = 0  # what FSDP2 shards are the masters
+        if self.on_host.optimizer:
+            states = 0
+        return weights + states + self.load.frozen_bytes + self.batch_bytes
 
-    def _bytes(self, kept: Any, transient: Any, has_gradients: bool) -> Any:
-        return rank_memory(
-            self.load,
-            kept=kept,
-            transient=transient,
-            dp=self.replicas,
-            zero_stage=self.zero,
-            profile=self.profile,
-            receive_bytes=self.receive_bytes,
-            batch_bytes=self.batch_bytes,
-            gradients_then=None if has_gradients else 0,
-            precision=self.precision,
-            optimizer_on_host=self.on_host.optimizer,
-        ).total
+    @cached_property
+    def _at_update(self) -> Any:
+        """Gradients, and what a fused or foreach step holds once more."""
+        on_host = self.on_host.optimizer
+        copies = int(self.profile.cluster.device_type != "cpu" and not on_host)
+        return (copies + int(not (on_host and self._is_sharded))) * self._stepped
+
+    @cached_property
+    def _beside(self) -> Mapping[bool, Any]:
+        """Gathered weights and gradients at the end of a job, by whether a backward is done.
+
+        ZeRO 1 and 2 keep gathered weights from the first forward on, and ZeRO 1 sums whole
+        gradients until the last backward.
+        """
+        params = self.load.param_bytes
+        if not self._is_sharded:
+            before = self._stepped if self.zero == 0 and self.replicas > 1 else 0.0 * params
+            return {False: before, True: self._stepped}
+        gathered = params if self.zero < 3 else 0.0 * params
+        gradients = self._stepped
+        if self.zero == 1:
+            gradients = self.replicas * self._stepped
+        elif self.on_host.optimizer:
+            gradients = 0.0
+        return {False: gathered, True: gathered + gradients}
 
 
-def peak_bytes(load: StageLoad, *, in_flight: int, **options: Any) -> Any:
-    """Return the bytes of a rank whose stage holds `in_flight` microbatches at most.
+def least_bytes(load: StageLoad, *, in_flight: int, **options: Any) -> Any:
+    """Return what a rank needs at least whose stage holds `in_flight` microbatches at most.
 
     `options` are `RankBytes`'s other fields.
     """
-    return RankBytes(load=load, **options).at(in_flight)
-
-
-def may_be_over(*, zero: int, splits_backward: bool) -> float:
-    """Return by what factor `peak_bytes` may be above the cost model's own count.
-
-    ZeRO 3 is walked block by block there, and tables that split backward free activations
-    sooner; both were up to 1.14 above it on random small models. A limit loosened by it refuses
-    nothing that fits.
-    """
-    return 1.15 if zero == 3 or splits_backward else 1.0 + 1e-9
+    return RankBytes(load=load, **options).least(in_flight)

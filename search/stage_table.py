@@ -281,6 +281,16 @@ class StageTable:
         there, back = self._arrivals[:, 0]
         return there[window.start] + back[window.end]
 
+    def most_edge_bytes(self, first: int, end: int, *, in_flight: int) -> float:
+        """Return the most that a run needs and longer ones that hold it may not.
+
+        That is, what it receives and sends for each microbatch, in both directions, once as a
+        message and once as a value; and sums for weights that blocks outside use too.
+        """
+        edges = float(self._arrivals[:, 0, first].sum() + self._arrivals[:, 0, end].sum())
+        copies = sum(size for _, _, size in self.ties) * gradient_factor(self.precision)
+        return 2 * ((in_flight + 2) * edges + copies)
+
     def with_replicas(
         self,
         *,
@@ -340,12 +350,16 @@ class RankBand:
     stages: RankStages
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """Bytes of a rank holding each run with this many microbatches in flight."""
-        return self._bytes[choice].at(in_flight)
+        """About the bytes of a rank holding each run with this many microbatches in flight."""
+        return self._bytes[choice].guess(in_flight)
+
+    def least_bytes(self, in_flight: int, choice: int) -> Floats:
+        """What a rank holding each run needs at least."""
+        return self._bytes[choice].least(in_flight)
 
     def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
-        """Whether `peak_bytes` are within a limit."""
-        return self._bytes[choice].fits(in_flight, limit_bytes)
+        """Whether `least_bytes` are within a limit."""
+        return self._bytes[choice].may_fit(in_flight, limit_bytes)
 
     @cached_property
     def _bytes(self) -> tuple[RankBytes, ...]:

@@ -16,7 +16,7 @@ from itertools import count
 from costmodel import Estimate
 from planner.plan import Plan
 from search.candidates import Candidates
-from search.chain_paths import Cut
+from search.chain_paths import Cut, TooLarge
 from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
@@ -37,16 +37,17 @@ class Unopened:
 class Entry:
     """A configuration with one layout, at some gate; `bound` is below its step time.
 
-    `tighter_bytes` is the memory limit to cut under where the estimate refused what was cut
-    under the request's own: gate 2 counts bytes more roughly than the estimate.
+    Gate 2 cuts by the bytes that a stage needs at least; `refused` are the stages of earlier cuts
+    that the estimate found too large. After too many of those the cut is a careful one.
     """
 
     configuration: Configuration
     table: StageTable
     bound: float
     cut: Cut | None = None
-    tighter_bytes: float | None = None
+    refused: tuple[TooLarge, ...] = ()
     refusals: int = 0
+    is_careful: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
