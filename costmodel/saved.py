@@ -22,6 +22,7 @@ from costmodel.storage import (
 )
 from planner.graph import Op, Program
 from planner.units import DTYPE_BYTES
+from planner.weight_products import LARGE_BYTES
 
 HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
 """Kinds whose storage lives through the step whether or not autograd refers to it."""
@@ -176,6 +177,22 @@ def _power(op: Op, context: _Context) -> Kept:
 
 def _linear(op: Op, context: _Context) -> Kept:
     return _kept_factors(op.inputs[0], op.inputs[1], context)
+
+
+def _rows_linear(op: Op, context: _Context) -> Kept:
+    """A linear layer multiplies rows: an input whose dims can't be folded into rows in place is
+    copied, and the copy is kept. Products with a large weight keep the input as it was given
+    (`planner.runtime.weight_grads`).
+    """
+    x, weight = op.inputs[:2]
+    kept = _linear(op, context)
+    shape = context.shape(x)
+    if x not in kept.tensors or len(shape) <= 2 or context.num_bytes(weight) >= LARGE_BYTES:
+        return kept
+    if reshaped_strides(shape, context.storages.strides[x], (prod(shape[:-1]), shape[-1])):
+        return kept
+    others = tuple(name for name in kept.tensors if name != x)
+    return Kept(tensors=others, extra_bytes=context.num_bytes(x))
 
 
 def _addmm(op: Op, context: _Context) -> Kept:
@@ -383,7 +400,7 @@ _RULES: dict[str, Callable[[Op, _Context], Kept]] = {
     "adaptive_avg_pool2d": _adaptive_pool,
     "group_norm": _group_norm,
     **dict.fromkeys(("batch_norm", "batch_norm_by_channel"), _batch_norm),
-    "linear": _linear,
+    "linear": _rows_linear,
     "mm": _linear,
     "bmm": _linear,
     "addmm": _addmm,
