@@ -5,7 +5,8 @@ import pytest
 from benchmarks.memory import rows_of
 
 LAYOUTS = (
-    "one", "full", "tp2", "pp2", "pp2-fthenb-full", "pp2-vpp2", "pp2-fold", "pp2-dualpipe_v",
+    "one", "full", "selective", "tp2", "pp2", "pp2-fthenb-full", "pp2-vpp2", "pp2-fold",
+    "pp2-dualpipe_v", "dp2-zero1", "dp2-zero2", "dp2-zero3",
 )  # fmt: skip
 
 
