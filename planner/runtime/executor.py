@@ -7,8 +7,8 @@ of its outputs, nothing else; the record dies with the last job that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -311,10 +311,7 @@ class Executor:
         span = self._recorder.span(kind, name, job.stage_index, job.microbatch_index)
         if not torch.autograd._profiler_enabled():
             return span
-        around = ExitStack()
-        around.enter_context(torch.profiler.record_function(name))
-        around.enter_context(span)
-        return around
+        return _inside(torch.profiler.record_function(name), span)
 
     def _enter(self, job: Job, tensor: Tensor) -> tuple[Tensor | Incoming, Tensor]:
         """Return where the gradient of an input is left, and the input for the stage."""
@@ -345,6 +342,14 @@ class Executor:
         ):
             return self._queue.collecting(place)
         return _NOTHING
+
+
+@contextmanager
+def _inside(
+    outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _run_backward(roots: tuple[GradientEdge, ...], grads: tuple[Tensor, ...]) -> None:
