@@ -92,7 +92,7 @@ def grid(
     microbatch_size: int = 4,
 ) -> list[Row]:
     """Return a row for each (pp, num_microbatches)."""
-    costs = CostCache(graph, _CpuProfile())
+    costs = CostCache(graph, CpuProfile())
     rows = []
     for pp, num_microbatches in sizes:
         found: dict[str, tuple[int, float]] = {}
@@ -120,7 +120,7 @@ def grid(
     return rows
 
 
-class _CpuProfile:
+class CpuProfile:
     """A shipped profile that says its devices are CPUs, whose kernels a dry run imitates."""
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
 from planner.errors import PlannerError
@@ -31,7 +32,7 @@ from planner.plan import Plan
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run, track_run
 from planner.runtime.mesh import build_mesh
-from profiles import Profile, load_profile
+from profiles import Profile
 from tests.builders import tiny_models
 from tests.spawn import run_ranks
 
@@ -106,17 +107,6 @@ class Row:
     def real_error(self) -> float | None:
         """How far the prediction is over the real run, as a part of it."""
         return None if self.real_bytes is None else self.predicted_bytes / self.real_bytes - 1
-
-
-class CpuProfile:
-    """A shipped profile that says its devices are CPUs, whose kernels a dry run imitates."""
-
-    def __init__(self) -> None:
-        self._profile = load_profile("h100-sxm5-80gb")
-        self.cluster = replace(self._profile.cluster, device_type="cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._profile, name)
 
 
 def source_of(name: str) -> ModelSource:

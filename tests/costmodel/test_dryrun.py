@@ -1,28 +1,15 @@
 """The memory model against its referee: the real engine on fake tensors, rank by rank."""
 
-from dataclasses import replace
-
 import pytest
 import torch.distributed as dist
 
+from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.errors import PlanError
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run
-from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
-
-
-class CpuProfile:
-    """A shipped profile that says its devices are CPUs, whose kernels a dry run imitates."""
-
-    def __init__(self):
-        self._profile = load_profile("h100-sxm5-80gb")
-        self.cluster = replace(self._profile.cluster, device_type="cpu")
-
-    def __getattr__(self, name):
-        return getattr(self._profile, name)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from costmodel.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
 from planner.plan_defaults import default_plan
@@ -17,7 +18,6 @@ from profiles import load_profile
 from profiles.hosts import HOSTS, REACHED_FRACTION
 from tests.builders import tiny_models
 from tests.captures import capture_module
-from tests.costmodel.test_dryrun import CpuProfile
 
 
 def test_buckets_are_the_runtimes():
