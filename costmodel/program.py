@@ -50,7 +50,6 @@ class ProgramCost:
     host_backward_s: float
     forward_flop: float
     backward_flop: float
-    num_ops: int
     saved_bytes: int
     saved_input_bytes: int
     saved_output_bytes: int
@@ -59,7 +58,6 @@ class ProgramCost:
     input_bytes: int
     selective_bytes: int
     selective_unsaved_bytes: int
-    output_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     split_peak_bytes: int
@@ -138,7 +136,6 @@ def price_program(
         host_backward_s=backward.host_s,
         forward_flop=forward_flop,
         backward_flop=backward_flop,
-        num_ops=len(local.ops),
         saved_bytes=saved.num_bytes - side_bytes,
         saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
         saved_output_bytes=_bytes(local, saved.outputs),
@@ -151,7 +148,6 @@ def price_program(
         input_bytes=_bytes(local, activations),
         selective_bytes=selective.kept_bytes,
         selective_unsaved_bytes=selective.unsaved_bytes,
-        output_bytes=_bytes(local, local.outputs),
         forward_peak_bytes=peaks.forward_bytes,
         backward_peak_bytes=peaks.backward_bytes - side_bytes,
         split_peak_bytes=peaks.input_gradient_bytes - side_bytes,

@@ -2,8 +2,7 @@
 
 The rules are those of PyTorch's `derivatives.yaml` and of the kernels behind composite ops;
 the tests hold them against `torch.autograd.graph.saved_tensors_hooks`. An op without a rule
-is taken to keep all its differentiable inputs, which is never too little for the usual
-op and is listed by `unknown_targets`.
+is taken to keep all its differentiable inputs, which is never too little for the usual op.
 """
 
 from __future__ import annotations
@@ -91,16 +90,6 @@ def saved_tensors(program: Program, *, device_type: str = "cuda") -> SavedTensor
         ),
         storages=storages,
     )  # fmt: skip
-
-
-def unknown_targets(program: Program) -> tuple[str, ...]:
-    """Return targets of differentiable ops without a rule, each once."""
-    names = dict.fromkeys(
-        op.target
-        for op in program.ops
-        if base_name(op.target) not in _RULES and base_name(op.target) not in _KEEP_NOTHING
-    )
-    return tuple(names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,11 +52,6 @@ class Layouts:
     num_bytes: float
     solver: str
 
-    @property
-    def is_split(self) -> bool:
-        """Whether any op of any class runs on shards."""
-        return any(layout.ops for layout in self.by_class)
-
 
 @dataclass(kw_only=True)
 class LayoutSolver:
