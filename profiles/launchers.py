@@ -46,10 +46,20 @@ class ClusterRank:
 def cluster_rank(environment: Mapping[str, str]) -> ClusterRank | None:
     """Return the place that torchrun, srun or mpirun gave this process; None when alone.
 
-    Raises ProfileError when the place is given but not where to meet.
+    Raises ProfileError when the place is no place, or is given but not where to meet.
     """
     for rank, world_size, local_rank in _RANK_VARIABLES:
-        if rank in environment and int(environment.get(world_size, "1")) > 1:
+        place = ClusterRank(
+            rank=_whole_number(environment, rank, default=0),
+            world_size=_whole_number(environment, world_size, default=1),
+            local_rank=_whole_number(environment, local_rank, default=0),
+        )
+        if rank in environment and place.world_size > 1:
+            if place.rank >= place.world_size:
+                raise ProfileError(
+                    f"{rank}={place.rank} and {world_size}={place.world_size} were given; ranks "
+                    f"count from 0 to {place.world_size - 1}; start all by one launcher"
+                )
             missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environment]
             if missing:
                 raise ProfileError(
@@ -57,12 +67,16 @@ def cluster_rank(environment: Mapping[str, str]) -> ClusterRank | None:
                     f"{' and '.join(missing)} is not set; set it to the host of rank 0 and a "
                     "free port there"
                 )
-            return ClusterRank(
-                rank=int(environment[rank]),
-                world_size=int(environment[world_size]),
-                local_rank=int(environment.get(local_rank, "0")),
-            )
+            _whole_number(environment, "MASTER_PORT", default=0)  # refused here, not at the meeting
+            return place
     return None
+
+
+def _whole_number(environment: Mapping[str, str], name: str, *, default: int) -> int:
+    text = environment.get(name, str(default))
+    if not (text.isascii() and text.isdecimal()):
+        raise ProfileError(f"{name}={text} was given; launchers set it to a whole number from 0 on")
+    return int(text)
 
 
 class Launcher(Protocol):

@@ -117,6 +117,8 @@ def remove_session(directory: Path) -> None:
 
 def check_writable(directory: Path) -> None:
     """Make the directory and raise ProfileError now if a file can't be written to it."""
+    if directory.exists() and not directory.is_dir():
+        raise ProfileError(f"{directory} is a file; profiles are directories: give another --out")
     _write_atomically(directory / ".writable", "")
     (directory / ".writable").unlink(missing_ok=True)
 

@@ -8,7 +8,13 @@ import pytest
 from planner.errors import ProfileError
 from profiles import check_profile, load_profile, shipped_names
 from profiles.records import SCHEMA_VERSION
-from profiles.store import write_collectives, write_ops, write_profile_file, write_session
+from profiles.store import (
+    check_writable,
+    write_collectives,
+    write_ops,
+    write_profile_file,
+    write_session,
+)
 from tests.profiles.samples import collective_record, file, linear_record
 
 
@@ -116,3 +122,10 @@ def test_shipped_profiles_are_whole():
     )
     for name in shipped_names():
         assert check_profile(name) == []
+
+
+def test_a_file_is_no_place_for_a_profile(tmp_path):
+    (tmp_path / "p").write_text("mine")
+    with pytest.raises(ProfileError, match="is a file; profiles are directories"):
+        check_writable(tmp_path / "p")
+    assert (tmp_path / "p").read_text() == "mine"

@@ -156,6 +156,21 @@ def test_launchers_tell_a_process_its_place(names):
         cluster_rank(given)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two was given"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 was given"),
+        ({"MASTER_PORT": "here"}, "MASTER_PORT=here was given"),
+        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 were given; ranks count from 0 to 1"),
+    ],
+)
+def test_a_place_that_is_none_is_told(wrong, message):
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    with pytest.raises(ProfileError, match=message):
+        cluster_rank(right | wrong)
+
+
 def test_a_process_alone_is_no_cluster():
     assert cluster_rank({}) is None
     assert cluster_rank({"RANK": "0", "WORLD_SIZE": "1"}) is None
