@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # This file's folder comes first on the path, and would hide the package `search` behind it.
@@ -108,7 +108,9 @@ def cached_graph(name: str, case: Case):
     from planner.graph import from_json, to_json
 
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    sizes = {k: v for k, v in asdict(case).items() if k not in ("gpus", "global_batch", "goal_s")}
+    asked = ("gpus", "global_batch", "goal_s")
+    model = asdict(replace(case, memory_limit_gib=None))
+    sizes = {name: value for name, value in model.items() if name not in asked}
     digest = sha256(json.dumps(sizes, sort_keys=True).encode()).hexdigest()[:16]
     path = root / "planner" / "benchmarks" / f"{digest}.json"
     if path.exists():
