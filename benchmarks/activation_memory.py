@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.layers import LayerChain
 from costmodel import CostCache, estimate
 from planner.capture import capture_module
 from planner.graph import ModelGraph
@@ -131,42 +134,15 @@ class CpuProfile:
         return getattr(self._profile, name)
 
 
-class Block(nn.Module):
-    """A transformer layer of plain PyTorch."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
-        b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, 2, h // 2).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Chain(nn.Module):
-    """Layers with a mean square loss at their end."""
-
-    def __init__(self, layers: int = 8, hidden: int = 32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(hidden) for _ in range(layers))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the loss."""
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x, target)
+def build_model() -> LayerChain:
+    """Return the benchmark's model."""
+    return LayerChain(8, hidden=32, heads=2)
 
 
 def model_graph() -> ModelGraph:
     """Return the capture of the benchmark's model."""
     two, three = (dict.fromkeys(("x", "target"), torch.randn(n, 16, 32)) for n in (2, 3))
-    return capture_module(Chain(), two, three)
+    return capture_module(build_model(), two, three)
 
 
 def main() -> None:
@@ -177,7 +153,7 @@ def main() -> None:
     parser.add_argument("--json", nargs="?", const="-", help="print rows, or write them here")
     options = parser.parse_args()
     sizes = [(pp, m) for pp in options.pp for m in options.microbatches if m >= pp]
-    rows = grid(model_graph(), Chain, sizes)
+    rows = grid(model_graph(), build_model, sizes)
     if options.json:
         text = json.dumps([asdict(row) for row in rows], indent=1)
         print(text) if options.json == "-" else Path(options.json).write_text(text)

@@ -1,9 +1,15 @@
 """Our pipeline runtime against torch.distributed.pipelining, step for step.
 
 The same model, data, microbatches and SGD step, on gloo ranks with one thread each, in one
-launch: for each schedule both have, steps of the two take turns, so that whatever else the
-machine does hits both; which goes first alternates too. A step's time is that of the slowest
-rank; the median is reported, and the ratio ours / torch. Both must find the same losses.
+launch: for each schedule both have, steps of the sides take turns, so that whatever else the
+machine does hits all; which goes first alternates too. A step's time is that of the slowest
+rank; the median is reported, and the ratio ours / torch. All must find the same losses.
+
+Each side has processes of its own, which sleep while another has its turn: what our runtime does
+to its process (it puts gloo's socket threads behind the computing ones,
+`planner.runtime.gloo_threads`) its user gets and torch's user does not. `torch_calm` is torch
+with that done for it as well, to tell what of a difference is the threads'. Nobody's ranks are
+bound to cores, as `planner launch` would bind ours.
 
     python benchmarks/pipeline.py [--ranks 2 4] [--steps 15] [--hidden 128] [--json [rows.json]]
 
@@ -18,80 +24,82 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.layers import LayerChain
 from planner.runtime.engine import Engine
+from planner.runtime.gloo_threads import put_socket_threads_last
 from planner.runtime.workers import TIMELINE_DIR
 
 SEQUENCE = 32
 
-# Our name, torch's class, stages per rank, and whether torch places them in a V.
-SCHEDULES = [
-    ("fthenb", "ScheduleGPipe", 1, False),
-    ("1f1b", "Schedule1F1B", 1, False),
-    ("interleaved_1f1b", "ScheduleInterleaved1F1B", 2, False),
-    ("looped_breadth_first", "ScheduleLoopedBFS", 2, False),
-    ("zb_v", "ScheduleZBVZeroBubble", 2, True),
-    ("dualpipe_v", "ScheduleDualPipeV", 2, True),
-]
+OURS, TORCH, TORCH_CALM = SIDES = ("ours", "torch", "torch_calm")
+WARM_UP = 3
+"""First turns that do not count."""
+
+SETTLE_S = 2e-3
+"""From the end of one side's turn on, its processes need so long to fall asleep."""
+
+
+class Contest(NamedTuple):
+    """A schedule both have: our name, torch's class, stages per rank, whether they lie in a V."""
+
+    name: str
+    torch_name: str
+    vpp: int
+    is_v: bool
+
+
+CONTESTS = (
+    Contest("fthenb", "ScheduleGPipe", 1, False),
+    Contest("1f1b", "Schedule1F1B", 1, False),
+    Contest("interleaved_1f1b", "ScheduleInterleaved1F1B", 2, False),
+    Contest("looped_breadth_first", "ScheduleLoopedBFS", 2, False),
+    Contest("zb_v", "ScheduleZBVZeroBubble", 2, True),
+    Contest("dualpipe_v", "ScheduleDualPipeV", 2, True),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """Median step times of one schedule on one number of ranks.
 
-    `cpu_ratio` is that of the CPU seconds of all ranks: what is left where the machine is busy
-    with other things and waiting says little.
+    `ratio` is ours / torch, `calm_ratio` ours / torch_calm. `cpu_ratio` is that of the CPU
+    seconds of all ranks: what is left where the machine is busy with other things and waiting
+    says little.
     """
 
     schedule: str
     ranks: int
     ours_s: float
     torch_s: float
+    torch_calm_s: float
     ratio: float
+    calm_ratio: float
     cpu_ratio: float
 
 
-class Layer(nn.Module):
-    """A transformer layer of plain PyTorch."""
+class Timed(NamedTuple):
+    """What one side measured of one schedule: its first loss; wall and CPU seconds by step."""
 
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, sequence, hidden] to the same."""
-        b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, 4, h // 4).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, s, h))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class Model(nn.Module):
-    """A chain of layers with a mean square loss at its end."""
-
-    def __init__(self, layers: int, hidden: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(hidden) for _ in range(layers))
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the loss."""
-        for layer in self.layers:
-            x = layer(x)
-        return F.mse_loss(x, target)
+    side: str
+    schedule: str
+    loss: float
+    steps: list[tuple[float, float]]
 
 
 def main() -> None:
@@ -100,10 +108,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--schedules", nargs="+", default=[s[0] for s in SCHEDULES])
+    parser.add_argument("--schedules", nargs="+", default=[c.name for c in CONTESTS])
     parser.add_argument("--json", nargs="?", const="-", help="print rows, or write them here")
     options = parser.parse_args()
-    rows = [row for ranks in options.ranks for row in _launch(ranks, _measure_all, options)]
+    rows = [row for ranks in options.ranks for row in measure_rows(ranks, options)]
     overhead_us = {ranks: _launch(ranks, _job_overhead_us, options) for ranks in (1, 2)}
     recording = _launch(2, _recording_overhead, options)
     result = {
@@ -118,8 +126,8 @@ def main() -> None:
     for row in rows:
         print(
             f"{row.schedule:22} {row.ranks} ranks  ours {row.ours_s * 1e3:8.1f} ms  "
-            f"torch {row.torch_s * 1e3:8.1f} ms  ratio {row.ratio:.3f} "
-            f"(of CPU time {row.cpu_ratio:.3f})"
+            f"torch {row.torch_s * 1e3:8.1f} ms, calm {row.torch_calm_s * 1e3:8.1f} ms  ratio "
+            f"{row.ratio:.3f}, to calm {row.calm_ratio:.3f}, of CPU time {row.cpu_ratio:.3f}"
         )
     print(
         f"a job beyond its computation: {overhead_us[1]:.0f} us, "
@@ -159,67 +167,113 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _measure_all(rank: int, ranks: int, options: argparse.Namespace) -> list[Row]:
-    chosen = [schedule for schedule in SCHEDULES if schedule[0] in options.schedules]
-    return [_measure(rank, ranks, *schedule, options) for schedule in chosen]
+def measure_rows(ranks: int, options: argparse.Namespace) -> list[Row]:
+    """Let the sides take turns, each on `ranks` processes of its own."""
+    context = torch.multiprocessing.get_context("spawn")
+    turns, queue = context.Barrier(ranks * len(SIDES)), context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            _side_rank, (ranks, folder, turns, queue, options), nprocs=ranks * len(SIDES)
+        )
+    found = [timed for _ in SIDES for timed in queue.get()]
+    return [_row(ranks, name, found) for name in dict.fromkeys(t.schedule for t in found)]
 
 
-def _measure(
-    rank: int,
-    ranks: int,
-    name: str,
-    torch_name: str,
-    vpp: int,
-    is_v: bool,
-    options: argparse.Namespace,
-) -> Row:
-    num_microbatches, layers = 2 * ranks, 8
-    x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
-    torch.manual_seed(0)
-    model = Model(layers, options.hidden)
-    theirs = _torch_step(rank, ranks, torch_name, vpp, is_v, num_microbatches, model, x, target)
-    ours = _our_step(ranks, name, vpp, num_microbatches, model, x, target)
-    _check_losses(ours(), theirs(), is_v=is_v, rank=rank, ranks=ranks)
-    sides = [("ours", ours), ("torch", theirs)]
-    times: dict[str, list[tuple[float, float]]] = {label: [] for label, _ in sides}
-    for turn in range(options.steps + 3):
-        for label, step in sides if turn % 2 else reversed(sides):
-            dist.barrier()
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
-            step()
-            took = torch.tensor(time.perf_counter() - start_s)
-            cpu = torch.tensor(time.process_time() - start_cpu_s)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            dist.all_reduce(cpu)
-            if turn >= 3:
-                times[label].append((took.item(), cpu.item()))
-    medians = [[statistics.median(column) for column in zip(*times[n], strict=True)] for n in times]
-    (ours_s, ours_cpu_s), (torch_s, torch_cpu_s) = medians
+def _row(ranks: int, schedule: str, found: list[Timed]) -> Row:
+    sides = {timed.side: timed for timed in found if timed.schedule == schedule}
+    for timed in sides.values():
+        torch.testing.assert_close(timed.loss, sides[OURS].loss, rtol=1e-5, atol=0.0)
+    seconds = {s: [statistics.median(c) for c in zip(*sides[s].steps, strict=True)] for s in SIDES}
+    (ours_s, ours_cpu_s), (torch_s, torch_cpu_s), (calm_s, _) = (seconds[s] for s in SIDES)
     return Row(
-        schedule=name,
+        schedule=schedule,
         ranks=ranks,
         ours_s=ours_s,
         torch_s=torch_s,
+        torch_calm_s=calm_s,
         ratio=ours_s / torch_s,
+        calm_ratio=ours_s / calm_s,
         cpu_ratio=ours_cpu_s / torch_cpu_s,
     )
 
 
-def _check_losses(ours: Tensor, theirs: list[Tensor], *, is_v: bool, rank: int, ranks: int) -> None:
-    """Both trained on the same: `theirs` are the microbatches' losses, on the last stage's rank."""
-    if rank == (0 if is_v else ranks - 1):
-        torch.testing.assert_close(ours, torch.stack(theirs).mean().detach())
+def _side_rank(
+    index: int, ranks: int, folder: str, turns: Any, queue: Any, options: argparse.Namespace
+) -> None:
+    """One rank of one side."""
+    rank, side = index % ranks, SIDES[index // ranks]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{side}", rank=rank, world_size=ranks
+    )
+    contests = [contest for contest in CONTESTS if contest.name in options.schedules]
+    found = [_measure(rank, ranks, side, contest, turns, options) for contest in contests]
+    if rank == 0:
+        queue.put(found)
+    turns.wait()
+    dist.destroy_process_group()
+
+
+def _measure(
+    rank: int, ranks: int, side: str, contest: Contest, turns: Any, options: argparse.Namespace
+) -> Timed:
+    torch.manual_seed(0)
+    num_microbatches = 2 * ranks
+    x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
+    model = LayerChain(8, hidden=options.hidden, heads=4)
+    make = _our_step if side == OURS else _torch_step
+    step = make(rank, ranks, contest, num_microbatches, model, x, target)
+    if side == TORCH_CALM:
+        put_socket_threads_last()
+    first = step()
+    # (The step of torch's user tells a loss on the last stage's rank only, ours on each.)
+    loss = torch.tensor(float("-inf")) if first is None else first.clone()
+    dist.all_reduce(loss, dist.ReduceOp.MAX)
+    steps = []
+    for turn in range(options.steps + WARM_UP):
+        for whose in SIDES if turn % 2 else reversed(SIDES):
+            turns.wait()
+            if whose == side:
+                time.sleep(SETTLE_S)
+                took = _timed(step)
+                if turn >= WARM_UP:
+                    steps.append(took)
+    return Timed(side, contest.name, loss.item(), steps)
+
+
+def _timed(step: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a step on the slowest rank, and CPU seconds on all."""
+    dist.barrier()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    step()
+    took = torch.tensor(time.perf_counter() - start_s)
+    cpu = torch.tensor(time.process_time() - start_cpu_s)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    return took.item(), cpu.item()
 
 
 def _our_step(
-    ranks: int, name: str, vpp: int, num_microbatches: int, model: Model, x: Tensor, target: Tensor
-) -> Callable[[], Any]:
-    engine = _our_engine(ranks, name, vpp, num_microbatches, model, x, target)
+    rank: int,
+    ranks: int,
+    contest: Contest,
+    num_microbatches: int,
+    model: LayerChain,
+    x: Tensor,
+    target: Tensor,
+) -> Callable[[], Tensor | None]:
+    engine = _our_engine(ranks, contest, num_microbatches, model, x, target)
     return lambda: engine.step({"x": x, "target": target})
 
 
 def _our_engine(
-    ranks: int, name: str, vpp: int, num_microbatches: int, model: Model, x: Tensor, target: Tensor
+    ranks: int,
+    contest: Contest,
+    num_microbatches: int,
+    model: LayerChain,
+    x: Tensor,
+    target: Tensor,
 ) -> Engine:
     import planner
     from planner.capture import capture_module
@@ -229,10 +283,10 @@ def _our_engine(
     plan = default_plan(
         capture_module(model, two, three),
         pp=ranks,
-        vpp=vpp,
+        vpp=contest.vpp,
         microbatch_size=2,
         num_microbatches=num_microbatches,
-        schedule=name,
+        schedule=contest.name,
     )
     return planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 
@@ -240,24 +294,22 @@ def _our_engine(
 def _torch_step(
     rank: int,
     ranks: int,
-    name: str,
-    vpp: int,
-    is_v: bool,
+    contest: Contest,
     num_microbatches: int,
-    model: Model,
+    model: LayerChain,
     x: Tensor,
     target: Tensor,
-) -> Callable[[], list[Tensor]]:
-    import copy
-
+) -> Callable[[], Tensor | None]:
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    num_stages = ranks * vpp
-    homes = [2 * ranks - 1 - s if is_v and s >= ranks else s % ranks for s in range(num_stages)]
+    num_stages = ranks * contest.vpp
+    homes = [
+        2 * ranks - 1 - s if contest.is_v and s >= ranks else s % ranks for s in range(num_stages)
+    ]
     per_stage = len(model.layers) // num_stages
     stages = [
         PipelineStage(
-            nn.Sequential(*copy.deepcopy(model.layers[s * per_stage : (s + 1) * per_stage])),
+            nn.Sequential(*model.layers[s * per_stage : (s + 1) * per_stage]),
             s,
             num_stages,
             torch.device("cpu"),
@@ -265,15 +317,15 @@ def _torch_step(
         for s in range(num_stages)
         if homes[s] == rank
     ]
-    kind = getattr(schedules, name)
-    argument: Any = stages[0] if vpp == 1 else stages
+    kind = getattr(schedules, contest.torch_name)
+    argument: Any = stages[0] if contest.vpp == 1 else stages
     schedule = kind(argument, num_microbatches, loss_fn=F.mse_loss)
     params = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.SGD(params, lr=1e-3)
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
 
-    def step() -> list[Tensor]:
+    def step() -> Tensor | None:
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(
@@ -281,7 +333,7 @@ def _torch_step(
             **({"target": target, "losses": losses} if has_last else {}),
         )
         optimizer.step()
-        return losses
+        return torch.stack(losses).mean().detach() if has_last else None
 
     return step
 
@@ -296,7 +348,7 @@ def _job_overhead_us(rank: int, ranks: int, _: argparse.Namespace) -> float:
     num_microbatches = 64
     batch = dict.fromkeys(("x", "target"), torch.randn(num_microbatches, SEQUENCE, 8))
     two, three = ({k: v[:n] for k, v in batch.items()} for n in (2, 3))
-    model = Model(2 * ranks, 8)
+    model = LayerChain(2 * ranks, hidden=8, heads=4)
     graph = capture_module(model, two, three)
     plan = default_plan(graph, pp=ranks, num_microbatches=num_microbatches, schedule="1f1b")
     engine = planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
@@ -331,10 +383,11 @@ def _recording_overhead(rank: int, ranks: int, options: argparse.Namespace) -> f
     """
     num_microbatches = 2 * ranks
     x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
-    model = Model(8, options.hidden)
+    model = LayerChain(8, hidden=options.hidden, heads=4)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TIMELINE_DIR] = folder
-        engine = _our_engine(ranks, "1f1b", 1, num_microbatches, model, x, target)
+        contest = next(c for c in CONTESTS if c.name == "1f1b")
+        engine = _our_engine(ranks, contest, num_microbatches, model, x, target)
         del os.environ[TIMELINE_DIR]
         recorder = engine._recorder
         times: dict[bool, list[float]] = {True: [], False: []}
