@@ -41,6 +41,11 @@ def align(first: Exported, second: Exported) -> RawGraph:
         other_meta = second.tensors[name]
         if len(meta.shape) != len(other_meta.shape) or meta.dtype != other_meta.dtype:
             raise CaptureError(f"tensor {name} differs with the batch size in rank or dtype")
+        if repr(meta.data) != repr(other_meta.data):  # nan is not equal to itself
+            raise CaptureError(
+                f"constant {name} is made of other numbers for {BATCH_SIZES[0]} samples than for "
+                f"{BATCH_SIZES[1]}; compute it from the batch's tensors"
+            )
         shape = tuple(_affine(a, b) for a, b in zip(meta.shape, other_meta.shape, strict=True))
         tensors[name] = TensorMeta(
             **{f: getattr(meta, f) for f in meta.__dataclass_fields__} | {"shape": shape}

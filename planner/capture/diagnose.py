@@ -26,6 +26,11 @@ def explain(error: BaseException) -> str:
         )
     elif "meta tensor" in text.lower() or "Meta" in type(error).__name__:
         advice = "it needs a tensor's values while the model is captured; compute with tensors"
+    elif "FakeTensorDeviceMismatch" in text or "found at least two devices" in text:
+        advice = (
+            "a tensor lies on another device than the model; use torch.tensor(...) in place of "
+            "torch.Tensor(...) and torch.from_numpy, or register a buffer"
+        )
     else:
         advice = f"torch.export says {first_line(error)}"
     return f"the model can't be captured{line}: {advice}"

@@ -16,6 +16,7 @@ import torch
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
 from planner.capture.diagnose import explain
+from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
@@ -57,14 +58,16 @@ class _LossModule(torch.nn.Module):
         self.user = user
         self._planner_tree, self._planner_paths, self._planner_loss = tree, paths, loss
         self._planner_precision = precision
+        self.made = OnMeta()
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         leaves = dict(zip(self._planner_paths, tensors, strict=True))
         batch = unflatten_batch(self._planner_tree, leaves)
-        if self._planner_precision == "model":
-            return self._loss(batch)
-        with MixedDtypes():
-            return self._loss(batch).float()
+        with self.made:
+            if self._planner_precision == "model":
+                return self._loss(batch)
+            with MixedDtypes():
+                return self._loss(batch).float()
 
     def _loss(self, batch: Any) -> torch.Tensor:
         return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
@@ -91,7 +94,7 @@ def export_batch(
         raise
     except Exception as error:
         raise CaptureError(explain(error)) from error
-    return Reader(program, module, tuple(tensors)).read()
+    return Reader(program, module, tuple(tensors), wrapped.made).read()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from planner.capture.diagnose import node_line
+from planner.capture.on_meta import OnMeta
 from planner.capture.record import Exported, Recorder
 from planner.capture.writes import pure_form, rebind
 from planner.errors import CaptureError
@@ -26,9 +27,13 @@ class Reader:
     """
 
     def __init__(
-        self, program: torch.export.ExportedProgram, module: torch.nn.Module, paths: tuple[str, ...]
+        self,
+        program: torch.export.ExportedProgram,
+        module: torch.nn.Module,
+        paths: tuple[str, ...],
+        made: OnMeta,
     ):
-        self.program, self.module, self.paths = program, module, paths
+        self.program, self.module, self.paths, self.made = program, module, paths, made
         self.record = Recorder()
         self.inputs: list[str] = []
 
@@ -101,6 +106,8 @@ class Reader:
         if isinstance(held, torch.Tensor):
             self.record.tensor(node.name, node.meta["val"], kind="constant", fqn=fqn)
             return
+        known = self.made.values_of(value)
+        value = value if known is None else known
         if value.numel() > MAX_CONSTANT_NUMEL or (value.is_meta and value.numel()):
             raise CaptureError(
                 f"forward makes a constant tensor of shape {tuple(value.shape)} whose values can't "
@@ -206,6 +213,8 @@ class Reader:
         grad = self.record.needs_grad(packet, args, kwargs)
         outputs = []
         for index, value in enumerate(values if many else (values,)):
+            if packet == "broadcast_tensors":  # each output is a view of its own input
+                grad = self.record.needs_grad(packet, args[0][index], kwargs)
             name = self.record.fresh(f"{node.name}.{index}" if many else node.name)
             self.record.tensor(
                 name,

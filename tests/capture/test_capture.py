@@ -5,6 +5,7 @@ import json
 import operator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -218,6 +219,28 @@ class Unrolls(nn.Linear):
         return super().forward(x).mean()
 
 
+class MakesItsOwn(nn.Linear):
+    """Forward makes tensors as a script for one CPU does: no device, or another's, and lists."""
+
+    def forward(self, x):
+        positions = torch.arange(4)
+        mask = torch.tril(torch.ones(4, 4, device="cpu")) * torch.tensor([1.0, 2.0, 0.5, 1.0])
+        x = x.cpu() + mask[2].to("cpu") + positions * torch.tensor(0.5, device=x.device)
+        x[:, [1]] = x.new_tensor([4.0])
+        x = torch.cat([x[:, [0, 2]], x[:, np.array([3])], x[:, [False, True, False, False]]], 1)
+        return (super().forward(x) * torch.as_tensor(np.array([1.0, float("inf")]))[0]).mean()
+
+
+class CountsItsBatch(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x) / torch.tensor([x.shape[0]])).sum()
+
+
+class MakesLegacyTensors(nn.Linear):
+    def forward(self, x):
+        return super().forward(x * torch.Tensor([1.0, 2.0, 3.0, 4.0])).mean()
+
+
 def square_batch(size):
     return torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
 
@@ -231,6 +254,14 @@ def test_in_place_writes_through_slices_become_pure():
     assert all(not op.target.split(".")[1].endswith("_") for c in graph.classes for op in c.ops)
 
 
+def test_what_forward_makes_is_captured_with_its_values():
+    """D22, M22: a forward written for one device needs no device=, and may hold numbers."""
+    graph, module = capture(lambda: MakesItsOwn(4, 4), square_batch), MakesItsOwn(4, 4)
+    torch.testing.assert_close(
+        interpret_single(graph, module, square_batch(5)), module(square_batch(5))
+    )
+
+
 def interpret_single(graph, module, tensor):
     return interpret(graph, module, {"batch": tensor})
 
@@ -242,6 +273,8 @@ def interpret_single(graph, module, tensor):
         (StaleView, r"reads a view at .*test_capture\.py:\d+.*out-of-place"),
         (SizeInFloat, r"must not depend on the batch size"),
         (Unrolls, r"ops on 2 samples and \d+ on 3"),
+        (CountsItsBatch, r"other numbers for 2 samples than for 3"),
+        (MakesLegacyTensors, r"test_capture\.py:\d+: .*use torch\.tensor"),
     ],
 )
 def test_a_model_that_cannot_be_captured_names_the_line(module, says):
