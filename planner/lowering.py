@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from planner.errors import LayoutError
-from planner.graph import Affine, ModelGraph, Op, Program, Ref, TensorMeta, map_refs
+from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout, Plan
 from planner.redistribute import redistribute_op
@@ -38,54 +38,58 @@ def local_program(
     """
     whole = graph.classes[class_index]
     full_size = plan.microbatch_size * tp // plan.tp
-    program = whole.bind(microbatch_size)
-    program = replace(program, outputs=(*program.outputs, *watched))
-    layouts = []
-    for axis in ("tp", "cp"):
+    programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]
+    programs = [replace(one, outputs=(*one.outputs, *watched)) for one in programs]
+    for axis, axis_size in (("tp", tp), ("cp", plan.cp)):
         layout = plan.layout(class_index, axis=axis, tp=tp)
-        if layout is not None and microbatch_size != full_size:
-            layout = _resized(layout, whole, full_size, microbatch_size)
         if layout is not None and watched:
             made = (str(made_as(whole, layout, name)) for name in watched)
             layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
-        layouts.append(layout)
-    on_tp, on_cp = layouts
-    program = lower(program, on_tp, axis="tp", axis_size=tp)
-    return lower(program, on_cp, axis="cp", axis_size=plan.cp, sum_later=True)
+        layouts = [layout]
+        if len(programs) > 1:
+            fitted = layout and _resized(
+                layout, programs[1], programs[0], full_size, microbatch_size
+            )
+            layouts = [fitted, layout]
+        programs = [
+            lower(one, placed, axis=axis, axis_size=axis_size, sum_later=axis == "cp")
+            for one, placed in zip(programs, layouts, strict=True)
+        ]
+    return programs[0]
 
 
 def _resized(
-    layout: ClassLayout, program: Program, full_size: int, microbatch_size: int
+    layout: ClassLayout, full: Program, program: Program, full_size: int, size: int
 ) -> ClassLayout:
-    """Return a layout made for microbatches of `full_size` for those of another size.
+    """Return a layout for `full`, of microbatches of `full_size`, for the program of another size.
 
     Where a dim of rows counts samples and each is cut (`Shard` with segments that are the
     samples or parts of them), there are as many segments as there are samples.
     """
-    ops = {op.name: op for op in program.ops}
 
-    def resize(name: str, placement: Placement) -> Placement:
+    def resize(name: str, here: str, placement: Placement) -> Placement:
         if not isinstance(placement, Shard) or placement.segments % full_size:
             return placement
-        meta = program.tensor.get(name)  # None: made by a lowering on another axis
-        if meta is not None and not isinstance(meta.shape[placement.dim], Affine):
+        sizes = full.tensor[name].shape, program.tensor[here].shape
+        if sizes[0][placement.dim] == sizes[1][placement.dim]:
             return placement
-        return Shard(placement.dim, placement.segments // full_size * microbatch_size)
+        return Shard(placement.dim, placement.segments // full_size * size)
 
-    resized = []
-    for name, sharding in layout.op_shardings.items():
-        op = ops.get(name)
-        inputs = op.inputs if op else ("",) * len(sharding.inputs)
-        outputs = op.outputs if op else ("",) * len(sharding.outputs)
-        changed = OpSharding(
-            inputs=tuple(map(resize, inputs, sharding.inputs)),
-            outputs=tuple(map(resize, outputs, sharding.outputs)),
-        )
-        resized.append((name, str(changed)))
+    shardings, resized = layout.op_shardings, []
+    for op, here in zip(full.ops, program.ops, strict=True):
+        if op.name in shardings:
+            placed = shardings[op.name]
+            changed = OpSharding(
+                inputs=tuple(map(resize, op.inputs, here.inputs, placed.inputs)),
+                outputs=tuple(map(resize, op.outputs, here.outputs, placed.outputs)),
+            )
+            resized.append((here.name, str(changed)))
     ends = {
         what: tuple(
-            str(resize(name, parse_placement(text)))
-            for name, text in zip(getattr(program, what), getattr(layout, what), strict=True)
+            str(resize(name, here, parse_placement(text)))
+            for name, here, text in zip(
+                getattr(full, what), getattr(program, what), getattr(layout, what), strict=True
+            )
         )
         for what in ("inputs", "outputs")
     }

@@ -142,17 +142,21 @@ def causal_attention(
     dropout_p: float,
     scale: float | None,
     enable_gqa: bool,
+    segments: int,
     group: str,
     outer_group: str = "",
 ) -> Tensor:
     """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d].
 
+    The queries are this rank's piece of each of `segments` equal parts of the sequence.
     Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
     """
-    num_queries = query.shape[-2]
-    first = collectives.rank(group) * num_queries
-    positions = torch.arange(first, first + num_queries, device=query.device)
-    mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    piece = num_queries // segments
+    first = collectives.rank(group) * piece
+    starts = torch.arange(segments, device=query.device) * (piece * collectives.size(group)) + first
+    positions = (starts.unsqueeze(-1) + torch.arange(piece, device=query.device)).flatten()
+    mask = positions.unsqueeze(-1) >= torch.arange(num_keys, device=query.device)
     stream = stream_of(group, outer_group)
     attend = partial(own_attention, stream) if dropout_p > 0 else F.scaled_dot_product_attention
     return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)

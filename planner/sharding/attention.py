@@ -46,24 +46,27 @@ def attention(call: Call) -> Iterator[OpSharding]:
 
 @rule("aten.scaled_dot_product_attention", contiguous=True)
 def causal_by_query(call: Call) -> Iterator[OpSharding]:
-    """With is_causal a rank's queries start at a later position than its first local one."""
+    """With is_causal a rank's queries are at later positions than it counts itself."""
     if call.arg(5, "is_causal", False):
-        place = Shard(len(call.inputs[0]) - 2)
-        yield OpSharding(inputs=(place, R, R), outputs=(place,))
+        for count in (1, *call.segments):
+            place = Shard(len(call.inputs[0]) - 2, count)
+            yield OpSharding(inputs=(place, R, R), outputs=(place,))
 
 
 @local_form("aten.scaled_dot_product_attention")
 def attention_on_shard(placed: Placed) -> LocalForm:
-    """A causal mask counts from the rank's first query; dropout draws anew on each shard."""
+    """A causal mask asks for the queries' positions; dropout draws anew on each shard."""
     call = placed.call
     place = placed.sharding.outputs[0]
     dropout = float(call.arg(4, "dropout_p", 0.0))
-    if call.arg(5, "is_causal", False) and place == Shard(len(call.inputs[0]) - 2):
+    by_query = isinstance(place, Shard) and place.dim == len(call.inputs[0]) - 2
+    if call.arg(5, "is_causal", False) and isinstance(place, Shard) and by_query:
         return placed.with_args(
             *placed.op.args[:3],
             dropout,
             call.arg(6, "scale"),
             bool(call.arg(7, "enable_gqa", False)),
+            place.segments,
             placed.axis,
             target="planner.causal_attention",
         )

@@ -2,8 +2,9 @@
 
 Between blocks tensors of [batch, sequence, ...] lie Shard(1); every rank has all weights,
 whose gradients are summed over the axis once a step. Inside, work by position stays where
-it is; attention gathers keys and values, or whatever the propagation finds cheapest. Side
-inputs (masks, rotary tables) and the batch itself are whole, and cut where they are used.
+it is, also where tp gathers or scatters its pieces of the sequence (`nested`); attention
+gathers keys and values, or whatever the propagation finds cheapest. Side inputs (masks,
+rotary tables) and the batch itself are whole, and cut where they are used.
 """
 
 from __future__ import annotations

@@ -6,22 +6,51 @@ axis these are ops like any other: they treat every dim alike but those they cut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import lcm
 
 from planner.graph import Op
 from planner.placement import OpSharding, Shard, parse_placement
+from planner.redistribute import REDISTRIBUTE
 from planner.sharding.call import Call, P
 from planner.sharding.letters import by_letters, same_dims
 from planner.sharding.registry import LocalForm, Placed, local_form, local_ops, rule, strategies
 
 
-@rule("planner.redistribute")
+@rule(REDISTRIBUTE)
 def redistribute(call: Call) -> Iterator[OpSharding]:
     """Tensor, axis, source, destination, grad_partial: moves data along dims of other axes."""
     places = [parse_placement(str(text)) for text in call.op.args[2:4]]
     yield from same_dims(call, fixed=[p.dim for p in places if isinstance(p, Shard)])
     yield OpSharding(inputs=(P,), outputs=(P,))
+
+
+@rule(REDISTRIBUTE, contiguous=True)
+def redistribute_in_pieces(call: Call) -> Iterator[OpSharding]:
+    """A dim that the other axis cuts can be cut finer: each of its n pieces on its own.
+
+    What is k segments in a piece is k times n in the n pieces side by side. So with tp in
+    front a rank of cp has a part of every tp piece, and no position leaves it over cp.
+    """
+    source, target = (parse_placement(str(text)) for text in call.op.args[2:4])
+    (before,), (after,) = call.inputs, call.outputs
+    if isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim:
+        for count in _multiples(lcm(source.segments, target.segments), call.segments):
+            place = Shard(source.dim, count)
+            yield OpSharding(inputs=(place,), outputs=(place,))
+        return
+    for cut in (source, target):
+        if isinstance(cut, Shard):
+            sizes = before[cut.dim], after[cut.dim]
+            for count in _multiples(cut.segments, call.segments):
+                ends = [Shard(cut.dim, count * size // min(sizes)) for size in sizes]
+                yield OpSharding(inputs=(ends[0],), outputs=(ends[1],))
+
+
+def _multiples(count: int, segments: Sequence[int]) -> list[int]:
+    """Return the counts of segments on offer that keep those of a cut apart."""
+    return [count, *(more for more in segments if more != count and more % count == 0)]
 
 
 @rule("planner.vocab_embedding")

@@ -16,6 +16,7 @@ from typing import TypeVar
 from planner.errors import LayoutError
 from planner.graph import Arg, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.redistribute import REDISTRIBUTE
 from planner.sharding.call import Call, divides, fits, local_shape
 
 _T = TypeVar("_T")
@@ -242,20 +243,25 @@ def is_linear(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
 def segment_counts(program: Program) -> tuple[int, ...]:
     """Return the counts of segments worth offering in a bound program.
 
-    Those are the equal parts into which a fused dim is cut, or of which it is joined, and
-    the samples of a batch whose leading dims are flattened, as a sequence split needs.
+    Those are the pieces that another axis makes of a dim; the samples of a batch whose
+    leading dims are flattened, as a sequence split needs; and the equal parts into which a
+    fused dim is cut, or of which it is joined.
     """
-    counts: dict[int, None] = {}
+    pieces, flattened, parts = {1}, {1}, {1}
     for op in program.ops:
         call = Call(op, program.tensor, axis_size=1)
+        joins = call.packet in _JOINTS
         for function, contiguous in _find(_RULES, op.target) or ():
-            for sharding in function(call) if contiguous or call.packet in _JOINTS else ():
-                for placement in (*sharding.inputs, *sharding.outputs):
-                    if isinstance(placement, Shard) and (
-                        call.packet in _JOINTS or placement.dim == 0
-                    ):
-                        counts[placement.segments] = None
-    return tuple(sorted(counts.keys() - {1})[:MAX_SEGMENT_COUNTS])
+            for sharding in function(call) if contiguous or joins else ():
+                for place in (*sharding.inputs, *sharding.outputs):
+                    if isinstance(place, Shard) and op.target == REDISTRIBUTE:
+                        pieces.add(place.segments)
+                    elif isinstance(place, Shard) and (joins or place.dim == 0):
+                        (parts if joins else flattened).add(place.segments)
+    counts = {piece * samples for piece in pieces for samples in flattened} | parts
+    finest = max(pieces)
+    in_order = sorted(counts - {1}, key=lambda count: (count % finest != 0, count))
+    return tuple(sorted(in_order[:MAX_SEGMENT_COUNTS]))
 
 
 def ops_without_rule(program: Program) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import planner
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, from_json, to_json
+from planner.lowering import local_program, lower
 from planner.placement import Replicate, Shard
 from planner.plan import ClassLayout, Plan
 from planner.plan_defaults import default_plan
@@ -23,6 +24,7 @@ from planner.runtime.mesh import build_mesh, coordinate_of
 from planner.runtime.randomness import RandomStream
 from planner.runtime.routes import Routes
 from planner.runtime.wiring import build_edges, sends_pieces
+from planner.sharding import propagate_cp, propagate_graph
 from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured
@@ -37,9 +39,13 @@ def plan_for(name: str, **choices: Any) -> Plan:
 
 def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
     """Train each on that many ranks and compare with one process."""
-    plans = [(name, plan_for(name, **choices)) for name, choices in cases]
+    check_plans(world_size, [(name, plan_for(name, **choices)) for name, choices in cases])
+
+
+def check_plans(world_size: int, plans: list[tuple[str, Plan]]) -> None:
     by_rank: list[list[Outcome]] = run_ranks(train_many, world_size, plans)
-    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+    for (name, plan), outcomes in zip(plans, zip(*by_rank, strict=True), strict=True):
+        case = f"{name} {plan.model_dump(exclude={'layouts'})}"
         assert outcomes[0].loss_gap < RTOL, case
         assert outcomes[0].gradient_gap < RTOL, case
         assert outcomes[0].param_gap < RTOL, case
@@ -392,6 +398,39 @@ def test_context_parallelism():
     )
 
 
+def in_sequence(name: str, **choices: Any) -> Plan:
+    """A plan of tp and cp with sequences divided between blocks on both."""
+    plan, graph = plan_for(name, **choices), capture(name, torch.float64)
+    size = plan.microbatch_size
+    tp = propagate_graph(graph, microbatch_size=size, axis_size=plan.tp, boundary=Shard(1))
+    programs = [
+        lower(program.bind(size), layout, axis_size=plan.tp)
+        for program, layout in zip(graph.classes, tp, strict=True)
+    ]
+    cp = propagate_cp(graph, programs, microbatch_size=size, cp=plan.cp)
+    return plan.model_copy(update={"layouts": (*tp, *cp)})
+
+
+def test_sequences_on_tp_inside_cp():
+    """D7, D19: 1/(cp tp) of the positions on a rank, with ZeRO and recomputation."""
+    plans = [
+        ("gpt", in_sequence("gpt", cp=2, tp=2, zero_stage=3)),
+        ("tied-gpt", in_sequence("tied-gpt", cp=2, tp=2, recompute="selective", zero_stage=1)),
+    ]
+    check_plans(4, plans)
+
+
+@pytest.mark.slow
+def test_sequences_on_tp_inside_cp_between_stages():
+    """D7, D19: and so they go from stage to stage, in a split backward too."""
+    choices = {"cp": 2, "tp": 2, "pp": 2}
+    plans = [
+        ("tied-gpt", in_sequence("tied-gpt", **choices, schedule="zb_h1", recompute="full")),
+        ("gpt", in_sequence("gpt", **choices, vpp=2, schedule="interleaved_1f1b")),
+    ]
+    check_plans(8, plans)
+
+
 @pytest.mark.slow
 def test_context_parallelism_beside_different_meshes():
     """D12, D19: a sequence in two on both sides, dp and tp changing places between them."""
@@ -400,8 +439,6 @@ def test_context_parallelism_beside_different_meshes():
 
 def test_every_layer_works_on_its_part_of_the_sequence():
     """D19: projections run on half of the positions, weights move nowhere inside a step."""
-    from planner.lowering import local_program
-
     graph = capture("gpt", torch.float64)
     plan = plan_for("gpt", cp=2)
     layer = next(b for b in graph.blocks if "layers" in b.name)

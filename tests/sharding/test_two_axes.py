@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from planner.layout import ProcessMesh
-from planner.lowering import lower
+from planner.lowering import local_program, lower
 from planner.placement import Partial, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout
+from planner.plan_defaults import default_plan
 from planner.program_fx import to_graph_module
-from planner.sharding import propagate_graph, propagate_layout
+from planner.redistribute import REDISTRIBUTE, op_collectives
+from planner.sharding import propagate_cp, propagate_graph, propagate_layout
 from tests.sharding.models import captured
 from tests.sharding.programs import (
     backward,
@@ -31,9 +35,13 @@ from tests.sharding.ranks import on_ranks
 MESH = ProcessMesh(axes=("cp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
 
 
-def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout) -> None:
-    """Lower on tp, then on cp, run on 2 x 2 ranks and compare with the dense program."""
-    local = lower(lower(program, tp, axis_size=2), cp, axis="cp", axis_size=2)
+def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout, local=None) -> None:
+    """Lower on tp, then on cp, run on 2 x 2 ranks and compare with the dense program.
+
+    A `local` program given is one as ranks run it: gradients of parameters are summed over cp.
+    """
+    later = set(program.params) if local else set()
+    local = local or lower(lower(program, tp, axis_size=2), cp, axis="cp", axis_size=2)
     names = (*program.inputs, *program.params)
     rest = [
         tuple(map(parse_placement, pair))
@@ -80,7 +88,8 @@ def check_on_mesh(program, tp: ClassLayout, cp: ClassLayout) -> None:
             close(joined, dense.detach(), f"output {i} of {program.name}")
     for name, pair in zip(names, rest, strict=True):
         if grads[name] is not None:
-            kept = tuple(_of_gradient(p) for p in pair)
+            on_cp, on_tp = (_of_gradient(p) for p in pair)
+            kept = (Partial() if name in later else on_cp, on_tp)
             for joined in join([found[name] for _, found in results], kept):
                 close(joined, grads[name], f"gradient of {name} of {program.name}")
 
@@ -192,6 +201,94 @@ def test_context_and_tensor_parallelism_together(name):
         check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
 
 
+@pytest.mark.parametrize(
+    ("tp", "cp"),
+    [
+        # What tp gathers, scatters, turns or cuts along a dim, cp cuts inside each of its pieces.
+        (("S(1)", "R->R", "R"), ("S(1)", "S(1)->S(1)x2", "S(1)x2->S(1)x2", "S(1)x2")),
+        (("S(1)", "R->R", "R"), ("S(1)x2", "S(1)x2->S(1)x4", "S(1)x4->S(1)x4", "S(1)x4")),
+        (("R", "S(1)->S(1)", "S(1)"), ("S(1)x2", "S(1)x2->S(1)", "S(1)->S(1)", "S(1)")),
+        (("P", "S(1)->S(1)", "S(1)"), ("S(1)x2", "S(1)x2->S(1)", "S(1)->S(1)", "S(1)")),
+        (("S(0)", "S(1)->S(1)", "S(1)"), ("S(0)", "S(0)->S(0)x2", "S(0)x2->S(0)x2", "S(0)x2")),
+        (("S(0)", "S(1)->S(1)", "S(1)"), ("S(1)x2", "S(1)x2->S(1)", "S(1)->S(1)", "S(1)")),
+        (("S(1)x2", "R->R", "R"), ("S(1)x2", "S(1)x2->S(1)x4", "S(1)x4->S(1)x4", "S(1)x4")),
+        (
+            ("S(1)x2", "S(1)->S(1)", "S(1)"),
+            ("S(1)x2", "S(1)x2->S(1)x2", "S(1)x2->S(1)x2", "S(1)x2"),
+        ),
+    ],
+)
+def test_a_dim_that_tp_redistributes_is_cut_finer_on_cp(tp, cp):
+    """M7, D19: values and gradients, and nothing moves over cp."""
+    single = one_op("aten.neg.default", torch.randn(8, 16, dtype=torch.float64))
+    on_tp = simple(tp[1], tp[0], tp[2])
+    (moved,) = [op for op in lower(single.program, on_tp, axis_size=2).ops if op.name != "op"]
+    on_cp = ClassLayout(
+        class_index=0,
+        inputs=(cp[0],),
+        params=(),
+        outputs=(cp[3],),
+        ops=((moved.name, cp[1]), ("op", cp[2])),
+    )
+    check_on_mesh(single.program, on_tp, on_cp)
+
+
+def in_sequence(graph):
+    """Layouts on tp with sequences divided, for two samples; the local programs; those on cp."""
+    tp = propagate_graph(graph, microbatch_size=2, axis_size=2, boundary=Shard(1))
+    programs = [
+        lower(graph.classes[layout.class_index].bind(2), layout, axis_size=2) for layout in tp
+    ]
+    return tp, programs, propagate_cp(graph, programs, microbatch_size=2, cp=2)
+
+
+MOVED_BY_A_LAYER = {
+    ("tp", "all_gather"): 2,  # the input of attention and of the MLP
+    ("tp", "reduce_scatter"): 2,  # their outputs
+    ("cp", "all_gather"): 2,  # keys and values
+}
+TURNED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-gpt2"])
+def test_sequence_parallelism_inside_context_parallelism(name):
+    """D7, D19, M10: a rank has 1/(cp tp) of the positions between matmuls; over cp go keys and
+    values alone, and their gradients back.
+    """
+    graph = captured(name)
+    tp, programs, cp = in_sequence(graph)
+    for tp_layout, cp_layout in zip(tp, cp, strict=True):
+        check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
+    layer = next(b.class_index for b in graph.blocks if "layers" in b.name or ".h." in b.name)
+    local = lower(programs[layer], cp[layer], axis="cp", axis_size=2, sum_later=True)
+    forward, backward = Counter(), Counter()
+    for op in local.ops:
+        if op.target == REDISTRIBUTE and local.tensor[op.inputs[0]].kind != "param":
+            axis, (ahead, back) = op.args[1], op_collectives(op, local.tensor, 2)[0]
+            forward.update([(axis, ahead)] * (ahead is not None))
+            if local.tensor[op.inputs[0]].requires_grad:
+                backward.update([(axis, back)] * (back is not None))
+    assert forward == MOVED_BY_A_LAYER
+    assert backward == {(axis, TURNED[kind]): n for (axis, kind), n in MOVED_BY_A_LAYER.items()}
+    assert {local.tensor[name].shape[1] for name in (local.inputs[0], local.outputs[0])} == {4}
+
+
+def test_layouts_on_both_axes_suit_a_smaller_microbatch():
+    """G4, D19: rows that are cut by sample, and tp's pieces inside each, are as many as samples."""
+    graph = captured("hf-gpt2")
+    tp, programs, cp = in_sequence(graph)
+    plan = default_plan(graph, cp=2, tp=2, microbatch_size=2)
+    plan = plan.model_copy(update={"layouts": (*tp, *cp)})
+    layer = next(b.class_index for b in graph.blocks if ".h." in b.name)
+    assert {"S(0)x2", "S(0)x4"} <= {p for _, text in cp[layer].ops for p in re.split(",|->", text)}
+    for program, on_tp, on_cp in zip(graph.classes, tp, cp, strict=True):
+        index = on_tp.class_index
+        full = local_program(graph, plan, index, tp=2, microbatch_size=2)
+        assert full == lower(programs[index], on_cp, axis="cp", axis_size=2, sum_later=True)
+        local = local_program(graph, plan, index, tp=2, microbatch_size=1)
+        check_on_mesh(program.bind(1), on_tp, on_cp, local)
+
+
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -203,6 +300,7 @@ _ONE_AT_A_TIME = threading.Lock()
         ("dropout", "", "S(0)->S(0)", 2),
         ("attention", "S(1),S(1),S(1)->S(1)", "S(2),R,R->S(2)", 4),
         ("causal attention", "S(1),S(1),S(1)->S(1)", "S(2),R,R->S(2)", 4),
+        ("causal attention", "S(1),S(1),S(1)->S(1)", "S(2)x2,R,R->S(2)x2", 4),
         ("causal attention", "S(1),S(1),S(1)->S(1)", "", 2),
     ],
 )
