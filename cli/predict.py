@@ -61,7 +61,7 @@ def estimate(
 
 
 def _estimate_rows(source: Path, target: Path) -> None:
-    from costmodel.rows import estimate_file
+    from costmodel.row_files import estimate_file
 
     with show_progress("estimating"):
         num_rows, num_predicted = estimate_file(source, target)

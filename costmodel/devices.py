@@ -91,6 +91,9 @@ DEVICES = tuple(
         ("A100",            A100,      "A100 SXM",         None, None,  None, None, None, None),
         ("V100.*PCIE",      A100_PCIE, "V100 PCIe",        112,  0.9,   32,   80,   16,   None),
         ("V100",            A100,      "V100 SXM",         125,  0.9,   32,   80,   150,  None),
+        ("RTXPRO6000",      B200,      "RTX PRO 6000",     252,  1.79,  96,   188,  64,   None),
+        ("6000ADA",         H100,      "RTX 6000 Ada",     182,  0.96,  48,   142,  32,   None),
+        ("5090",            B200,      "RTX 5090",         210,  1.79,  32,   170,  64,   None),
         ("L40S",            H100,      "L40S",             362,  0.864, 48,   142,  32,   None),
         ("L40",             H100,      "L40",              181,  0.864, 48,   142,  32,   None),
         ("L4",              H100,      "L4",               121,  0.3,   24,   58,   32,   None),
@@ -101,11 +104,22 @@ DEVICES = tuple(
         ("A30",             A100_PCIE, "A30",              165,  0.933, 24,   56,   None, None),
         ("A10",             A100_PCIE, "A10",              125,  0.6,   24,   72,   None, None),
         ("T4",              A100_PCIE, "T4",               65,   0.32,  16,   40,   16,   None),
+        ("P100",            A100_PCIE, "P100",             21,   0.73,  16,   56,   16,   None),
+        ("MI355",           B200,      "MI355X",           2500, 8.0,   288,  256,  538,  None),
+        ("MI350",           B200,      "MI350X",           2300, 8.0,   288,  256,  538,  None),
         ("MI325",           H100,      "MI325X",           1307, 6.0,   256,  304,  448,  None),
         ("MI300",           H100,      "MI300X",           1307, 5.3,   192,  304,  448,  None),
+        ("MI2[15]0",        A100,      "MI250X, one die",  191,  1.6,   64,   110,  200,  None),
+        ("GAUDI3",          H100,      "Gaudi 3",          1835, 3.7,   128,  64,   600,  None),
+        ("GAUDI",           A100,      "Gaudi 2",          432,  2.45,  96,   24,   262,  None),
+        ("TPUV?6E|TRILLIUM", H100,     "TPU v6e",          918,  1.64,  32,   None, 224,  None),
+        ("TPUV?5P",         H100,      "TPU v5p",          459,  2.765, 95,   None, 300,  None),
+        ("TPUV?5E",         H100,      "TPU v5e",          197,  0.819, 16,   None, 100,  None),
+        ("TPUV?4",          A100,      "TPU v4",           275,  1.2,   32,   None, 150,  None),
     )
 )
-"""Data sheets of NVIDIA and AMD; multiprocessors are AMD's compute units. Products of the
+"""Data sheets of NVIDIA, AMD, Intel and Google; multiprocessors are AMD's compute units and
+Intel's tensor cores; of an MI200, a rank has one of the two dies. Products of the
 B200's kind are limited by power: the B300's peaks are the B200's times the ratio of their
 boards' (1100 to 1000 W; GB300 to GB200: 1400 to 1200 W)."""
 # fmt: on

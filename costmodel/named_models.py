@@ -98,6 +98,12 @@ def named_model(name: str) -> NamedModel | None:
     return next((model for pattern, model in NAMED if re.search(pattern, squashed)), None)
 
 
+def params_in_name(name: str) -> float | None:
+    """Return the parameters that a name such as ``Foo-13B`` or ``ours 350M`` states."""
+    found = re.search(r"(?<![\dx.])(\d+(?:\.\d+)?)[-_ ]?([bm])(?![a-z])", name.lower())
+    return float(found[1]) * (1e9 if found[2] == "b" else 1e6) if found else None
+
+
 def model_of_size(params: float) -> tuple[int, int]:
     """Return layers and hidden size of a usual model with this many parameters.
 

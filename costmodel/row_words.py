@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from costmodel.kernels import FOUR_BITS
 from costmodel.stacks import STACKS, Stack
 
-BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown"}
+Word = TypeVar("Word")
+"""What a word stands for."""
+
+BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown", "auto", "default"}
 """Texts that say nothing; `recompute` alone may say ``none``."""
 
 _STACKS = (
@@ -30,6 +33,14 @@ _RECOMPUTES = (
     (r"select|attn|attention|core|\bop\b|sac|partial", "selective"),
     (r"full|uniform|block|yes|true|^1(\.0)?$|all|checkpoint|\bac\b|on$", "full"),
 )
+_ZEROS = (
+    (r"^(none|no|off|false|ddp|dp)$", 0),
+    (r"(?<![\d.])0", 0),
+    (r"hybrid|full.?shard|fsdp|(?<![\d.])[3-9]", 3),
+    (r"shard.?grad|(?<![\d.])2", 2),
+    (r"distributed|optimizer|^(yes|on|true)$|(?<![\d.])1", 1),
+)
+_GATED = ((r"glu|gated|^(yes|on|true)$", True), (r"lu|tanh|plain|^(no|off|false)$", False))
 _SCHEDULES = (
     (r"zb.?v|v.?schedule|dualpipe|v.?half", "zb-v"),
     (r"zb.?(2p|h2)", "zb-2p"),
@@ -66,6 +77,17 @@ def schedule_of(text: str) -> str | None:
     return _first(_SCHEDULES, text)
 
 
-def _first(words: tuple[tuple[str, str], ...], text: str) -> str | None:
+def zero_of(text: str) -> int | None:
+    """Return the stage of ZeRO that a number or a word names."""
+    return None if is_blank(text) and text.lower() != "none" else _first(_ZEROS, text)
+
+
+def gated_of(text: str) -> bool | None:
+    """Return whether a number or a word names a feed-forward with three matrices."""
+    number = re.fullmatch(r"\d+(\.0*)?", text)
+    return float(number[0]) > 0 if number else _first(_GATED, text)
+
+
+def _first(words: tuple[tuple[str, Word], ...], text: str) -> Word | None:
     lower = text.strip().lower()
     return next((name for pattern, name in words if re.search(pattern, lower)), None)

@@ -1,21 +1,20 @@
-"""Batches of rows in, predictions out: what `planner estimate --batch` does."""
+"""Rows in, predictions out: what `planner estimate --batch` does (files: `row_files`)."""
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from costmodel.devices import Device, device_of
 from costmodel.kernels import DeviceRates
 from costmodel.published import RunRow, estimate_run, estimate_run_memory, parse_row
 from costmodel.rates import load_rates
+from costmodel.row_cells import real
 from planner.errors import PlannerError
-from planner.units import GB, GIB, TFLOP
+from planner.units import GIB, TFLOP
 from profiles import Profile, load_profile
 
 PREDICTED = (
@@ -32,7 +31,17 @@ PREDICTED = (
 WIDER = ("float8_e4m3fn", "bfloat16")
 """What stands in for a narrower dtype that a device has no products in."""
 
-_BETWEEN_NODES = re.compile(r"([\d.]+)\s*Gb(?:ps|/s)?\s*(?:node-node|between nodes)", re.I)
+SEEN_OF_NOMINAL = 0.99
+"""GiB that programs see, over the GB in a device's name: 79.15 of 80, 139.8 of 141, 178.35 of
+180."""
+
+SAME_MEMORY = 0.15
+"""Differences up to this are of rounding and of units, not of another device."""
+
+LARGEST_GB = 2000
+"""Memory of a device above this is in MiB."""
+
+_BETWEEN_NODES = re.compile(r"(\d+(?:\.\d+)?)\s*Gb(?:ps|/s)?\s*(?:node-node|between nodes)", re.I)
 
 
 def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -43,6 +52,9 @@ def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
             predicted |= predict_row(row)
         except PlannerError as error:
             predicted["reason"] = str(error)
+        except (ArithmeticError, ValueError) as error:
+            # One row of numbers that no run has must not cost the others.
+            predicted["reason"] = f"its numbers cannot be priced ({error})"
         yield {**row, **predicted}
 
 
@@ -52,14 +64,12 @@ def predict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     step_s = estimate_run(run, profile, rates).step_s
     samples_per_gpu_s = run.global_batch / step_s / run.gpus
     peak_bytes = estimate_run_memory(run).total
-    room = _device_bytes(row, profile) - profile.context_bytes
-    fits = peak_bytes * (1 + profile.allocator_overhead_fraction) <= room
     return {
         "predicted_step_time_s": step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
         "predicted_peak_mem_gib": peak_bytes / GIB,
-        "predicted_fits": "yes" if fits else "no",
+        "predicted_fits": _fits(row, run, profile),
         "assumed": "; ".join(run.assumed),
     }
 
@@ -79,10 +89,36 @@ def run_of(row: Mapping[str, Any]) -> tuple[RunRow, Profile, DeviceRates]:
     return replace(run, assumed=assumed), profile, rates
 
 
+def _fits(row: Mapping[str, Any], run: RunRow, profile: Profile) -> str:
+    """Return whether a run fits, or what it needs for that of what its row leaves open."""
+    room = _device_bytes(row, profile) - profile.context_bytes
+    room /= 1 + profile.allocator_overhead_fraction
+
+    def fits(variant: RunRow) -> bool:
+        return estimate_run_memory(variant).total <= room
+
+    if fits(run):
+        return "yes"
+    lean = replace(run.stack, gradient_bytes=run.stack.reduced_bytes)
+    small = [(run, "")]
+    if lean != run.stack:
+        small.append((replace(run, stack=lean), "16-bit gradients"))
+    if not str(row.get("recompute") or "").strip():
+        again = [(replace(variant, recompute="full"), name) for variant, name in small]
+        small += [(variant, f"{name} and full recompute") for variant, name in again]
+    for variant, name in small:
+        if fits(variant):
+            return f"yes, with {name.removeprefix(' and ')}"
+    return "no"
+
+
 def _device_bytes(row: Mapping[str, Any], profile: Profile) -> float:
-    """Memory of the row's device: as it says, else of the device's data sheet."""
-    stated = _memory_gb(row) or device_of(str(row.get("gpu") or "")).memory_gb
-    return profile.memory_bytes if stated is None else stated * GB
+    """Memory of the row's device: of its profile or data sheet, else as the row says."""
+    device = device_of(str(row.get("gpu") or ""), _memory_gb(row))
+    seen = SEEN_OF_NOMINAL * GIB
+    own = profile.memory_bytes if device.memory_gb is None else device.memory_gb * seen
+    stated = (_memory_gb(row) or 0) * seen
+    return stated if stated and abs(stated / own - 1) > SAME_MEMORY else own
 
 
 def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str, ...]]:
@@ -95,18 +131,20 @@ def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str,
     if not device.is_kin:
         assumed.append(f"rates={device.kin} scaled to {device.name}")
     printed = _BETWEEN_NODES.search(str(row.get("notes") or ""))
-    link = _nearest_link(device.kin, float(printed[1]) / 8) if printed else ""
+    rate = float(printed[1]) / 8 if printed else 0.0
+    link = _nearest_link(device.kin, rate) if rate else ""
     profile, rates = _machine(f"{device.kin}@{link}" if link else device.kin, device)
-    if not printed:
+    if not rate:
         assumed.append(f"network={profile.cluster.inter_node.name}")
     return profile, rates, tuple(assumed)
 
 
 def _memory_gb(row: Mapping[str, Any]) -> float | None:
-    try:
-        return float(row.get("gpu_mem_gb") or "")
-    except ValueError:
+    """The GB a row states of its device, also as ``80GB`` or in MiB; None for other words."""
+    number = real(re.sub(r"(?i)\s*(gi?b?|mi?b?)$", "", str(row.get("gpu_mem_gb") or "")))
+    if number is None or number <= 0:
         return None
+    return number / 1024 if number > LARGEST_GB else number
 
 
 @lru_cache(maxsize=64)
@@ -127,43 +165,3 @@ def _nearest_link(name: str, gigabit_per_s: float) -> str:
     record = load_profile(name).file.cluster
     links = {"": record.inter_node, **record.other_inter_node}
     return min(links, key=lambda k: abs(8e-9 / links[k].beta_s_per_byte.value / gigabit_per_s - 1))
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read a CSV of rows. Raises PlannerError when it is missing or has no columns we know."""
-    try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            columns = reader.fieldnames or []
-    except FileNotFoundError:
-        raise PlannerError(f"no file {path}; give a CSV of runs") from None
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise PlannerError(f"{path} is not a readable CSV ({error})") from None
-    missing = [name for name in ("gpu", "layers", "hidden", "seq_len") if name not in columns]
-    if missing:
-        raise PlannerError(
-            f"{path} lacks column {', '.join(missing)}; use the columns stack, gpu, layers, "
-            "hidden, heads, …, as docs/estimate-rows.md lists"
-        )
-    return rows
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as CSV and return how many; columns are those of the first."""
-    rows = list(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else list(PREDICTED))
-        writer.writeheader()
-        writer.writerows(rows)
-    return len(rows)
-
-
-def estimate_file(source: Path, target: Path) -> tuple[int, int]:
-    """Predict every row of a CSV file into another; return (rows, rows predicted)."""
-    rows = list(estimate_rows(read_rows(source)))
-    write_rows(target, rows)
-    return len(rows), sum(not row["reason"] for row in rows)
-
-
-__all__ = ["PREDICTED", "RunRow", "estimate_file", "estimate_rows", "predict_row"]

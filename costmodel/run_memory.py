@@ -167,9 +167,10 @@ def _rank_memory(
             transient_bytes=transient_bytes,
         )
     owned = shard if zero_stage else params
+    summed = shard + layer_params if zero_stage == 2 else params
     return RunMemory(
         weight_bytes=2 * params,
-        gradient_bytes=stack.gradient_bytes * params,
+        gradient_bytes=stack.gradient_bytes * summed,
         state_bytes=stack.state_bytes * owned,
         activation_bytes=activation_bytes,
         transient_bytes=transient_bytes,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
-from costmodel.named_models import model_of_size, named_model
-from costmodel.row_words import dtype_of, is_blank, recompute_of, schedule_of, stack_of
+from costmodel.named_models import model_of_size, named_model, params_in_name
+from costmodel.row_cells import Cells, RowError, real
+from costmodel.row_words import dtype_of, gated_of, recompute_of, schedule_of, stack_of, zero_of
 from costmodel.stacks import (
     DEEPSPEED_ZERO3,
     FSDP_FLASH,
@@ -18,7 +19,6 @@ from costmodel.stacks import (
     Stack,
 )
 from costmodel.transformer import Split, TransformerShape
-from planner.errors import PlannerError
 
 MODEL_BYTES_PER_DEVICE = 40e9
 """What weights and optimizer state may take of a device where a row leaves its layout open."""
@@ -26,9 +26,11 @@ MODEL_BYTES_PER_DEVICE = 40e9
 TRAINED_BYTES = 18
 """Bytes of a parameter with its gradient, master weight and Adam's two moments."""
 
+DEVICES_PER_NODE = 8
+"""Devices of a node where a row gives nodes and no devices."""
 
-class RowError(PlannerError):
-    """A row lacks what an estimate needs, or contradicts itself."""
+LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
+"""Parameters of a model that is known only by their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,61 +77,24 @@ class RunRow:
         return max(1, ceil(self.global_batch / (self.dp * self.micro_batch)))
 
 
-class _Cells:
-    """A row's cells, and a list of what blank ones were taken to be."""
-
-    def __init__(self, row: Mapping[str, Any]) -> None:
-        self._row = row
-        self.assumed: list[str] = []
-
-    def text(self, name: str) -> str:
-        value = self._row.get(name)
-        return "" if is_blank(value) else str(value).strip()
-
-    def raw(self, name: str) -> str:
-        value = self._row.get(name)
-        return "" if value is None or value != value else str(value).strip()
-
-    def given(self, name: str) -> int | None:
-        value = self._row.get(name)
-        return None if is_blank(value) else _whole(name, value)
-
-    def number(self, name: str, usual: int | None) -> int:
-        value = self.given(name)
-        if value is None and usual is None:
-            raise RowError(f"column {name} is blank; an estimate needs it")
-        return self.assume(name, usual) if value is None else value
-
-    def assume(self, name: str, value: Any) -> Any:
-        self.assumed.append(f"{name}={value}")
-        return value
-
-
 def parse_row(row: Mapping[str, Any]) -> RunRow:
     """Fill a row's blanks with the framework's usual choices.
 
     Raises RowError, in one line, when the row lacks the model's size, or its numbers do not
     divide.
     """
-    cells = _Cells(row)
+    cells = Cells(row)
     stack = _stack(cells)
     shape = _shape(cells, stack)
     tp, cp, pp, dp = _layout(cells, shape, stack)
-    if shape.heads % tp:
-        raise RowError(f"tp={tp} does not divide heads={shape.heads}")
+    _check_divides("tp", tp, "heads", shape.heads)
+    if shape.ffn_hidden < tp:
+        raise RowError(f"tp={tp} is more than ffn_hidden={shape.ffn_hidden}")
+    ep = cells.given("ep", least=0) or 1
+    if shape.num_experts > 1:
+        _check_divides("ep", ep, "num_experts", shape.num_experts)
+    batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
     schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp)
-    # Of FSDP without a pipeline, all samples of a rank go at once, as nothing is split.
-    micro_batch = cells.given("micro_batch")
-    batch = cells.given("global_batch")
-    if batch is None:
-        batch = dp * (micro_batch or 1) * (1 if pp == 1 else 4 * pp)
-        cells.assume("global_batch", batch)
-    if micro_batch is None:
-        whole = stack is FSDP_FLASH and pp == 1
-        micro_batch = cells.assume("micro_batch", max(1, batch // dp) if whole else 1)
-    for name, value in (("global_batch", batch), ("micro_batch", micro_batch)):
-        if value < 1:
-            raise RowError(f"{name}={value} must be at least 1")
     return RunRow(
         shape=shape,
         stack=stack,
@@ -141,21 +106,56 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         pp=pp,
         vpp=vpp,
         dp=dp,
-        ep=cells.given("ep") or 1,
-        sequence_parallel=bool(cells.number("sp", int(stack.sequence_parallel and tp > 1))),
-        zero_stage=min(3, max(0, cells.number("zero_stage", stack.zero_stage))),
+        ep=ep,
+        sequence_parallel=bool(
+            cells.number("sp", int(stack.sequence_parallel and tp > 1), least=0)
+        ),
+        zero_stage=_zero_stage(cells, stack),
         schedule=schedule,
         recompute=_recompute(cells, stack),
         assumed=tuple(cells.assumed),
     )
 
 
-def _stack(cells: _Cells) -> Stack:
+def _check_divides(name: str, part: int, of: str, whole: int) -> None:
+    if whole % part:
+        raise RowError(f"{name}={part} does not divide {of}={whole}")
+
+
+def _batch(
+    cells: Cells, shape: TransformerShape, stack: Stack, *, pp: int, dp: int
+) -> tuple[int, int]:
+    """Return samples of a step and of a microbatch. Of FSDP without a pipeline, all samples of
+    a rank go at once, as nothing is split.
+    """
+    micro_batch = cells.given("micro_batch")
+    number, tokens, _ = cells.text("global_batch").lower().partition("tok")
+    if tokens and (count := real(number)):
+        batch = cells.assume("global_batch", max(1, round(count / shape.seq_len)))
+    else:
+        batch = cells.given("global_batch")
+    if batch is None:
+        batch = dp * (micro_batch or 1) * (1 if pp == 1 else 4 * pp)
+        cells.assume("global_batch", batch)
+    most = max(1, ceil(batch / dp))
+    if micro_batch is None:
+        micro_batch = cells.assume("micro_batch", most if stack is FSDP_FLASH and pp == 1 else 1)
+    elif micro_batch > most:
+        micro_batch = cells.assume("micro_batch", most)
+    return batch, micro_batch
+
+
+def _zero_stage(cells: Cells, stack: Stack) -> int:
+    stage = zero_of(cells.raw("zero_stage"))
+    return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
+
+
+def _stack(cells: Cells) -> Stack:
     stack = stack_of(cells.text("stack"))
     if stack is None:
         stack = _usual_stack(cells)
         cells.assume("stack", stack.name)
-    zero_stage = cells.given("zero_stage") or 0
+    zero_stage = zero_of(cells.raw("zero_stage"))
     if stack is MEGATRON_CLASSIC and zero_stage:
         # Megatron's own distributed optimizer came later; ZeRO then was DeepSpeed's.
         stack = DEEPSPEED_ZERO3 if zero_stage == 3 else MEGATRON_DEEPSPEED
@@ -163,80 +163,96 @@ def _stack(cells: _Cells) -> Stack:
     return stack
 
 
-def _usual_stack(cells: _Cells) -> Stack:
+def _usual_stack(cells: Cells) -> Stack:
     """Transformer Engine came with Hopper; before it, attention was unfused.
 
     Gated models and long sequences came with fused attention, whatever the device; ZeRO 3 with
     it is FSDP. A stack nobody named is not taken to recompute unless the row says so.
     """
     gpu = cells.text("gpu").upper()
-    modern = bool(cells.given("gated_ffn")) or (cells.given("seq_len") or 0) > 2048
+    modern = bool(gated_of(cells.text("gated_ffn"))) or (_seq_len(cells) or 0) > 2048
     if not any(word in gpu for word in ("V100", "A100", "A800")) or modern:
-        return FSDP_FLASH if cells.given("zero_stage") == 3 else MEGATRON_TE
+        return FSDP_FLASH if zero_of(cells.raw("zero_stage")) == 3 else MEGATRON_TE
     return replace(MEGATRON_CLASSIC, recompute="none")
 
 
-def _shape(cells: _Cells, stack: Stack) -> TransformerShape:
+def _seq_len(cells: Cells) -> int | None:
+    return cells.given("seq_len", thousand=1024)
+
+
+def _shape(cells: Cells, stack: Stack) -> TransformerShape:
     known = named_model(cells.text("model"))
 
     def usual(name: str, otherwise: int | None) -> int | None:
         return otherwise if known is None else getattr(known, name)
 
     layers, hidden = cells.given("layers"), cells.given("hidden")
-    num_experts = cells.given("num_experts") or 1
+    num_experts = cells.given("num_experts", least=0) or 1
     if known is not None and (hidden is None or hidden == known.hidden):
         num_experts = max(num_experts, known.num_experts)
     else:
         known = None
-    if (cells.given("ep") or 1) > 1 and num_experts == 1:
-        num_experts = cells.assume("num_experts", max(8, cells.given("ep") or 1))
-    params = _real(cells.text("params_b"))
+    ep = cells.given("ep", least=0) or 1
+    if ep > 1 and num_experts == 1:
+        num_experts = cells.assume("num_experts", max(8, ep))
+    params = real(cells.text("params_b").lower().removesuffix("b"))
+    params = 1e9 * params if params else params_in_name(cells.text("model"))
     if known is None and hidden is None and params:
-        layers, hidden = model_of_size(1e9 * params)
+        if not LEAST_PARAMS <= params <= MOST_PARAMS:
+            raise RowError(f"a model of {params:.3g} parameters is not priced")
+        layers, hidden = model_of_size(params)
         cells.assume("layers", layers)
         cells.assume("hidden", hidden)
     hidden = cells.number("hidden", usual("hidden", None)) if hidden is None else hidden
     layers = cells.number("layers", usual("layers", None)) if layers is None else layers
     tp = cells.given("tp") or 1
     heads = cells.number("heads", usual("heads", tp * max(1, round(hidden / 128 / tp))))
+    kv_heads = cells.number("kv_heads", usual("kv_heads", heads))
+    _check_divides("kv_heads", kv_heads, "heads", heads)
     is_moe = num_experts > 1
     if is_moe and known is not None:
         # The column holds the width of dense layers, where there are any.
         ffn_hidden = known.ffn_hidden
     else:
         ffn_hidden = cells.number("ffn_hidden", usual("ffn_hidden", 4 * hidden))
-    shape = TransformerShape(
+    gated = gated_of(cells.text("gated_ffn"))
+    if gated is None:
+        gated = bool(cells.assume("gated_ffn", usual("gated_ffn", 0)))
+    picked = cells.number("experts_per_token", usual("experts_per_token", 2)) if is_moe else 1
+    if picked > num_experts:
+        raise RowError(f"experts_per_token={picked} is more than num_experts={num_experts}")
+    head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
+    return TransformerShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=cells.number("kv_heads", usual("kv_heads", heads)),
+        kv_heads=kv_heads,
         ffn_hidden=ffn_hidden,
-        gated=bool(cells.number("gated_ffn", usual("gated_ffn", 0))),
+        gated=gated,
         vocab=cells.number("vocab", usual("vocab", 51200)),
-        seq_len=cells.number("seq_len", stack.seq_len),
-        head_dim=cells.given("head_dim") or usual("head_dim", 0) or max(1, hidden // heads),
+        seq_len=_seq_len(cells) or cells.assume("seq_len", stack.seq_len),
+        head_dim=head_dim or max(1, hidden // heads),
         num_experts=num_experts,
-        experts_per_token=_experts_per_token(cells, usual("experts_per_token", 2), is_moe=is_moe),
+        experts_per_token=picked,
         shared_experts=(usual("shared_experts", 0) or 0) if is_moe else 0,
     )
-    for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len"):
-        if getattr(shape, name) < 1:
-            raise RowError(f"{name}={getattr(shape, name)} must be at least 1")
-    return shape
 
 
-def _experts_per_token(cells: _Cells, usual: int | None, *, is_moe: bool) -> int:
-    return cells.number("experts_per_token", usual) if is_moe else 1
-
-
-def _layout(cells: _Cells, shape: TransformerShape, stack: Stack) -> tuple[int, int, int, int]:
+def _layout(cells: Cells, shape: TransformerShape, stack: Stack) -> tuple[int, int, int, int]:
     """Return tp, cp, pp, dp; what is blank follows from the number of devices."""
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
-    cp = cells.given("cp") or 1
+    cp = cells.given("cp", least=0) or 1
     gpus = cells.given("gpus")
+    needed = shape.num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
+    if gpus is None and dp is None:
+        if nodes := cells.given("nodes"):
+            gpus = cells.assume("gpus", DEVICES_PER_NODE * nodes)
+        elif tp is pp is None:
+            gpus = cells.assume("gpus", cp * 2 ** max(0, ceil(log2(needed))))
+    if gpus is not None:
+        _check_divides("cp", cp, "gpus", gpus)
     if gpus is not None and tp is None and pp is None and stack.zero_stage < 3:
         # Model parallel ranks: those dp leaves, else as few as hold the weights.
-        needed = shape.num_params * TRAINED_BYTES / MODEL_BYTES_PER_DEVICE
         ranks = gpus // (dp * cp) if dp else min(gpus // cp, ceil(needed))
         tp = _largest_divisor(gpus // cp, shape.heads, at_most=min(8, ranks))
         pp = ranks // tp if dp else _least_divisor(gpus // (cp * tp), at_least=ranks / tp)
@@ -248,11 +264,6 @@ def _layout(cells: _Cells, shape: TransformerShape, stack: Stack) -> tuple[int, 
         pp = pp or cells.assume("pp", left if cells.given("tp") else 1)
     tp = tp or cells.assume("tp", 1)
     pp = pp or cells.assume("pp", 1)
-    for name, value in (("tp", tp), ("cp", cp), ("pp", pp)):
-        if value < 1:
-            raise RowError(f"{name}={value} must be at least 1")
-    if dp is None and gpus is None:
-        raise RowError("columns dp and gpus are blank; an estimate needs one of them")
     dp = dp or cells.assume("dp", max(1, (gpus or 1) // (tp * cp * pp)))
     if gpus is not None and tp * cp * pp * dp != gpus:
         raise RowError(
@@ -271,54 +282,39 @@ def _least_divisor(number: int, *, at_least: float) -> int:
     return next(n for n in range(1, number + 1) if number % n == 0 and n >= min(at_least, number))
 
 
-def _schedule(cells: _Cells, *, layers: int, pp: int) -> tuple[str, int]:
+def _schedule(cells: Cells, *, layers: int, pp: int) -> tuple[str, int]:
     named = cells.text("schedule")
-    schedule, vpp = schedule_of(named), cells.given("vpp")
+    schedule, vpp = schedule_of(named), cells.given("vpp", least=0)
     if named and schedule is None:
         cells.assume("schedule", "from vpp")
-    if vpp is None:
-        splits = schedule == "interleaved-1f1b" and pp > 1 and layers // pp >= 2
-        vpp = cells.assume("vpp", 2 if splits else 1)
     if pp == 1:
         return "1f1b", 1
+    if vpp is None:
+        splits = schedule == "interleaved-1f1b" and layers // pp >= 2
+        vpp = cells.assume("vpp", 2 if splits else 1)
+    # The embedding and the head may each take a layer's place.
+    if pp * vpp > layers + 2:
+        raise RowError(f"pp*vpp = {pp * vpp} is more than layers={layers} with embedding and head")
     if schedule in (None, "1f1b") and vpp > 1:
         schedule = "interleaved-1f1b"
     return schedule or "1f1b", max(1, vpp)
 
 
-def _dtype(cells: _Cells) -> str:
+def _dtype(cells: Cells) -> str:
     named = cells.text("dtype")
     if not named:
-        return "float16" if "V100" in cells.text("gpu").upper() else "bfloat16"
+        old = "V100" in cells.text("gpu").upper()
+        return str(cells.assume("dtype", "float16" if old else "bfloat16"))
     dtype = dtype_of(named)
     if dtype is None:
         raise RowError(f"dtype {named!r} is not priced; use fp32, fp16, bf16 or fp8")
     return dtype
 
 
-def _recompute(cells: _Cells, stack: Stack) -> str:
+def _recompute(cells: Cells, stack: Stack) -> str:
     # ``none`` is a choice here, where in other columns it says nothing.
     value = cells.raw("recompute")
     known = recompute_of(value)
     if known is None:
         return str(cells.assume("recompute", stack.recompute))
     return known
-
-
-def _whole(name: str, value: Any) -> int:
-    if str(value).strip().lower() in ("true", "yes", "on"):
-        return 1
-    if str(value).strip().lower() in ("false", "no", "off"):
-        return 0
-    number = _real(str(value))
-    if number is None:
-        raise RowError(f"column {name} holds {value!r}; it must be a number")
-    return int(number)
-
-
-def _real(text: str) -> float | None:
-    try:
-        number = float(text.replace(",", "").replace("_", ""))
-    except ValueError:
-        return None
-    return number if abs(number) < 1e18 else None

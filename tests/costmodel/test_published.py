@@ -10,7 +10,8 @@ from costmodel.devices import device_of
 from costmodel.fit_rates import RANGES, MeasuredRun, fit_rates, held_out_errors, relative_errors
 from costmodel.published import RowError, estimate_run, estimate_run_memory, parse_row
 from costmodel.rates import FITTED, load_rates
-from costmodel.rows import estimate_file, estimate_rows, predict_row, read_rows
+from costmodel.row_files import estimate_file, read_rows
+from costmodel.rows import estimate_rows, predict_row
 from costmodel.run_memory import layer_activation_bytes, layers_in_flight
 from costmodel.stacks import FSDP_FLASH, MEGATRON_CLASSIC, MEGATRON_TE
 from costmodel.transformer import Split, TransformerShape
@@ -136,6 +137,16 @@ def test_blanks_are_filled_and_said():
         ({"dtype": "fp2"}, "dtype 'fp2' is not priced"),
         ({"gpus": "64"}, r"tp\*cp\*pp\*dp = 8 does not equal gpus=64"),
         ({"hidden": "many"}, "column hidden"),
+        ({"hidden": "1e15"}, "more than any run has"),
+        ({"layers": "inf"}, "column layers"),
+        ({"layers": "12.5"}, "layers=12.5 must be a whole number"),
+        ({"heads": "0"}, "heads=0 must be at least 1"),
+        ({"kv_heads": "3"}, "kv_heads=3 does not divide heads=16"),
+        ({"ffn_hidden": "1"}, "tp=2 is more than ffn_hidden=1"),
+        ({"ep": "-1"}, "ep=-1 must be at least 0"),
+        ({"ep": "3"}, "ep=3 does not divide num_experts=8"),
+        ({"vpp": "1000"}, "is more than layers=24"),
+        ({"hidden": "", "params_b": "-13"}, "a model of -1.3e.10 parameters"),
     ],
 )
 def test_rows_that_cannot_be_priced_say_why(changed, message):
@@ -163,9 +174,16 @@ def test_rows_that_cannot_be_priced_say_why(changed, message):
         ("schedule", "ZB-H2", "schedule", "zb-2p"),
         ("schedule", "AFAB", "schedule", "gpipe"),
         ("vpp", "3", "schedule", "interleaved-1f1b"),
+        ("zero_stage", "FSDP", "zero_stage", 3),
+        ("zero_stage", "none", "zero_stage", 0),
+        ("zero_stage", "ZeRO-2", "zero_stage", 2),
+        ("global_batch", "64k tokens", "global_batch", 62),
+        ("micro_batch", "auto", "micro_batch", 1),
+        ("micro_batch", "64", "micro_batch", 16),
     ],
 )
 def test_words_of_frameworks(column, text, field, meant):
+    """D18: numbers with units, and the words that frameworks and people use."""
     row = {**ROW, column: text}
     if column == "schedule":
         row["vpp"] = ""
@@ -184,6 +202,10 @@ def test_words_of_frameworks(column, text, field, meant):
         ("NVIDIA H20", "", "H20"),
         ("GB200 NVL72", "186", "GB200 NVL72"),
         ("L40S", "", "L40S"),
+        ("AMD Instinct MI250X", "", "MI250X, one die"),
+        ("Intel Gaudi 2", "", "Gaudi 2"),
+        ("TPU v5p", "", "TPU v5p"),
+        ("A100-SXM", "81920", "A100 SXM"),
     ],
 )
 def test_names_of_devices(gpu, memory_gb, name):
@@ -231,6 +253,11 @@ def test_named_models_fill_blank_sizes():
     assert shape.num_params == pytest.approx(69.5e9, rel=0.01)  # one of its two embeddings
     by_size = parse_row({**blank, "model": "ours", "params_b": "7"}).shape
     assert by_size.num_params == pytest.approx(7e9, rel=0.1)
+    assert parse_row({**blank, "model": "Ours-7B"}).shape == by_size
+    layout = ("gpus", "tp", "pp", "dp", "vpp", "global_batch", "micro_batch", "schedule")
+    (line,) = estimate_rows([{"model": "Llama-3-70B", "gpu": "H100", **dict.fromkeys(layout, "")}])
+    assert line["reason"] == ""
+    assert "gpus=32" in line["assumed"]
 
 
 MIXTRAL = {
@@ -257,10 +284,28 @@ def test_experts_cost_what_their_tokens_do():
 
 
 def test_a_run_too_large_is_said_not_to_fit():
-    """M11: the device's memory less the context, and what the allocator wastes."""
+    """M11: the memory programs see, less the context, and what the allocator wastes."""
     large = {**ROW, "layers": "96", "hidden": "8192", "heads": "64", "ffn_hidden": "32768"}
     assert predict_row(ROW)["predicted_fits"] == "yes"
     assert predict_row(large)["predicted_fits"] == "no"
+
+
+def test_what_a_row_leaves_open_may_make_it_fit():
+    """M11: gradients in 16 bits and recompute are no columns, or blank, in published tables."""
+    row = {**ROW, "stack": "megatron-te", "gpu": "H100", "hidden": "8192", "heads": "64",
+           "ffn_hidden": "32768", "tp": "4", "pp": "2", "dp": "1", "seq_len": "8192"}  # fmt: skip
+    again = {**row, "layers": "24", "recompute": ""}
+    assert predict_row(again)["predicted_fits"] == "yes, with full recompute"
+    assert predict_row({**again, "recompute": "none"})["predicted_fits"] == "no"
+    lean = {**row, "layers": "36", "recompute": "full"}
+    assert predict_row(lean)["predicted_fits"] == "yes, with 16-bit gradients"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_holds_less_with_each_stage(stage):
+    run = replace(parse_row(ROW), stack=MEGATRON_TE, tp=1, pp=1, dp=8)
+    less, more = (estimate_run_memory(replace(run, zero_stage=z)) for z in (stage, stage - 1))
+    assert less.total < more.total
 
 
 def test_rates_are_found_again(machine):
@@ -304,12 +349,36 @@ def test_a_file_of_rows(tmp_path):
     assert all(float(row["predicted_peak_mem_gib"]) > 0 for row in predicted)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda text: b"\xef\xbb\xbf" + text.encode(),
+        lambda text: text.replace("\n", "\r\n").encode(),
+        lambda text: text.encode("utf-16"),
+        lambda text: text.replace("24", "24\0").encode("latin-1"),
+        lambda text: text.replace(",", ";").encode(),
+        lambda text: text.replace(",", " ,\t").upper().encode(),
+        lambda text: ("\n\n" + text.replace("\n", ",of no column\n", 2)).encode(),
+        lambda text: text.replace("layers", "layers,Layers", 1).replace("24", "24,x", 1).encode(),
+    ],
+    ids=["bom", "crlf", "utf16", "nul", "semicolons", "spaces", "ragged", "twice"],
+)
+def test_files_of_spreadsheets(tmp_path, write):
+    """D18: whatever a table was saved with, its rows are predicted as they are."""
+    source, target = tmp_path / "rows.csv", tmp_path / "predicted.csv"
+    source.write_bytes(write(",".join(ROW) + "\n" + ",".join(ROW.values()) + "\n"))
+    assert estimate_file(source, target) == (1, 1)
+    (row,) = read_rows(target)
+    assert float(row["predicted_step_time_s"]) == predict_row(ROW)["predicted_step_time_s"]
+
+
 def test_foreign_files_are_one_line(tmp_path):
     with pytest.raises(PlannerError, match="no file"):
         read_rows(tmp_path / "none.csv")
-    (tmp_path / "odd.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(PlannerError, match="lacks column gpu"):
-        read_rows(tmp_path / "odd.csv")
+    for text in ("", "a,b\n1,2\n"):
+        (tmp_path / "odd.csv").write_text(text)
+        with pytest.raises(PlannerError, match="lacks column gpu"):
+            read_rows(tmp_path / "odd.csv")
 
 
 @pytest.mark.parametrize("name", ["a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm", "h200-sxm-141gb"])
