@@ -53,6 +53,9 @@ class Question:
             help="On the host: none, optimizer, activations, both; auto: what it takes to fit."
         ),
     ] = "auto"
+    meshes: Annotated[
+        str, typer.Option(help="same: one dp and tp for all stages; own: each stage's may differ.")
+    ] = "same"
     pin: Annotated[
         list[str] | None,
         typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
@@ -85,6 +88,7 @@ class Question:
                 "the number of blocks of each stage, in order, such as 1,3",
             ),
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
+            meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
             **more,
         )

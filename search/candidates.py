@@ -119,6 +119,10 @@ class Candidates:
             self._tables[key] = worth_trying(draft.table for draft in drafts)
         return self._tables[key]
 
+    def was_asked(self, tp: int, microbatch_size: int, cp: int = 1) -> bool:
+        """Whether layouts were looked for at these degrees and microbatch size."""
+        return (tp, cp, microbatch_size) in self._drafts
+
     def drafts(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
         """Return a table for each layout, nothing in it priced yet, with the least it can take."""
         key = (tp, cp, microbatch_size)

@@ -51,7 +51,7 @@ FAMILIES = ("any", "1F1B", "FThenB", "split")
 class Band(Protocol):
     """The costs of a window's runs, in its shape; of those that are not valid, anything.
 
-    `forward_s` and `backward_s` have a leading axis for the recompute choice.
+    `forward_s` and `backward_s` have a leading axis for the choice; `tail_s` may have one.
     """
 
     @property
@@ -115,8 +115,9 @@ class ChainProblem:
     gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
     most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
     that are fixed, so that recompute alone is chosen (empty: free). refused: what is known not
-    to fit beside what `Band.fits` tells. With `is_careful` a run fits if `Band.peak_bytes` do,
-    which refuses most of what does not fit, and perhaps what does.
+    to fit beside what `Band.fits` tells. first_choices: what stage 0 may choose (empty: all); where
+    tails differ by choice, these share one. With `is_careful` a run fits if `Band.peak_bytes`
+    do, which refuses most of what does not fit, and perhaps what does.
     """
 
     stages: Stages
@@ -132,6 +133,7 @@ class ChainProblem:
     most_blocks: int | None = None
     cuts: tuple[int, ...] = ()
     refused: tuple[TooLarge, ...] = ()
+    first_choices: tuple[int, ...] = ()
     is_careful: bool = False
 
     @property
@@ -270,8 +272,14 @@ class Paths:
             end=end,
             until=np.where(self.fits(stage)[part], until, np.inf),
             back=back,
-            tail=self.band.tail_s[rows, starts],
+            tail=self._tail(stage)[..., rows, starts],
         )
+
+    def _tail(self, stage: int) -> Floats:
+        """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
+        tail_s = self.band.tail_s
+        shares = stage > 0 or tail_s.ndim == self._seconds.ndim - 1
+        return tail_s if shares else tail_s[self.problem.first_choices[0]]
 
     def fits(self, stage: int) -> Flags:
         """Whether each run, by choice, may stay within the memory limit on a stage."""
@@ -281,9 +289,12 @@ class Paths:
                 self._within(in_flight, choice) for choice in range(len(self.problem.choices))
             ]
         refused = [one for one in self.problem.refused if one.stage == stage]
-        if not refused:
+        first = self.problem.first_choices if stage == 0 else ()
+        if not refused and not first:
             return self._fits[in_flight]
         fits = self._fits[in_flight].copy()
+        if first:
+            fits[[choice not in first for choice in range(len(fits))]] = False
         start, end = self.window.start, self.window.end
         for one in refused:
             if one.and_longer:
@@ -300,7 +311,7 @@ class Paths:
 
     def first_tail(self, first_cut: int) -> float:
         """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
-        return float(self.band.tail_s[first_cut - 1, 0] + self.problem.first_weight_s[first_cut])
+        return float(self._tail(0)[first_cut - 1, 0] + self.problem.first_weight_s[first_cut])
 
     def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
         """Path of every run of the window on a stage, inf where it does not fit."""

@@ -22,6 +22,7 @@ from search.gates import NO_FASTER, TOO_LARGE, Progress, first_gate, run_gates
 from search.host_room import host_holds, too_large_for_host
 from search.nothing_fits import explain_nothing_fits, find_leanest
 from search.on_host import tiers
+from search.own_mesh_walk import search_own_meshes
 from search.request import Certificate, SearchRequest, SearchResult
 from search.runners_up import find_runners_up
 from search.space import Refusals
@@ -101,6 +102,8 @@ def search_among(
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
+    if request.meshes == "own":
+        considered += search_own_meshes(search, shapes, progress)
     if search.best is None:
         leanest = find_leanest(candidates, shapes)
         reasons, smallest = explain_nothing_fits(leanest, request, search.memory_limit_bytes)
@@ -166,6 +169,7 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
         proved_by=(
             ("degrees, microbatches and schedules", "branch and bound"),
             ("stage boundaries", _PROVED[search.request.solver]),
+            *[("stages' own meshes", "branch and bound")] * (search.request.meshes == "own"),
             ("placements in blocks", "variable elimination, whole or split block boundaries"),
             (
                 "order of the best",

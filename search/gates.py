@@ -12,11 +12,12 @@ With virtual stages (vpp > 1) gate 2 takes one cut only, stages as equal as bloc
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import ge, itemgetter
 
+from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.bisect import solve_by_bisection
@@ -231,7 +232,7 @@ def _second_gate(search: Walk, entry: Entry) -> None:
         one, table, limit, refused=entry.refused, is_careful=entry.is_careful
     )
     if search.request.solver != "dp":
-        cut = _SOLVERS[search.request.solver](problem)
+        cut = SOLVERS[search.request.solver](problem)
         if cut is None:
             search.pruned[f"memory: {search.request.solver} found no stage boundaries"] += 1
             return
@@ -250,7 +251,7 @@ def _second_gate(search: Walk, entry: Entry) -> None:
     search.push(replace(entry, bound=max(entry.bound, solved.cut.value), cut=solved.cut))
 
 
-_SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
+SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
     "recursive": solve_by_bisection,
     "cpsat": solve_by_joint_program,
     "brute_force": solve_by_brute_force,
@@ -302,28 +303,38 @@ def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
     if entry.refusals == _MOST_REFUSALS + _MOST_CAREFUL_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
+    one, plan = entry.configuration, done.plan
+    live = in_flight_of(one) if one.vpp == 1 else ()
+    tables = (entry.table,) * len(plan.stages)
+    too_large = too_large_stages(plan, done.answer, cut, live, search.memory_limit_bytes, tables)
     search.push(
         replace(
             entry,
             cut=None,
-            refused=(*entry.refused, *_too_large_stages(search, entry, cut, done)),
+            refused=(*entry.refused, *too_large),
             refusals=entry.refusals + 1,
             is_careful=entry.refusals >= _MOST_REFUSALS,
         )
     )
 
 
-def _too_large_stages(search: Walk, entry: Entry, cut: Cut, done: Finished) -> Iterator[TooLarge]:
+def too_large_stages(
+    plan: Plan,
+    answer: Estimate,
+    cut: Cut,
+    live: Sequence[int],
+    limit_bytes: float,
+    tables: Sequence[StageTable],
+) -> Iterator[TooLarge]:
     """Yield the stages of a plan whose ranks are over the memory limit.
 
     A longer run of blocks holds all that a shorter one does but for what comes and goes at its
     edges, and copies of weights whose other users it holds too; what is over by more than that
-    refuses longer runs as well.
+    refuses longer runs as well. `live` are the microbatches that each stage holds at most, none
+    where ranks have several; `tables` are the stages'.
     """
-    one, plan = entry.configuration, done.plan
-    live = in_flight_of(one) if one.vpp == 1 else ()
     for index, stage in enumerate(plan.stages):
-        over = int(done.answer.memory[stage.pp_rank].total) - search.memory_limit_bytes
+        over = int(answer.memory[stage.pp_rank].total) - limit_bytes
         if over <= 0:
             continue
         first, end = stage.first_block, stage.last_block + 1
@@ -333,7 +344,7 @@ def _too_large_stages(search: Walk, entry: Entry, cut: Cut, done: Finished) -> I
             end=end,
             choice=cut.choices[index],
             and_longer=bool(live)
-            and over > entry.table.most_edge_bytes(first, end, in_flight=live[index]),
+            and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from planner.errors import LayoutError
 from planner.plan import Plan, Precision, Recompute
@@ -16,6 +16,8 @@ RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
+
+Meshes = Literal["same", "own"]
 
 Value = TypeVar("Value")
 
@@ -37,7 +39,7 @@ class SearchRequest:
     placement text) triples that every layout must respect.
     `precision` is what the graph was captured in, not searched. `balance`, if not empty, fixes
     the stages: so many blocks each, in order. `offload` says what is on the host; ``auto``
-    tries that only where nothing fits without.
+    tries that only where nothing fits without. `meshes` says whether stages share one dp and tp.
     """
 
     num_devices: int
@@ -62,6 +64,7 @@ class SearchRequest:
     precision: Precision = "model"
     balance: tuple[int, ...] = ()
     offload: Offload = "auto"
+    meshes: Meshes = "same"
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -98,6 +101,10 @@ class SearchRequest:
             raise LayoutError(
                 f"--offload {self.offload} was given; use {', '.join(OFFLOADS[:-1])} or "
                 f"{OFFLOADS[-1]}"
+            )
+        if self.meshes not in get_args(Meshes):
+            raise LayoutError(
+                f"--meshes {self.meshes} was given; use same (one dp and tp for all stages) or own"
             )
         if self.precision not in get_args(Precision):
             raise LayoutError(

@@ -37,7 +37,8 @@ backward, or go through them breadth first, keep more memory for no less time.""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """One point of the space. `recompute` is one for all stages, ``mixed`` (any by stage), or
-    those that stages choose between, joined by ``|``.
+    those that stages choose between, joined by ``|``. `stage_tps` is empty where all stages
+    have this dp and tp, else each stage's tp.
     """
 
     dp: int
@@ -50,11 +51,13 @@ class Configuration:
     schedule: str
     zero: int
     recompute: str
+    stage_tps: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
         """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
-        parts = [f"dp{self.dp}", f"tp{self.tp}", f"pp{self.pp}"]
+        tps = "/".join(map(str, self.stage_tps)) or self.tp
+        parts = [f"dp{self.dp}", f"tp{tps}", f"pp{self.pp}"]
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
         if self.vpp > 1:

@@ -1,0 +1,150 @@
+"""D12, M17: stages with meshes of their own, beside every mix there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from search import SearchRequest, find_plan
+from search.brute_force import all_cuts
+from search.candidates import Candidates
+from search.chain_paths import Cut
+from search.own_meshes import Member, member_problem, mixed_problem, plan_of_mix
+from search.space import recompute_choices
+from tests.captures import capture_module
+from tests.search.machine import Machine
+from tests.search.referee import every_answer
+
+
+class Pooled(nn.Module):
+    """Layers of few weights and long samples, whose samples are best divided, then layers of many
+    weights and short ones, which are best divided themselves (Krizhevsky, One weird trick for
+    parallelizing convolutional neural networks, 2014)."""
+
+    def __init__(self, narrow: int, wide: tuple[int, ...]):
+        super().__init__()
+        self.long = nn.ModuleList(nn.Linear(narrow, narrow) for _ in range(2))
+        self.short = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((narrow, *wide)))
+
+    def forward(self, x, target):
+        for layer in self.long:
+            x = torch.relu(layer(x))
+        x = x.mean(1)
+        for layer in self.short:
+            x = torch.relu(layer(x))
+        return F.mse_loss(x, target)
+
+
+@cache
+def pooled(narrow: int, *wide: int) -> ModelGraph:
+    def batch(size):
+        return {"x": torch.zeros(size, 256, narrow), "target": torch.zeros(size, wide[-1])}
+
+    return capture_module(Pooled(narrow, wide), batch(2), batch(3), name="pooled")
+
+
+def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
+    """Yield (seconds, bytes) of all plans whose stages may have a mesh of their own."""
+    candidates = Candidates.of(graph, machine, request)
+    groups: dict[tuple, list] = {}
+    for shape in candidates.shapes(request):
+        for one in shape.configurations():
+            if one.pp > 1 and one.vpp == 1:
+                key = (one.pp, one.num_microbatches, one.schedule)
+                groups.setdefault(key, []).append(one)
+    for group in groups.values():
+        for zero in {one.zero for one in group}:
+            of_zero = {one.tp: replace(one, zero=zero) for one in group}.values()
+            tables = [candidates.tables(one.tp, one.microbatch_size) for one in of_zero]
+            for some in product(*tables):
+                members = [
+                    Member(configuration=one, table=table)
+                    for one, table in zip(of_zero, some, strict=True)
+                ]
+                kinds = len(recompute_choices(members[0].configuration.recompute))
+                problem = mixed_problem(
+                    [member_problem(candidates, one, float("inf")) for one in members]
+                )
+                for cuts, choices in all_cuts(problem):
+                    cut = Cut(cuts=cuts, choices=choices, value=0.0)
+                    answer = candidates.estimate(plan_of_mix(candidates, members, cut, kinds)[1])
+                    yield answer.step_s, answer.peak_bytes
+
+
+def random_machine(rng):
+    return Machine(
+        context_bytes=0.0,
+        devices_per_node=4,
+        flop_per_s=float(10 ** rng.uniform(7, 9)),
+        bytes_per_s=float(10 ** rng.uniform(8, 9)),
+        intra_bytes_per_s=float(10 ** rng.uniform(6, 8)),
+        alpha_s=float(10 ** rng.uniform(-7, -4)),
+    )
+
+
+@pytest.mark.parametrize(
+    "instances", [2, pytest.param(30, marks=pytest.mark.slow)], ids=["quick", "whole"]
+)
+def test_the_best_equals_trying_every_mix(instances):
+    """Under limits around what the fastest needs; where a mix is best it is found."""
+    rng = np.random.default_rng(5)
+    gaps, gains = [], []
+    for number in range(instances):
+        graph = pooled(16, 128, 128) if number % 2 == 0 else pooled(16, 256, 64)
+        machine = random_machine(rng)
+        allow = [("schedule", str(rng.choice(["1f1b", "zb_h1"]))), ("zero", "0")]
+        allow += [("recompute", "none"), ("recompute", str(rng.choice(["none", "full"])))]
+        allow += [("zero", "1")] * int(rng.integers(2))
+        request = SearchRequest(
+            num_devices=4, global_batch=8, pp=2, allow=tuple(allow), offload="none", meshes="own"
+        )
+        same = [
+            (answer.estimate.step_s, answer.estimate.peak_bytes)
+            for answer in every_answer(graph, machine, request)
+        ]
+        every = [*same, *every_mix(graph, machine, request)]
+        limit = int(min(every)[1] * rng.choice([0.8, 1.0, 2.0]))
+        best, alone = (
+            min((step for step, peak in some if peak <= limit), default=float("inf"))
+            for some in (every, same)
+        )
+        request = replace(request, memory_limit_bytes=limit)
+        result = find_plan(graph, machine, request)
+        if result.plan is None:
+            assert best == float("inf")
+            continue
+        assert result.certificate is not None
+        step_s, gap = result.plan.estimate["step_s"], result.certificate.gap
+        assert result.plan.estimate["peak_bytes"] <= limit
+        assert result.certificate.lower_bound_s <= best * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= step_s <= best / (1 - gap) * (1 + 1e-9)
+        gaps.append(gap)
+        gains.append(alone / step_s - 1)
+        is_mixed = any(stage.tp for stage in result.plan.stages)
+        assert is_mixed == (step_s < alone * (1 - 1e-9))
+        if number % 8 == 0:
+            other = find_plan(graph, machine, replace(request, solver="cpsat"))
+            assert other.plan is not None
+            most = max(gap, other.certificate.gap)
+            other_s = other.plan.estimate["step_s"]
+            assert best * (1 - 1e-9) <= other_s <= best / (1 - most) * (1 + 1e-9)
+    print(
+        f"{len(gaps)} of {instances} fit; a mix wins in {sum(g > 1e-9 for g in gains)}, by up to "
+        f"{max(gains):.1%}; largest gap {max(gaps):.2%}"
+    )
+    assert max(gains) > 0.01
+
+
+def test_other_words_are_refused():
+    with pytest.raises(LayoutError, match="--meshes mixed was given; use same"):
+        SearchRequest(num_devices=4, global_batch=4, meshes="mixed")  # type: ignore[arg-type]
