@@ -19,24 +19,32 @@ from costmodel.run_row import RunRow
 from profiles import Profile
 
 RANGES = {
-    "matmul_efficiency": (0.40, 0.82, 0.98),
-    "memory_efficiency": (0.30, 0.85, 1.0),
-    "attention_efficiency": (0.20, 0.70, 1.3),
-    "portable_attention_efficiency": (0.10, 0.50, 1.0),
-    "low_precision_efficiency": (0.40, 0.75, 1.25),
+    "matmul_efficiency": (0.40, 0.75, 0.98),
+    "memory_efficiency": (0.30, 0.80, 1.0),
+    "attention_efficiency": (0.20, 0.75, 1.3),
+    "portable_attention_efficiency": (0.10, 0.33, 1.0),
+    "low_precision_efficiency": (0.40, 1.0, 1.25),
     "misaligned_efficiency": (0.10, 0.50, 1.0),
-    "kernel_s": (1e-6, 3e-6, 1e-5),
-    "host_op_s": (5e-6, 4e-5, 1e-4),
+    "kernel_s": (1e-6, 6e-6, 1e-5),
+    "host_op_s": (5e-6, 4.5e-5, 1e-4),
     "host_backward_op_s": (2e-6, 2e-5, 1e-4),
     "launch_wait_s": (5e-6, 1e-4, 3e-4),
-    "skew_s": (1e-6, 2e-5, 5e-4),
-    "node_spread": (1e-4, 5e-3, 3e-2),
-    "exposed_part": (0.02, 0.30, 1.0),
-    "link_efficiency": (0.30, 0.90, 1.2),
-    "network_efficiency": (0.30, 0.80, 2.0),
+    "skew_s": (1e-6, 3e-5, 5e-4),
+    "node_spread": (1e-4, 1e-2, 3e-2),
+    "exposed_part": (0.02, 0.50, 1.0),
+    "link_efficiency": (0.30, 1.0, 1.2),
+    "network_efficiency": (0.30, 0.95, 2.0),
 }
-"""Rates that runs tell, each with its physical range and, between its ends, where fits start.
-`matmul_half_k` is told by tables of single products instead."""
+"""Rates that runs tell, each with its physical range and, between its ends, a usual value: about
+the middle of what the devices with runs of their own told. `matmul_half_k` is told by tables of
+single products instead."""
+
+SPREADS_OF_A_RANGE = 4.0
+"""Standard deviations of a device's rate that its range is wide, on a logarithmic scale."""
+
+PULL = 0.03
+"""Relative error of one run that weighs as much as one standard deviation from the usual value.
+So a rate that a device's few rows hardly tell leans on the other devices."""
 
 KINK = 0.03
 """Relative error beyond which the loss grows linearly."""
@@ -100,8 +108,15 @@ def fit_rates(
     def values_of(x: np.ndarray) -> dict[str, float]:
         return begin | dict(zip(told, map(float, np.exp(x)), strict=True))
 
+    usual = np.log([RANGES[name][1] for name in told])
+    pull = PULL * SPREADS_OF_A_RANGE / (high - low)
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        errors = np.log1p(relative_errors(runs, values_of(x)))
+        return np.concatenate([errors, pull * (x - usual)])
+
     found = least_squares(
-        lambda x: np.log1p(relative_errors(runs, values_of(x))),
+        residuals,
         np.clip(np.log([begin[name] for name in told]), low + inside, high - inside),
         bounds=(low, high),
         loss="soft_l1",

@@ -3,10 +3,11 @@
 The same parts as `estimate`: layers priced as kernels, collectives by the profile's model,
 a pipeline as the steady state of its slowest rank plus fill and drain of the others,
 
-    step_s = m * t_slowest + (pp - 1) * t_middle / vpp + end of step,
+    step_s = m * t_slowest + sum of t_others / vpp + end of step,
 
-which for equal stages is what the simulator finds for 1F1B; and what is waited for the
-slowest of many nodes.
+which for equal stages is what the simulator finds for 1F1B, and for others its critical path:
+the slowest rank works without a pause once a microbatch came through those before it, and is
+waited for by one more through all others. Then what is waited for the slowest of many nodes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ __all__ = ["RowError", "RunEstimate", "RunRow", "estimate_run", "estimate_run_me
 
 TP_COLLECTIVES = 2
 """Tensor-parallel collectives of a layer's forward, and of its backward."""
+
+HOST_SHARPNESS = 4
+"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
+as slow, it takes 2 ** (1/4) times as long as either."""
 
 EMBEDDING_KERNELS = 3
 """Launches of the lookup in a forward."""
@@ -93,10 +98,13 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
         for rank in {0, run.pp // 2, run.pp - 1}
     }
     slowest = max(by_rank.values(), key=lambda microbatch: microbatch.total_s)
-    middle = by_rank[run.pp // 2]
+    # Ranks between the first and the last are alike.
+    inner_s = (run.pp - 2) * by_rank[run.pp // 2].total_s if run.pp > 2 else 0.0
+    ends_s = sum(by_rank[rank].total_s for rank in {0, run.pp - 1})
+    others_s = ends_s + inner_s - slowest.total_s
     m = run.num_microbatches
     dp_s, optimizer_s = _end_of_step(run, profile, rates, slowest)
-    bubble_s = _bubble_seconds(run, middle, hop)
+    bubble_s = _bubble_seconds(run, others_s, hop)
     nodes = ceil(run.gpus / profile.cluster.devices_per_node)
     working_s = m * (slowest.compute_s + slowest.host_s + slowest.recompute_s) + bubble_s
     return RunEstimate(
@@ -127,7 +135,7 @@ def _microbatch(
     hop: float,
 ) -> _Microbatch:
     """Price one microbatch on a rank. Its forward, its recomputed forward and its backward
-    each take as long as the slower of device and host.
+    each take as long as the slower of device and host, and more where both are about as slow.
     """
     first, last = rank == 0, rank == run.pp - 1
     ends = [embedding_seconds(run.shape, run.split, rates, run.stack)] * first
@@ -153,7 +161,6 @@ def _microbatch(
         (again + tp_once * is_full, is_full * kernels * (rates.host_op_s + wait)),
         (backward + tp_once + tp_ends, 2 * kernels * (rates.host_backward_op_s + wait)),
     )
-    hidden = 0.0 if run.stack.launches_block else 1.0
     hides_hops = run.stack.overlaps_pp and run.vpp > 1
     return _Microbatch(
         compute_s=forward + backward,
@@ -168,9 +175,24 @@ def _microbatch(
             forward_s=phases[0][0] + head_s,
             backward_s=phases[1][0] + phases[2][0],
         ),
-        host_s=sum(max(0.0, needed - hidden * busy) for busy, needed in phases),
+        host_s=sum(_host_seconds(run.stack, busy, needed) for busy, needed in phases),
         hop_s=0.0 if hides_hops else 2 * hop,
     )
+
+
+def _host_seconds(stack: Stack, busy_s: float, needed_s: float) -> float:
+    """Return what the host adds to a phase in which the device is busy and the host is needed.
+
+    Some kernels last longer than the launch of the next, others do not, and only so much can be
+    queued: near the point where both take as long, device and host wait for each other in turn.
+    """
+    if stack.launches_block:
+        return needed_s
+    slower = max(busy_s, needed_s)
+    if not slower:
+        return 0.0
+    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
+    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s
 
 
 def _sharded_seconds(
@@ -190,13 +212,15 @@ def _sharded_seconds(
     return exposed(gather_s, forward_s) + exposed(2 * gather_s, backward_s)
 
 
-def _bubble_seconds(run: RunRow, middle: _Microbatch, hop: float) -> float:
-    """Fill and drain. Zero-bubble tables with twice the memory (or a V) have none, the one
-    with 1F1B's memory a third (Qi et al. 2023, arXiv 2401.10241).
+def _bubble_seconds(run: RunRow, others_s: float, hop: float) -> float:
+    """Fill and drain: one microbatch through all ranks but the slowest, `others_s`.
+
+    Zero-bubble tables with twice the memory (or a V) have none, the one with 1F1B's memory a
+    third (Qi et al. 2023, arXiv 2401.10241).
     """
     if run.schedule in ("zb-2p", "zb-v"):
         return 0.0
-    bubble = (run.pp - 1) * (middle.total_s / run.vpp + 2 * hop)
+    bubble = others_s / run.vpp + (run.pp - 1) * 2 * hop
     return bubble / 3 if run.schedule.startswith("zb") else bubble
 
 
@@ -336,7 +360,6 @@ def _end_of_step(
         num_bytes = run.stack.reduced_bytes * params
         if run.zero_stage == 0:
             dp_s = _collective(profile, rates, "all_reduce", num_bytes, group)
-            dp_s += rates.pass_seconds(4 * num_bytes)  # into a flat buffer and back
         else:
             scatter = _collective(profile, rates, "reduce_scatter", num_bytes, group)
             gather = _collective(profile, rates, "all_gather", 2 * params, group)

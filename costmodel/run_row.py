@@ -29,6 +29,9 @@ TRAINED_BYTES = 18
 DEVICES_PER_NODE = 8
 """Devices of a node where a row gives nodes and no devices."""
 
+USUAL_STAGE_LAYERS = 4
+"""Layers of a virtual stage; the interleaved runs that NVIDIA publishes have 1 to 5."""
+
 LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
 """Parameters of a model that is known only by their number."""
 
@@ -94,7 +97,8 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     if shape.num_experts > 1:
         _check_divides("ep", ep, "num_experts", shape.num_experts)
     batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
-    schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp)
+    interleaves = stack.interleaves and batch % (dp * micro_batch * pp) == 0
+    schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp, interleaves=interleaves)
     return RunRow(
         shape=shape,
         stack=stack,
@@ -282,7 +286,14 @@ def _least_divisor(number: int, *, at_least: float) -> int:
     return next(n for n in range(1, number + 1) if number % n == 0 and n >= min(at_least, number))
 
 
-def _schedule(cells: Cells, *, layers: int, pp: int) -> tuple[str, int]:
+def _usual_vpp(layers_of_rank: int) -> int:
+    """Virtual stages of a few layers each, as nearly as they divide."""
+    sizes = [n for n in range(1, 4 * USUAL_STAGE_LAYERS + 1) if layers_of_rank % n == 0]
+    return layers_of_rank // min(sizes, key=lambda n: abs(log2(n / USUAL_STAGE_LAYERS)))
+
+
+def _schedule(cells: Cells, *, layers: int, pp: int, interleaves: bool) -> tuple[str, int]:
+    """Return the schedule and vpp; a row that names neither has its stack's usual ones."""
     named = cells.text("schedule")
     schedule, vpp = schedule_of(named), cells.given("vpp", least=0)
     if named and schedule is None:
@@ -291,7 +302,8 @@ def _schedule(cells: Cells, *, layers: int, pp: int) -> tuple[str, int]:
         return "1f1b", 1
     if vpp is None:
         splits = schedule == "interleaved-1f1b" and layers // pp >= 2
-        vpp = cells.assume("vpp", 2 if splits else 1)
+        usual = _usual_vpp(layers // pp) if interleaves and layers % pp == 0 else 1
+        vpp = cells.assume("vpp", 2 if splits else 1 if schedule else usual)
     # The embedding and the head may each take a layer's place.
     if pp * vpp > layers + 2:
         raise RowError(f"pp*vpp = {pp * vpp} is more than layers={layers} with embedding and head")

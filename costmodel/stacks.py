@@ -23,7 +23,8 @@ class Stack:
     `uses_all_links`, gathers and scatters of ZeRO 3 go over one link of a node. With
     `launches_block` the host waits for the end of each kernel it starts. Where
     `selective_skips_layers`, selective recompute runs every second layer again, instead of
-    the attention of each. `seq_len` is a usual sequence length.
+    the attention of each. A stack that `interleaves` deals virtual stages where a row does not
+    say. `seq_len` is a usual sequence length.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Stack:
     uses_all_links: bool = True
     launches_block: bool = False
     selective_skips_layers: bool = False
+    interleaves: bool = False
     seq_len: int = 2048
 
 
@@ -66,7 +68,7 @@ MEGATRON_CLASSIC = Stack(
     gradient_bytes=2,
     accumulate_bytes=6,
     reduced_bytes=2,
-    optimizer_pass_bytes=56,
+    optimizer_pass_bytes=40,
     loss_pass_bytes=75,
     overlaps_tp=False,
     overlaps_gathers=False,
@@ -74,7 +76,8 @@ MEGATRON_CLASSIC = Stack(
     overlaps_pp=False,
     state_bytes=12,
 )
-"""Megatron-LM of 2020 to 2022: fp16, fused softmax, unfused attention, nothing overlapped."""
+"""Megatron-LM of 2020 to 2022: fp16, fused softmax, unfused attention, nothing overlapped. Its
+optimizer step moves 28 bytes of Adam's, 6 of gradients to 32 bits, 6 of weights back to 16."""
 
 MEGATRON_DEEPSPEED = replace(
     MEGATRON_CLASSIC, name="megatron-deepspeed", zero_stage=1, launches_block=True
@@ -113,6 +116,7 @@ MEGATRON_TE = Stack(
     overlaps_dp=True,
     overlaps_pp=True,
     state_bytes=12,
+    interleaves=True,
     seq_len=4096,
 )
 """Megatron-Core with Transformer Engine: bf16 or fp8, flash attention, overlapped collectives."""

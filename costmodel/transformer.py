@@ -246,11 +246,13 @@ def head_seconds(
 ) -> Seconds:
     """Return device seconds of the output matrix and the loss.
 
-    The vocabulary is taken to be padded, as frameworks do, so that rows of logits are aligned.
+    A vocabulary that tp splits is taken to be padded; of one that it does not, rows of logits
+    are aligned or not as the number is.
     """
     tokens = split.micro_batch * shape.seq_len // split.cp
     vocab = -(-shape.vocab // split.tp)
-    product = partial(rates.matmul_seconds, dtype="bfloat16")
+    aligned = split.tp > 1 or shape.vocab % 8 == 0
+    product = partial(rates.matmul_seconds, dtype="bfloat16", aligned=aligned)
     forward = product(tokens, vocab, shape.hidden)
     backward = product(tokens, shape.hidden, vocab) + product(vocab, shape.hidden, tokens)
     loss = rates.pass_seconds(stack.loss_pass_bytes * tokens * vocab / 2, 5)

@@ -103,6 +103,52 @@ def test_pipeline_bubble_is_the_known_fraction(machine):
     assert parts.bubble_s / piped == pytest.approx(7 / (16 + 7), rel=0.02)
 
 
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_one_microbatch_goes_through_all_stages(machine, pp):
+    """P4: with one microbatch, stages take as long one after the other as on one device, however
+    unequal they are."""
+    profile, rates = machine
+    free = replace(rates, network_efficiency=1e12, link_efficiency=1e12)
+    row = {**ROW, "tp": "1", "dp": "1", "gpus": "", "hidden": "8192", "heads": "64",
+           "ffn_hidden": "32768", "vocab": "512000", "global_batch": "2"}  # fmt: skip
+
+    def seconds(pp):
+        parts = estimate_run(parse_row({**row, "pp": str(pp)}), profile, free)
+        return parts.compute_s + parts.host_s + parts.recompute_s + parts.bubble_s
+
+    assert seconds(pp) == pytest.approx(seconds(1), rel=1e-3)
+
+
+def test_rows_of_logits_that_are_not_aligned_are_slow(machine):
+    """A vocabulary of 50257 has rows that start at any byte; tp pads it."""
+
+    def extra(**changes):
+        odd, padded = (
+            estimate_run(parse_row({**ROW, **changes, "vocab": vocab}), *machine).compute_s
+            for vocab in ("50257", "50304")
+        )
+        return odd / padded - 1
+
+    assert extra(tp="1", gpus="4") > 0.01
+    assert abs(extra()) < 0.001
+
+
+def test_host_and_device_wait_for_each_other_where_both_are_as_slow(machine):
+    """Far from that point, a phase takes what the slower of them takes."""
+    profile, rates = machine
+    row = {**ROW, "tp": "1", "pp": "1", "dp": "8", "hidden": "1024"}
+
+    def step(**changes):
+        changes |= {"host_backward_op_s": changes["host_op_s"] / 2}
+        return estimate_run(parse_row(row), profile, replace(rates, **changes)).step_s
+
+    idle, busy = step(host_op_s=1e-9), step(host_op_s=1e-3)
+    assert step(host_op_s=2e-9) == pytest.approx(idle)
+    assert step(host_op_s=2e-3) == pytest.approx(2 * busy, rel=0.02)
+    between = [step(host_op_s=host_op_s * 1e-6) for host_op_s in range(1, 100)]
+    assert between == sorted(between)
+
+
 def test_recompute_costs_a_forward_and_saves_memory(machine):
     none = estimate_run(parse_row({**ROW, "recompute": "none"}), *machine)
     full = estimate_run(parse_row(ROW), *machine)
@@ -126,6 +172,17 @@ def test_blanks_are_filled_and_said():
     run = parse_row({**ROW, "stack": "megatron-te", "sp": "", "zero_stage": "", "recompute": ""})
     assert run.stack is MEGATRON_TE
     assert set(run.assumed) >= {"sp=1", "zero_stage=1", "recompute=none"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "vpp"),
+    [({}, 3), ({"schedule": "1f1b"}, 1), ({"global_batch": "36"}, 1), ({"vpp": "2"}, 2),
+     ({"stack": "megatron-classic"}, 1), ({"layers": "46"}, 23), ({"layers": "23"}, 1)],
+)  # fmt: skip
+def test_transformer_engine_deals_virtual_stages(changed, vpp):
+    """Of about four layers, where the batch divides and the row names neither vpp nor schedule."""
+    row = {**ROW, "stack": "megatron-te", "schedule": "", "vpp": ""}
+    assert parse_row({**row, **changed}).vpp == vpp
 
 
 @pytest.mark.parametrize(
