@@ -37,7 +37,8 @@ MODELS = {
     "wide": {"hidden": 384, "layers": 2, "sequence": 64},
 }
 GLOBAL_BATCH = 16
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 4
+"""So many steps a new process takes until it has the memory it needs."""
 
 MODEL_FILE = """import torch
 from torch import nn
@@ -89,6 +90,7 @@ RUN_FILE = """import json, os, sys, time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from planner.capture import capture_source, load_model_file
 from planner.plan import load_plan
@@ -101,25 +103,42 @@ torch.set_num_threads(1)
 source = load_model_file(folder / "model.py")
 graph = capture_source(source)
 plans = [load_plan(path) for path in sorted(folder.glob("plan-*.json"))]
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def run(turn, index):
+    plan = plans[index]
+    meeting = f"file://{folder}/meeting-{turn}-{index}"
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=world_size)
+    torch.manual_seed(0)
+    mesh = build_mesh(plan, torch.device("cpu"))
+    if jobs:
+        os.environ[TIMELINE_DIR] = str(folder / f"jobs-{index:03}")
+    engine = Engine(plan, graph, source.build(), mesh)
+    data = source.batch(plan.global_batch)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        float(engine.step(data))
+        seconds.append(time.perf_counter() - start)
+    with (folder / f"seconds-{rank}.jsonl").open("a") as log:
+        log.write(json.dumps([index, seconds]) + "\\n")
+    engine.close()
+
+
 order = list(range(len(plans)))
-with (folder / f"seconds-{os.environ['RANK']}.jsonl").open("w") as log:
-    for turn in range(turns):
-        for index in order if turn % 2 == 0 else order[::-1]:
-            plan = plans[index]
-            torch.manual_seed(0)
-            mesh = build_mesh(plan, torch.device("cpu"))
-            if jobs:
-                os.environ[TIMELINE_DIR] = str(folder / f"jobs-{index:03}")
-            engine = Engine(plan, graph, source.build(), mesh)
-            data = source.batch(plan.global_batch)
-            seconds = []
-            for _ in range(steps):
-                start = time.perf_counter()
-                float(engine.step(data))
-                seconds.append(time.perf_counter() - start)
-            log.write(json.dumps([index, seconds]) + "\\n")
-            log.flush()
-            engine.close()
+for turn in range(turns):
+    for index in order if turn % 2 == 0 else order[::-1]:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                run(turn, index)
+                code = 0
+            finally:
+                os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            sys.exit(f"plan {index} failed")
 """
 
 
@@ -164,9 +183,11 @@ def describe(plan: Plan) -> str:
 
 
 def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> None:
-    """Run every plan in turns, forwards and backwards through the list, on two ranks that live
-    through all of them. The machine's speed drifts over minutes, so a plan's steps are spread
-    over the whole run. Leaves each step's seconds in the folder.
+    """Run every plan in turns, forwards and backwards through the list, as `planner launch`
+    does: every rank in a process of its own that has run nothing else. (After many engines a
+    process is a third slower, by what they left in its memory.) These are forked by two ranks
+    that have loaded what all need. The machine's speed drifts over minutes, so a plan's steps
+    are spread over the whole run. Leaves each step's seconds in the folder.
     """
     for index, plan in enumerate(plans):
         save_plan(plan, folder / f"plan-{index:03}.json")
@@ -181,14 +202,14 @@ def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> N
 
 
 def measured_step_s(folder: Path) -> dict[int, float]:
-    """Return the median step of each plan that ran, by its number; the first steps of each
-    turn are left out.
+    """Return each plan's step time, by its number: the median step of its least disturbed turn,
+    as what else happens on a machine only adds. The first steps of each turn are left out.
     """
-    samples: dict[int, list[float]] = {}
+    turns: dict[int, list[float]] = {}
     for line in (folder / "seconds-0.jsonl").read_text().splitlines():
         index, seconds = json.loads(line)
-        samples.setdefault(index, []).extend(seconds[WARM_UP_STEPS:])
-    return {index: statistics.median(found) for index, found in samples.items()}
+        turns.setdefault(index, []).append(statistics.median(seconds[WARM_UP_STEPS:]))
+    return {index: min(medians) for index, medians in turns.items()}
 
 
 def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
@@ -289,7 +310,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a plan in each turn")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a plan in each turn")
     parser.add_argument("--turns", type=int, default=2, help="turns through all plans of a model")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the profile")
     parser.add_argument("--models", default=",".join(MODELS))

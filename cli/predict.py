@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -15,6 +15,7 @@ from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
+    from costmodel.fusion import Kernels
     from planner.plan import Plan
 
 
@@ -37,6 +38,13 @@ def estimate(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
     model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     profile: ProfileOption = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="eager: ops one by one, as `planner launch` runs them; fused: the step time if "
+            "what lies between products were fused, as a compiler does."
+        ),
+    ] = "eager",
     batch: Annotated[
         Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
     ] = None,
@@ -48,16 +56,27 @@ def estimate(
     if batch is not None or out is not None:
         if batch is None or out is None or plan is not None or profile is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
+        if kernels != "eager":
+            raise PlannerError("rows say their kernels by `stack`; leave --kernels out")
         _estimate_rows(batch, out)
         return
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from planner.describe import describe_estimate
 
-    predicted = predict(plan, model, profile, doing="estimating")
+    predicted = predict(plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels))
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
     show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
+
+
+def _parse_kernels(text: str) -> Kernels:
+    from costmodel.fusion import Kernels
+
+    for kernels in get_args(Kernels):
+        if text == kernels:
+            return kernels  # type: ignore[no-any-return]
+    raise PlannerError(f"--kernels {text} was given; use {' or '.join(get_args(Kernels))}")
 
 
 def _estimate_rows(source: Path, target: Path) -> None:
@@ -121,7 +140,9 @@ class Prediction:
     note: str
 
 
-def predict(plan: Path, model: Path, profile: str | None, *, doing: str) -> Prediction:
+def predict(
+    plan: Path, model: Path, profile: str | None, *, doing: str, kernels: Kernels = "eager"
+) -> Prediction:
     """Price a plan file for a model file under a profile, with a progress bar."""
     from costmodel import CostCache
     from costmodel import estimate as estimate_plan
@@ -132,6 +153,6 @@ def predict(plan: Path, model: Path, profile: str | None, *, doing: str) -> Pred
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
-        costs = CostCache(graph, in_training(machine, loaded.world_size))
+        costs = CostCache(graph, in_training(machine, loaded.world_size), kernels=kernels)
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)

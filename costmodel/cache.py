@@ -7,6 +7,7 @@ never on where in the model it stands.
 from __future__ import annotations
 
 from costmodel.block_bytes import BlockBytes, block_bytes
+from costmodel.fusion import Kernels
 from costmodel.program import ProgramCost, price_program
 from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
@@ -19,8 +20,8 @@ from profiles import Profile
 class CostCache:
     """Prices of a graph's block classes on one profile. Mutable: it remembers answers."""
 
-    def __init__(self, graph: ModelGraph, profile: Profile) -> None:
-        self.graph, self.profile = graph, profile
+    def __init__(self, graph: ModelGraph, profile: Profile, *, kernels: Kernels = "eager") -> None:
+        self.graph, self.profile, self.kernels = graph, profile, kernels
         self._bound: dict[tuple[int, int], Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
@@ -72,6 +73,7 @@ class CostCache:
                 self.profile,
                 axes=split_axes(self.profile.cluster, tp=tp, cp=cp),
                 remade=ops_made_again(whole, local, recomputed),
+                kernels=self.kernels,
             )
         return self._blocks[key]
 

@@ -6,7 +6,7 @@ takes arrays as well as numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from planner.plan import Precision
 from profiles import Group, Profile
+from profiles.records import ZeroWork
 
 Amount = Any
 """A float or an array of floats."""
@@ -30,7 +31,8 @@ class DataParallelSeconds:
     """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not.
 
     `forward_s` and `backward_s` come with every microbatch's jobs, `first_forward_s` with the
-    first, `last_backward_s` with the last, `after_s` follows the last job.
+    first, `last_backward_s` with the last, `after_s` follows the last job. `host_*_s` come with
+    every microbatch, too: what the host does about it that no message and no compute hides.
     """
 
     forward_s: Amount = 0.0
@@ -38,6 +40,8 @@ class DataParallelSeconds:
     first_forward_s: Amount = 0.0
     last_backward_s: Amount = 0.0
     after_s: Amount = 0.0
+    host_forward_s: Amount = 0.0
+    host_backward_s: Amount = 0.0
 
     @property
     def once_s(self) -> Amount:
@@ -47,20 +51,33 @@ class DataParallelSeconds:
     def hidden_behind(
         self, profile: Profile, *, forward_s: Amount, backward_s: Amount, num_blocks: Amount
     ) -> DataParallelSeconds:
-        """Return what stays exposed beside one microbatch's compute of the stage.
+        """Return what stays exposed beside one microbatch's compute of the stage, the host's
+        part in it.
 
         On a GPU weights are gathered one block ahead and gradients scattered one block
-        behind, on streams of their own; on a CPU the runtime waits for each.
+        behind, on streams of their own; on a CPU the runtime waits for each, and in it for
+        the slowest rank.
         """
         if profile.cluster.device_type == "cpu":
-            return self
+
+            def waited(seconds: Amount, compute_s: Amount) -> Amount:
+                more = profile.wait_seconds(compute_s, num_blocks)
+                return seconds + np.where(np.asarray(seconds) > 0, more, 0.0)
+
+            return DataParallelSeconds(
+                forward_s=waited(self.forward_s, forward_s) + self.host_forward_s,
+                backward_s=waited(self.backward_s, backward_s) + self.host_backward_s,
+                first_forward_s=waited(self.first_forward_s, forward_s),
+                last_backward_s=waited(self.last_backward_s, backward_s),
+                after_s=self.after_s,
+            )
 
         def exposed(seconds: Amount, compute_s: Amount) -> Amount:
             return exposed_seconds(profile, seconds, compute_s, num_pieces=num_blocks)
 
         return DataParallelSeconds(
-            forward_s=exposed(self.forward_s, forward_s),
-            backward_s=exposed(self.backward_s, backward_s),
+            forward_s=exposed(self.forward_s, forward_s) + self.host_forward_s,
+            backward_s=exposed(self.backward_s, backward_s) + self.host_backward_s,
             first_forward_s=exposed(self.first_forward_s, forward_s),
             last_backward_s=exposed(self.last_backward_s, backward_s),
             after_s=self.after_s,
@@ -94,6 +111,7 @@ def data_parallel_seconds(
     zero_stage: int,
     param_bytes: float,
     num_blocks: int,
+    num_tensors: int = 0,
     gradient_bytes: float | None = None,
     on_host: bool = False,
 ) -> DataParallelSeconds:
@@ -102,8 +120,9 @@ def data_parallel_seconds(
     As the runtime does it: ZeRO 0 sums gradients in buckets after the last backward; ZeRO 1
     gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
-    is one block's weights. `gradient_bytes` differ from `param_bytes` where gradients are
-    summed in another dtype; `on_host` shards are copied up before and gradients down after.
+    is one block's weights, and FSDP2's own work for each of them and for each of `num_tensors`
+    comes to it. `gradient_bytes` differ from `param_bytes` where gradients are summed in another
+    dtype; `on_host` shards are copied up before and gradients down after.
     """
     if group.size == 1 or param_bytes == 0:
         return DataParallelSeconds()
@@ -117,19 +136,35 @@ def data_parallel_seconds(
         return DataParallelSeconds(
             after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
         )
-    # FSDP copies shards into one message, and what was gathered out of it; and the reverse.
-    copies = 2 * (1 + 1 / group.size) / profile.cluster.memory_bytes_per_s
-    gather = message("all_gather", param_bytes, num_blocks) + copies * param_bytes
-    scatter = message("reduce_scatter", reduced, num_blocks) + copies * reduced
+
+    def own(work: ZeroWork, num_bytes: float) -> float:
+        return profile.step_seconds(
+            work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_blocks
+        ).seconds
+
+    copies = copies_s_per_byte(profile, group.size)
+    hooks = own("zero_forward", param_bytes), own("zero_backward", reduced)
+    gather = message("all_gather", param_bytes, num_blocks)
+    gather += max(copies * param_bytes, own("zero_gather", param_bytes))
+    scatter = message("reduce_scatter", reduced, num_blocks)
+    scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
     if on_host:  # what rests there is as wide as the gradients
         shard = reduced / group.size
         gather += profile.step_seconds("host_to_device", num_bytes=shard).seconds
         scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
+    host = DataParallelSeconds(host_forward_s=hooks[0], host_backward_s=hooks[1])
     if zero_stage == 1:
-        return DataParallelSeconds(first_forward_s=gather, last_backward_s=scatter)
+        return replace(host, first_forward_s=gather, last_backward_s=scatter)
     if zero_stage == 2:
-        return DataParallelSeconds(first_forward_s=gather, backward_s=scatter)
-    return DataParallelSeconds(forward_s=gather, backward_s=gather + scatter)
+        return replace(host, first_forward_s=gather, backward_s=scatter)
+    return replace(host, forward_s=gather, backward_s=gather + scatter)
+
+
+def copies_s_per_byte(profile: Profile, replicas: int) -> float:
+    """Return what FSDP's copies take beside a message, for each of its bytes: of shards into it,
+    and of what was gathered out of it; and the reverse.
+    """
+    return 2 * (1 + 1 / replicas) / profile.cluster.memory_bytes_per_s
 
 
 def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:

@@ -3,8 +3,8 @@
     step_s = max over pp ranks r of  end(r) + sync(r) + optimizer(r)
 
 where end(r) is the end of r's last job in the simulated table, sync(r) what r still has to
-exchange with its dp replicas then, and optimizer(r) its parameter update. On the rank that
-ends last,
+exchange then with its dp replicas, and with stages that share parameters with its own, and
+optimizer(r) its parameter update. On the rank that ends last,
 
     step_s = compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s + bubble_s
              + optimizer_s + offload_s
@@ -191,7 +191,10 @@ def _time_parts(
         [s for s, stage in enumerate(plan.stages) if stage.pp_rank == rank]
         for rank in range(plan.pp)
     ]
-    after = [sum(float(syncs[s].once_s) for s in stages) for stages in stages_of]
+    after = [
+        tied + sum(float(syncs[s].once_s) for s in stages)
+        for tied, stages in zip(price.tied_s, stages_of, strict=True)
+    ]
     optimizer = []
     for stages in stages_of:
         replicas = plan.stage_dp(stages[0]) * plan.cp

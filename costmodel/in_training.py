@@ -45,9 +45,17 @@ class TrainingProfile(Profile):
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective beside compute."""
         answer = self._alone.collective_seconds(kind, num_bytes, group)
+        return replace(answer, seconds=answer.seconds / self._reached_part(group))
+
+    def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
+        """Return seconds per byte that no collective of up to `most_bytes` goes below."""
+        least = self._alone.least_collective_s_per_byte(kind, group, most_bytes=most_bytes)
+        return least / self._reached_part(group)
+
+    def _reached_part(self, group: Group) -> float:
+        """Return what part of its links' rate a group reaches."""
         inside = group.num_nodes == 1
-        part = self.rates.link_efficiency if inside else self.rates.network_efficiency
-        return replace(answer, seconds=answer.seconds / part)
+        return self.rates.link_efficiency if inside else self.rates.network_efficiency
 
     def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
         """Return by how much a part slows while both run together.

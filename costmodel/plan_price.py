@@ -20,6 +20,7 @@ from costmodel.communication import (
 )
 from costmodel.simulate import JobSeconds
 from costmodel.stage import StageLoad, again_seconds, block_load, join
+from costmodel.tied import tied_seconds
 from costmodel.topology import axis_group, hop_group, split_axes
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -27,7 +28,9 @@ from planner.plan import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPrice:
-    """Prices of a plan's stages, in stage order; `blocks[stage]` of its blocks one by one."""
+    """Prices of a plan's stages, in stage order; `blocks[stage]` of its blocks one by one.
+    `tied_s[pp_rank]` is what sums of tied parameters' gradients take.
+    """
 
     plan: Plan
     loads: tuple[StageLoad, ...]
@@ -35,6 +38,7 @@ class PlanPrice:
     arrivals: tuple[Arrivals, ...]
     syncs: tuple[DataParallelSeconds, ...]
     job_seconds: JobSeconds
+    tied_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         arrivals=tuple(arrivals),
         syncs=tuple(syncs),
         job_seconds=_job_seconds(plan, costs, loads, blocks, arrivals, syncs),
+        tied_s=tied_seconds(plan, costs.graph, costs.profile),
     )
 
 
@@ -177,6 +182,7 @@ def _sync(plan: Plan, costs: CostCache, stage: int, load: StageLoad) -> DataPara
         zero_stage=plan.zero_stage,
         param_bytes=param_bytes,
         num_blocks=int(load.num_blocks),
+        num_tensors=int(load.num_params),
         gradient_bytes=param_bytes * (MASTER_FACTOR if plan.precision == "bf16" else 1),
         on_host=plan.optimizer_on_host,
     )

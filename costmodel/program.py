@@ -8,6 +8,7 @@ from math import prod
 from typing import NamedTuple
 
 from costmodel.compute import inner_seconds, op_seconds, redistribute_seconds
+from costmodel.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.liveness import find_peaks
 from costmodel.remade import selective_bytes
 from costmodel.saved import saved_tensors
@@ -27,8 +28,8 @@ class ProgramCost:
     Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
     device waits for the host; `weight_s` is the part of the backward that makes weight
     gradients, where a job table has them made later; `remade_s` what selective recomputation
-    adds to the backward; `*_comm_s` are collectives, which run
-    exposed.
+    adds to the backward; `*_comm_s` are collectives, which run exposed, and what ranks wait for
+    each other at them.
     Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
     `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
@@ -74,27 +75,33 @@ def price_program(
     *,
     axes: Mapping[str, Axis],
     remade: frozenset[str] = frozenset(),
+    kernels: Kernels = "eager",
 ) -> ProgramCost:
     """Price a bound program that `planner.lowering.lower` made local.
 
     `axes` are those it was lowered on; `remade` names the ops that run again under selective
     recomputation. Collectives run on the compute stream's time, as the
-    runtime waits for each.
+    runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
     """
     tensor = local.tensor
+    seconds = _seconds_of_ops(local, profile, kernels)
     products = deferrable_products(local)
     forward_s = backward_s = weight_s = remade_s = forward_comm_s = backward_comm_s = 0.0
     forward_flop = backward_flop = 0.0
-    views = backward_ops = 0
+    views = backward_ops = forward_waits = backward_waits = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
             forward_comm_s += there
             backward_comm_s += back
+            forward_waits += there > 0
+            backward_waits += back > 0
             continue
         if op.target.startswith("planner."):
-            forward_comm_s += inner_seconds(op, tensor, profile, axes)
-        there, back = op_seconds(op, tensor, profile)
+            inner = inner_seconds(op, tensor, profile, axes)
+            forward_comm_s += sum(inner)
+            forward_waits += len(inner)
+        there, back = seconds[op.name]
         forward_s += there
         backward_s += back
         remade_s += there if op.name in remade else 0.0
@@ -105,11 +112,17 @@ def price_program(
         backward_flop += backward_work(op, tensor).flop
         views += there == 0.0
         backward_ops += tensor[op.outputs[0]].requires_grad
-    forward = _with_host(profile, "forward", forward_s, ops=len(local.ops), views=views)
-    backward = _with_host(profile, "backward", backward_s, ops=backward_ops, views=views)
+    forward_ops = len(local.ops)
+    if kernels == "fused":
+        forward_ops, views = num_kernels(local), 0
+        backward_ops = min(backward_ops, forward_ops)
+    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
+    forward_comm_s += profile.wait_seconds(forward.device_s + forward.host_s, forward_waits)
+    backward_comm_s += profile.wait_seconds(backward.device_s + backward.host_s, backward_waits)
     again = [op for op in local.ops if op.name in remade]
     again_views = sum(op_work(op, tensor).num_bytes == 0 for op in again)
-    second = _with_host(profile, "forward", remade_s, ops=len(again), views=again_views)
+    second = _with_host(profile, "forward", remade_s, kernels, ops=len(again), views=again_views)
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
@@ -159,6 +172,20 @@ def price_program(
     )
 
 
+def _seconds_of_ops(
+    local: Program, profile: Profile, kernels: Kernels
+) -> dict[str, tuple[float, float]]:
+    """Return forward and backward seconds of every op but redistributions, by name."""
+    eager = {
+        op.name: op_seconds(op, local.tensor, profile)
+        for op in local.ops
+        if op.target != "planner.redistribute"
+    }
+    measured = profile.block_correction("forward", compiled=True) != 1.0
+    # Where whole compiled blocks were measured, that says it all.
+    return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
+
+
 class _Spent(NamedTuple):
     """Seconds a device computes, and those it waits for the host on top."""
 
@@ -167,16 +194,22 @@ class _Spent(NamedTuple):
 
 
 def _with_host(
-    profile: Profile, direction: Direction, seconds: float, *, ops: int, views: int
+    profile: Profile,
+    direction: Direction,
+    seconds: float,
+    kernels: Kernels,
+    *,
+    ops: int,
+    views: int,
 ) -> _Spent:
     """Return the time of a whole block from the sum of its ops.
 
     The host feeds ops one by one: a device that computes asynchronously is never ahead of
     `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
     whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
-    views in it.
+    views in it. Ratios of compiled blocks are those of fused kernels.
     """
-    correction = profile.block_correction(direction)
+    correction = profile.block_correction(direction, compiled=kernels == "fused")
     device_s = seconds * correction
     if profile.cluster.device_type != "cpu":
         return _Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))

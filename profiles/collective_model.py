@@ -57,15 +57,30 @@ class CollectiveModel:
 
         Raises ValueError for an unknown kind.
         """
+        curve = self._curve_of(kind, group)
+        if curve is None or num_bytes <= 0:
+            return _NOTHING
+        return curve.lookup(num_bytes)
+
+    def least_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
+        """Return seconds per byte that no collective of up to `most_bytes` goes below.
+
+        Raises ValueError for an unknown kind.
+        """
+        curve = self._curve_of(kind, group)
+        if curve is None or most_bytes <= 0:
+            return 0.0
+        return curve.least_per_byte(most_bytes)
+
+    def _curve_of(self, kind: str, group: Group) -> _Curve | None:
+        """Return the curve of a kind on a group; None where one rank is alone."""
         curve = self._curves.get((kind, group))
         if curve is None:
             wire_share(kind, 2)  # refuses an unknown kind
             if group.size == 1:
-                return _NOTHING
+                return None
             curve = self._curves[kind, group] = self._curve(kind, group)
-        if num_bytes <= 0:
-            return _NOTHING
-        return curve.measured.at(num_bytes) or curve.at(num_bytes)
+        return curve
 
     def _curve(self, kind: str, group: Group) -> _Curve:
         measured = _Samples.of(self._records.get((kind, group), ()))
@@ -172,6 +187,26 @@ class _Curve:
             source=source,
             error=error,
         )
+
+    def lookup(self, num_bytes: float) -> Lookup:
+        """Return what was measured there or around, else what was fitted."""
+        return self.measured.at(num_bytes) or self.at(num_bytes)
+
+    def least_per_byte(self, most_bytes: float) -> float:
+        """Return the least of seconds over bytes among sizes up to `most_bytes`.
+
+        Within a piece, and between two samples, that falls as the size rises, so it is least at
+        their ends, or at `most_bytes`.
+        """
+        sizes = self.measured.sizes
+        least = self.lookup(most_bytes).seconds / most_bytes
+        for size, seconds in zip(sizes, self.measured.seconds, strict=True):
+            if size <= most_bytes:
+                least = min(least, seconds / size, self.at(size).seconds / size)
+        for start, reached in zip(self.starts, self.levels, strict=True):
+            if 0 < start <= most_bytes and not (sizes and sizes[0] < start <= sizes[-1]):
+                least = min(least, max(reached / start, self.least_s_per_byte))
+        return least
 
     def at(self, num_bytes: float) -> Lookup:
         index = max(bisect_right(self.starts, num_bytes) - 1, 0)

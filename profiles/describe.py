@@ -68,10 +68,17 @@ def _machine(profile: Profile) -> Any:
     for fit in file.step_fits:
         each = format_seconds(fit.s_per_tensor)
         per_gb = format_seconds(fit.s_per_byte * GB)
+        block = f"{format_seconds(fit.s_per_call)} a block + " if fit.s_per_call else ""
         name = fit.work.replace("_", " ")
-        table.add_row(name, f"{each} a tensor + {per_gb} a GB", f"{fit.origin}: {fit.detail}")
+        line = f"{block}{each} a tensor + {per_gb} a GB"
+        table.add_row(name, line, f"{fit.origin}: {fit.detail}")
     for part, figure in file.overlap_slowdown.items():
         row(f"{part} slowed by overlap", f"x {figure.value:.2f}", figure)
+    wait = file.collective_wait
+    if wait is not None:
+        part = f"{wait.s_per_compute_s:.1%} of the compute before"
+        line = f"{format_seconds(wait.s_per_call)} + {part}"
+        table.add_row("waits at a collective", line, f"{wait.origin}: {wait.detail}")
     return table
 
 

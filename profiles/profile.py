@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from planner.cluster import ClusterSpec
 from profiles.collective_model import CollectiveModel
@@ -23,6 +23,9 @@ from profiles.records import (
     StepWork,
 )
 
+Amount = Any
+"""A float or an array of floats."""
+
 PASSES: dict[StepWork, float] = {
     "adamw": 7,
     "sharded_adamw": 7,
@@ -30,9 +33,15 @@ PASSES: dict[StepWork, float] = {
     "accumulate": 2.5,
     "host_to_device": 2,
     "device_to_host": 2,
+    "zero_forward": 0,
+    "zero_backward": 0,
+    "zero_reduce": 0,
+    "zero_gather": 0,
 }
 """Bytes that cross memory for each byte of the float32 tensor. AdamW reads parameter,
-gradient and two moments and writes all but the gradient; a bfloat16 copy is half a pass."""
+gradient and two moments and writes all but the gradient; a bfloat16 copy is half a pass. FSDP2's
+copies are counted with its messages (`costmodel.communication`); what it does besides, only
+where it was measured."""
 
 
 class Profile:
@@ -108,15 +117,27 @@ class Profile:
         """
         return self._collective_model.seconds(kind, num_bytes, group)
 
-    def step_seconds(self, work: StepWork, *, num_bytes: float, num_tensors: int = 1) -> Lookup:
-        """Return the time of work beside the blocks; `num_bytes` of the float32 tensors.
+    def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
+        """Return seconds per byte that no collective of up to `most_bytes` goes below.
+
+        Raises ValueError for an unknown kind.
+        """
+        return self._collective_model.least_s_per_byte(kind, group, most_bytes=most_bytes)
+
+    def step_seconds(
+        self, work: StepWork, *, num_bytes: float, num_tensors: int = 1, num_calls: int = 1
+    ) -> Lookup:
+        """Return the time of work beside the blocks; `num_bytes` of the float32 tensors, in
+        `num_calls` blocks where it is a block's.
 
         Where it was not measured: its passes over memory, or the host's link, at full rate.
         """
         for fit in self.file.step_fits:
             if fit.work == work:
                 return Lookup(
-                    seconds=num_tensors * fit.s_per_tensor + num_bytes * fit.s_per_byte,
+                    seconds=num_calls * fit.s_per_call
+                    + num_tensors * fit.s_per_tensor
+                    + num_bytes * fit.s_per_byte,
                     source=f"{work}, {fit.origin}",
                     relative_error=fit.relative_error,
                 )
@@ -131,6 +152,18 @@ class Profile:
             source=f"{work}, passes over memory at its peak rate",
             relative_error=0.3,
         )
+
+    def wait_seconds(self, compute_s: Amount, num_collectives: Amount) -> Amount:
+        """Return by how much so many collectives, spread over seconds of compute, take longer
+        than one after another, as ranks wait for each other; 0 if not measured.
+
+        Numbers or arrays.
+        """
+        fit = self.file.collective_wait
+        if fit is None:
+            return 0.0 * num_collectives
+        among = compute_s * fit.s_per_compute_s * (num_collectives > 0)
+        return num_collectives * fit.s_per_call + among
 
     def optimizer_seconds(
         self, *, param_bytes: float, num_tensors: int, sharded: bool = False

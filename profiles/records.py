@@ -293,23 +293,37 @@ class ClusterRecord(_Record):
         )
 
 
+ZeroWork = Literal["zero_forward", "zero_backward", "zero_reduce", "zero_gather"]
 StepWork = Literal[
-    "adamw", "sharded_adamw", "cast", "accumulate", "host_to_device", "device_to_host"
+    "adamw", "sharded_adamw", "cast", "accumulate", "host_to_device", "device_to_host", ZeroWork
 ]
 """Work of a step beside its blocks: AdamW over float32 parameters, or over DTensors of them
 (ZeRO; their dispatch costs host time per tensor); bfloat16 weights written from float32
-masters; bfloat16 gradients added to float32 sums; copies between host and device."""
+masters; bfloat16 gradients added to float32 sums; copies between host and device; FSDP2's own
+work for a block, without messages (`profiles.zero_timing`)."""
 
 
 class StepFit(_Record):
-    """`seconds = num_tensors * s_per_tensor + num_bytes * s_per_byte`; bytes of the float32
-    tensors that are updated, read, summed into or copied.
+    """`seconds = s_per_call + num_tensors * s_per_tensor + num_bytes * s_per_byte`; bytes of the
+    float32 tensors that are updated, read, summed into or copied.
     """
 
     work: StepWork
+    s_per_call: float = Field(default=0.0, ge=0)
     s_per_tensor: float = Field(ge=0)
     s_per_byte: float = Field(ge=0)
     relative_error: float = Field(ge=0)
+    origin: Origin
+    detail: str
+
+
+class WaitFit(_Record):
+    """A collective amid compute takes `s_per_call` longer than one after another, and
+    `s_per_compute_s` for each second of compute since the last: ranks wait for the slowest.
+    """
+
+    s_per_call: float = Field(ge=0)
+    s_per_compute_s: float = Field(ge=0)
     origin: Origin
     detail: str
 
@@ -352,6 +366,7 @@ class ProfileFile(_Record):
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)
     step_fits: tuple[StepFit, ...] = ()
+    collective_wait: WaitFit | None = None
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
     other_devices: tuple[DeviceSection, ...] = ()

@@ -26,6 +26,8 @@ from profiles.records import (
     ProfileFile,
     StepFit,
     StepWork,
+    WaitFit,
+    ZeroWork,
 )
 from profiles.session import Session
 from profiles.surroundings import StepSample, Surroundings
@@ -83,6 +85,7 @@ def summarize(
             for part, factor in surroundings.overlap.items()
         },
         step_fits=_step_fits(surroundings.steps),
+        collective_wait=_wait_fit(surroundings.waits),
         block_correction=_block_correction(eager, ops, model),
         compiled_block_correction=_block_correction(compiled, ops, model),
         op_fits=fits,
@@ -189,19 +192,39 @@ def _step_fits(samples: Sequence[StepSample]) -> tuple[StepFit, ...]:
         chosen = [sample for sample in samples if sample.work == work]
         if len(chosen) < 2:
             continue
-        terms = np.array([[s.num_tensors, 4.0 * s.num_tensors * s.numel] for s in chosen])
+        # Only what is done block by block has a time of its own for each call.
+        call = float(work in get_args(ZeroWork))
+        terms = np.array([[call, s.num_tensors, 4.0 * s.num_tensors * s.numel] for s in chosen])
         line, residual = fit_nonnegative(terms, np.array([s.seconds for s in chosen]))
         fits.append(
             StepFit(
                 work=work,
-                s_per_tensor=line[0],
-                s_per_byte=line[1],
+                s_per_call=line[0],
+                s_per_tensor=line[1],
+                s_per_byte=line[2],
                 relative_error=float(np.median(np.abs(residual))),
                 origin="measured",
                 detail=f"over {len(chosen)} sets of float32 tensors",
             )
         )
     return tuple(fits)
+
+
+def _wait_fit(waits: Sequence[tuple[float, float]]) -> WaitFit | None:
+    if not waits:
+        return None
+    from scipy.optimize import nnls
+
+    # (Least squares: a short wait is lost in noise, and may come out below nothing.)
+    terms = np.array([[1.0, compute_s] for compute_s, _ in waits])
+    line, _ = nnls(terms, np.array([wait_s for _, wait_s in waits]))
+    lengths = ", ".join(f"{compute_s * 1e3:.1f}" for compute_s, _ in waits)
+    return WaitFit(
+        s_per_call=line[0],
+        s_per_compute_s=line[1],
+        origin="measured",
+        detail=f"all-reduces after {lengths} ms of a layer over those one after another",
+    )
 
 
 def _measured(value: float, detail: str) -> Figure:

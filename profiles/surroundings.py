@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from profiles.driver import gpu_links
-from profiles.records import StepWork
+from profiles.records import StepWork, ZeroWork
 from profiles.session import Session
 from profiles.topology import (
     PAIR_LATENCY_BYTES,
@@ -30,6 +30,9 @@ STEP_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
 STEP_ROUNDS = 3
 """Rounds over all step work; the median of a few moments is steadier than one moment."""
 
+ZERO_SHAPES = ((1, 2**10), (16, 2**10), (1, 2**19), (16, 2**15))
+"""The same for a block's parameters."""
+
 _SAMPLING_S = 0.03
 
 
@@ -47,7 +50,8 @@ class StepSample:
 class Surroundings:
     """Medians, and lines about links for people. Allocator overheads are of all rounds.
 
-    `launch_s` is the host time of one op where the host runs ahead of the device.
+    `launch_s` is the host time of one op where the host runs ahead of the device. `waits` are
+    seconds of compute between collectives, and those by which one takes longer for it.
     """
 
     context_bytes: float
@@ -55,6 +59,7 @@ class Surroundings:
     launch_s: float | None
     steps: tuple[StepSample, ...]
     overlap: Mapping[str, float]
+    waits: tuple[tuple[float, float], ...]
     links: tuple[str, ...]
 
 
@@ -70,12 +75,17 @@ def measure_surroundings(
         _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
     on_gpu = session.conditions["device_type"] == "cuda"
+    steps = _steps(workers, session, report, on_gpu=on_gpu)
+    # A GPU's host runs ahead of it with FSDP2's work.
+    if len(everyone) > 1 and not on_gpu:
+        steps += _zero_work(workers, session, report)
     return Surroundings(
         context_bytes=max(answer["context_bytes"] for answer in memory),
         allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
         launch_s=_launch(workers, session) if on_gpu else None,
-        steps=_steps(workers, session, report, on_gpu=on_gpu),
+        steps=steps,
         overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
+        waits=_waits(workers, session, report) if len(everyone) > 1 else (),
         links=_links(workers, session, report),
     )
 
@@ -93,7 +103,11 @@ def _steps(
     workers: WorkerGroup, session: Session, report: Callable[[str], None], *, on_gpu: bool
 ) -> tuple[StepSample, ...]:
     """Measure the work of a step beside its blocks; on a CPU nothing is copied from a host."""
-    kinds = [w for w in get_args(StepWork) if on_gpu or w not in HOST_COPIES]
+    kinds = [
+        work
+        for work in get_args(StepWork)
+        if work not in get_args(ZeroWork) and (on_gpu or work not in HOST_COPIES)
+    ]
     found: dict[tuple[StepWork, int, int], list[float]] = {}
     failed = set()
     for _, work, (num_tensors, numel) in product(range(STEP_ROUNDS), kinds, STEP_SHAPES):
@@ -122,6 +136,48 @@ def _steps(
         )
         for (work, num_tensors, numel), medians in found.items()
     )
+
+
+def _zero_work(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> tuple[StepSample, ...]:
+    """Measure FSDP2's own work for a block."""
+    found: dict[tuple[StepWork, int, int], list[float]] = {}
+    for _, (num_tensors, numel) in product(range(STEP_ROUNDS), ZERO_SHAPES):
+        report(f"ZeRO of a block of {num_tensors} tensors")
+        task = {
+            "task": "zero",
+            "num_tensors": num_tensors,
+            "numel": numel,
+            "seconds": _SAMPLING_S,
+        }
+        try:
+            answers = workers.call(task, timeout_s=TIMEOUT_S)
+        except ProbeFailed as error:
+            session.skip(f"ZeRO of a block of {num_tensors} tensors of {numel}", error)
+            return ()
+        for work in get_args(ZeroWork):
+            median = float(np.median([s for answer in answers for s in answer[work]]))
+            found.setdefault((work, num_tensors, numel), []).append(median)
+    return tuple(
+        StepSample(
+            work=work, num_tensors=num_tensors, numel=numel, seconds=float(np.median(medians))
+        )
+        for (work, num_tensors, numel), medians in found.items()
+    )
+
+
+def _waits(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> tuple[tuple[float, float], ...]:
+    report("ranks that wait for each other")
+    try:
+        answers = workers.call({"task": "waits"}, timeout_s=TIMEOUT_S)
+    except ProbeFailed as error:
+        session.skip("ranks that wait for each other", error)
+        return ()
+    compute_s, wait_s = np.mean(np.array(answers), axis=0).T.tolist()
+    return tuple(zip(compute_s, wait_s, strict=True))
 
 
 def _overlap(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from planner.runtime.cores import available_cores, own_cores, stay_on
 from planner.runtime.gloo_threads import put_socket_threads_last
+from planner.runtime.heap import keep_freed_memory
 from profiles.clock import Clock, settle_clocks
 from profiles.collective_timing import time_collective
 from profiles.driver import driver_version
@@ -27,6 +28,7 @@ from profiles.memory import allocator_overheads, load_training, used_bytes
 from profiles.overlap_timing import measure_overlap
 from profiles.step_timing import time_launch, time_step_work
 from profiles.timing import OpTimer
+from profiles.wait_timing import time_waits
 
 FLOAT8_CAPABILITY = (8, 9)
 """Compute capability from which on tensor cores multiply 8-bit floats."""
@@ -70,6 +72,7 @@ class Worker:
             torch.cuda.set_device(self.device)
             settle_clocks(self.device)
         else:
+            keep_freed_memory()
             self.device = torch.device(device_type)
         if device_type == "cuda":
             dist.init_process_group("nccl", device_id=self.device)
@@ -86,7 +89,9 @@ class Worker:
             "memory": self._memory,
             "step": self._time_step_work,
             "launch": lambda _: time_launch(self.device),
+            "zero": self._time_zero_work,
             "overlap": lambda _: measure_overlap(self.clock),
+            "waits": lambda _: time_waits(self.clock),
         }
 
     def run(self, task: Mapping[str, Any]) -> Any:
@@ -126,6 +131,16 @@ class Worker:
     def _time_step_work(self, task: Mapping[str, Any]) -> dict[str, Any]:
         return time_step_work(
             task["work"],
+            num_tensors=task["num_tensors"],
+            numel=task["numel"],
+            clock=self.clock,
+            seconds=task["seconds"],
+        )
+
+    def _time_zero_work(self, task: Mapping[str, Any]) -> Mapping[str, list[float]]:
+        from profiles.zero_timing import time_zero_work  # loads the runtime, and so memory
+
+        return time_zero_work(
             num_tensors=task["num_tensors"],
             numel=task["numel"],
             clock=self.clock,

@@ -504,6 +504,7 @@ class RankStages:
                 zero_stage=self.zero,
                 param_bytes=param_bytes,
                 num_blocks=int(num_blocks),
+                num_tensors=int(num_params),
                 gradient_bytes=param_bytes * gradient_factor(self.table.precision),
             )
             memo[key] = (

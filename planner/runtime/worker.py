@@ -18,13 +18,14 @@ from pathlib import Path
 
 from planner.errors import PlannerError
 from planner.runtime.cores import available_cores, own_cores, stay_on
+from planner.runtime.heap import keep_freed_memory
 from planner.runtime.workers import FAILURE_FILE
 
 
 def main(args: list[str]) -> None:
     """Run what the arguments ask for and end the process."""
     _die_with_parent()
-    _take_own_cores()
+    _settle_on_cpu()
     try:
         if args[0] == "--verify":
             from planner.runtime.verify import verify_worker
@@ -47,9 +48,12 @@ def main(args: list[str]) -> None:
         _fail(1, _story(error, args[0]))
 
 
-def _take_own_cores() -> None:
-    """Stay on this rank's share of the cores, which all of a node's ranks inherited alike."""
+def _settle_on_cpu() -> None:
+    """Stay on this rank's share of the cores, which all of a node's ranks inherited alike, and
+    keep memory from step to step.
+    """
     if os.environ.get("PLANNER_DEVICE") == "cpu":
+        keep_freed_memory()
         cores = available_cores()
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         local_rank = int(os.environ["LOCAL_RANK"])

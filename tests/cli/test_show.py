@@ -78,6 +78,16 @@ def test_simulate_draws_the_timetable(planner, saved):
     assert "bubble" in done.stdout
 
 
+def test_estimate_takes_fused_kernels(planner, saved):
+    """E: the same plan with what lies between products fused; other words are refused."""
+    saved(dp=2)
+    asked = ("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb", "--kernels")
+    fused, eager = planner(*asked, "fused"), planner(*asked, "eager")
+    assert fused.code == eager.code == 0, fused.stderr
+    assert fused.stdout != eager.stdout
+    assert "use eager or fused" in planner(*asked, "compiled").complaint
+
+
 def test_estimate_answers_for_another_machine(planner, saved):
     saved(dp=2)
     done = planner("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb")

@@ -6,6 +6,7 @@ Stands in for a `Profile` where a test wants to know every number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from planner.cluster import ClusterSpec, Link
 from planner.units import GIB
@@ -64,6 +65,9 @@ class Machine:
         seconds = passes * (self.alpha_s + share * num_bytes / rate)
         return Lookup(seconds=seconds, source="test", relative_error=0.0)
 
+    def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
+        return self.collective_seconds(kind, most_bytes, group).seconds / most_bytes
+
     def overlap_slowdown(self, part: str) -> float:
         return 1.0
 
@@ -72,12 +76,18 @@ class Machine:
     ) -> Lookup:
         return Lookup(seconds=7 * param_bytes / self.bytes_per_s, source="test", relative_error=0.0)
 
-    def step_seconds(self, work: str, *, num_bytes: float, num_tensors: int = 1) -> Lookup:
+    def step_seconds(
+        self, work: str, *, num_bytes: float, num_tensors: int = 1, num_calls: int = 1
+    ) -> Lookup:
         if work in ("host_to_device", "device_to_host"):
             seconds = self.alpha_s + num_bytes / self.host.link_bytes_per_s
         else:
-            seconds = {"accumulate": 3.0, "cast": 1.5}[work] * num_bytes / self.bytes_per_s
+            passes = {"accumulate": 3.0, "cast": 1.5}
+            seconds = passes.get(work, 0.0) * num_bytes / self.bytes_per_s
         return Lookup(seconds=seconds, source="test", relative_error=0.0)
+
+    def wait_seconds(self, compute_s: Any, num_collectives: Any) -> Any:
+        return 0.0 * num_collectives
 
     @property
     def host(self) -> HostSpec:
@@ -97,5 +107,5 @@ class Machine:
             relative_error=0.0,
         )
 
-    def block_correction(self, direction: str) -> float:
+    def block_correction(self, direction: str, *, compiled: bool = False) -> float:
         return 1.0

@@ -1,0 +1,111 @@
+"""Fused kernels: which ops they join, what they move, and that they only take less time."""
+
+import pytest
+
+from costmodel import CostCache, estimate
+from costmodel.compute import op_seconds
+from costmodel.fusion import fused_groups, fused_seconds, num_kernels
+from planner.graph import Op, Program, Ref, TensorMeta
+from profiles import load_profile
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.costmodel.test_estimate import make_plan
+from tests.search.machine import Machine
+
+
+def _program(ops: dict[str, tuple[str, tuple[str, ...]]], *, outputs: tuple[str, ...]) -> Program:
+    """Ops on tensors of 1024 floats, named after what they make; inputs are x, y and w."""
+    names = ("x", "y", "w", *ops)
+    return Program(
+        name="block",
+        inputs=("x", "y"),
+        params=("w",),
+        outputs=outputs,
+        ops=tuple(
+            Op(name=made, target=target, args=tuple(Ref(n) for n in args), outputs=(made,))
+            for made, (target, args) in ops.items()
+        ),
+        tensors=tuple(
+            TensorMeta(
+                name=name,
+                shape=(32, 32),
+                dtype="float32",
+                kind="param" if name == "w" else "activation",
+                requires_grad=True,
+            )
+            for name in names
+        ),
+    )
+
+
+CHAIN = {
+    "a": ("aten.gelu.default", ("x",)),
+    "b": ("aten.add.Tensor", ("a", "y")),
+    "p": ("aten.mm.default", ("b", "w")),
+    "c": ("aten.mul.Tensor", ("p", "b")),
+    "d": ("aten.neg.default", ("c",)),
+}
+
+
+def test_products_part_the_groups():
+    """E: gelu and add fuse, mul and neg fuse; b is used on both sides of the product."""
+    program = _program(CHAIN, outputs=("d",))
+    assert [[op.name for op in ops] for ops in fused_groups(program)] == [["a", "b"], ["c", "d"]]
+    assert num_kernels(program) == 3
+
+
+def test_a_kernel_reads_and_writes_what_outside_ops_see():
+    """E: of four tensors of traffic each, by hand: x, y in and b out; p, b in and d out."""
+    program, profile = _program(CHAIN, outputs=("d",)), Machine()
+    eager = {op.name: op_seconds(op, program.tensor, profile) for op in program.ops}
+    fused = fused_seconds(program, profile, eager)
+    one = 32 * 32 * 4 / profile.bytes_per_s
+
+    def forward(*names):
+        return sum(fused[name][0] for name in names)
+
+    assert forward("a", "b") == pytest.approx(3 * one)
+    assert forward("c", "d") == pytest.approx(3 * one)
+    assert fused["p"] == eager["p"]
+    assert fused["a"][1] + fused["b"][1] == pytest.approx(5 * one)  # gradients: b in; x, y out
+
+
+def test_values_of_a_group_that_others_need_are_written():
+    program = _program(CHAIN, outputs=("d", "c"))
+    eager = {op.name: op_seconds(op, program.tensor, Machine()) for op in program.ops}
+    fused = fused_seconds(program, Machine(), eager)
+    one = 32 * 32 * 4 / Machine().bytes_per_s
+    assert fused["c"][0] + fused["d"][0] == pytest.approx(4 * one)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_fused_plans_take_less_time_and_the_same_memory(name):
+    """E: on a shipped GPU profile a fused block is faster, by no more than its light ops."""
+    model = tiny_models()[name]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name=name)
+    profile, plan = load_profile("h100-sxm5-80gb"), make_plan(graph, dp=2)
+    eager = estimate(graph, profile, plan)
+    cache = CostCache(graph, profile, kernels="fused")
+    fused = estimate(graph, profile, plan, costs=cache)
+    assert 0.3 * eager.time.compute_s < fused.time.compute_s < eager.time.compute_s
+    assert fused.time.host_s <= eager.time.host_s
+    assert fused.peak_bytes == eager.peak_bytes
+
+
+def test_measured_compiled_blocks_say_it_all():
+    """E: where a profile measured whole compiled blocks, their ratio to eager ops is taken."""
+    model = tiny_models()["gpt"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+    profile = load_profile("h100-sxm5-80gb")
+    figure = profile.file.launch_overhead_s.model_copy(update={"value": 0.5})
+    halved = type(profile)(
+        profile.file.model_copy(
+            update={
+                "compiled_block_correction": {"forward": figure, "backward": figure},
+                "launch_overhead_s": figure.model_copy(update={"value": 0.0}),
+            }
+        )
+    )
+    block = CostCache(graph, halved).block(0, 1, 2)
+    compiled = CostCache(graph, halved, kernels="fused").block(0, 1, 2)
+    assert compiled.forward_s == pytest.approx(0.5 * block.forward_s)
