@@ -14,8 +14,8 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout, Plan
-from planner.redistribute import redistribute_op
-from planner.sharding import grad_is_partial, is_linear, local_ops, local_shape
+from planner.redistribute import REDISTRIBUTE, redistribute_op
+from planner.sharding import grad_is_partial, is_linear, local_ops, local_shape, repeated
 from planner.sharding.registry import why_not_divided
 
 ONCE = "planner.count_gradient_once"
@@ -115,9 +115,11 @@ def lower(
 
     Inputs and params enter, and outputs leave, at the layout's placements. With `sum_later`
     the gradient of every whole parameter is left as a sum over the axis that the caller
-    takes, for example once a step together with dp. Without a layout every rank runs the
-    whole program; on an axis of size one it is returned unchanged. Raises LayoutError when
-    the layout is for another program, a size does not divide, or an op can't run as asked.
+    takes, for example once a step together with dp; and a tensor that repeats a smaller one
+    (`sharding.repeated`) is gathered as that one, and repeated again. Without a layout every
+    rank runs the whole program; on an axis of size one it is returned unchanged. Raises
+    LayoutError when the layout is for another program, a size does not divide, or an op can't
+    run as asked.
     """
     if axis_size == 1 or (layout is None and not sum_later):
         return program
@@ -134,12 +136,14 @@ def lower(
         lowering.fetch(name, parse_placement(text), grad_partial=False)
         for name, text in zip(program.outputs, layout.outputs, strict=True)
     )
+    ops = lowering.used_ops(outputs)
+    made = {name for op in ops for name in op.outputs} | {*program.inputs, *program.params}
     return replace(
         program,
         name=f"{program.name}_{axis}{axis_size}",
         outputs=outputs,
-        tensors=tuple(lowering.tensors.values()),
-        ops=tuple(lowering.ops),
+        tensors=tuple(meta for name, meta in lowering.tensors.items() if name in made),
+        ops=ops,
     )
 
 
@@ -181,6 +185,11 @@ class _Lowering:
     placement: dict[str, Placement] = field(default_factory=dict)
     moved: dict[tuple[str, Placement, bool], str] = field(default_factory=dict)
     summed_later: set[str] = field(default_factory=set)
+    again: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Find what need not be gathered at its full size."""
+        self.repeated = repeated(self.program) if self.sum_later else {}
 
     def enter(self, name: str, placement: Placement) -> None:
         """Note a tensor that exists in one placement."""
@@ -237,7 +246,9 @@ class _Lowering:
             self._add(moved, meta, placement)
             self.moved[key] = moved
             self.ops.append(
-                redistribute_op(
+                self._repeat(name, moved, placement, grad_partial)
+                if name in self.repeated and isinstance(placement, Replicate)
+                else redistribute_op(
                     name,
                     moved,
                     axis=self.axis,
@@ -247,6 +258,31 @@ class _Lowering:
                 )
             )
         return self.moved[key]
+
+    def _repeat(self, name: str, target: str, placement: Placement, grad_partial: bool) -> Op:
+        """Return the op that makes `target`, a tensor as `name` but whole, of its whole source.
+
+        The op is linear: terms of the gradient of what it makes give terms of its source's.
+        """
+        op = self.repeated[name]
+        self.again.add(op.name)
+        source = self.fetch(op.inputs[0], placement, grad_partial=grad_partial)
+
+        def rename(ref: Ref) -> Ref:
+            return Ref(source)
+
+        args, kwargs = map_refs(op.args, rename), map_refs(op.kwargs, rename)
+        return replace(op, name=target, args=args, kwargs=kwargs, outputs=(target,))
+
+    def used_ops(self, outputs: tuple[str, ...]) -> tuple[Op, ...]:
+        """Return the ops so far without those whose results all users take repeated again."""
+        needed, kept = set(outputs), []
+        for op in reversed(self.ops):
+            may_go = op.name in self.again or op.target == REDISTRIBUTE
+            if not (self.again and may_go) or needed.intersection(op.outputs):
+                kept.append(op)
+                needed.update(op.inputs)
+        return tuple(reversed(kept))
 
     def _stays_a_sum(self, op: Op) -> bool:
         is_of_params = bool(op.inputs) and self.summed_later.issuperset(op.inputs)

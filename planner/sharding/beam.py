@@ -29,7 +29,13 @@ from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
 from planner.redistribute import collectives, payload_bytes
 from planner.sharding.call import local_shape
-from planner.sharding.registry import grad_is_partial, is_linear, segment_counts, strategies
+from planner.sharding.registry import (
+    grad_is_partial,
+    is_linear,
+    repeated,
+    segment_counts,
+    strategies,
+)
 
 BEAM = 64
 
@@ -86,7 +92,8 @@ class BeamSearch:
     """The sweep over one bound program. `pins` must hold at every op they touch.
 
     With `sum_later` gradients of whole parameters are summed outside (`lowering.lower`), so
-    their uses cost nothing here. `may_lie` says which placements of a tensor to consider.
+    their uses cost nothing here, and what repeats a smaller tensor is gathered as that one.
+    `may_lie` says which placements of a tensor to consider.
     """
 
     program: Program
@@ -98,6 +105,9 @@ class BeamSearch:
     def __post_init__(self) -> None:
         """Work out sizes once; the sweep asks for them at every state."""
         self._bytes = {t.name: payload_bytes(t) for t in self.program.tensors}
+        self._gathered = dict(self._bytes)
+        for name, op in repeated(self.program).items() if self.sum_later else ():
+            self._gathered[name] = self._gathered[op.inputs[0]]
         self._segments = segment_counts(self.program)
         self._wire = (self.axis_size - 1) / self.axis_size
         self._summed_later = self._weights() if self.sum_later else set()
@@ -260,5 +270,6 @@ class BeamSearch:
         wire = WIRE[forward] if forward else 0.0
         if backward and meta.requires_grad:
             wire += WIRE[backward]
-        cost += wire * self._bytes[name] * self._wire
+        moved = self._gathered if isinstance(wanted, Replicate) else self._bytes
+        cost += wire * moved[name] * self._wire
         return State(cost, placement, state.moved | {move}, params, state.choices)

@@ -240,6 +240,25 @@ def is_linear(op: Op, tensor: Mapping[str, TensorMeta]) -> bool:
     return terms in strategies(op, tensor, 2)
 
 
+def repeated(program: Program) -> dict[str, Op]:
+    """Return the tensors that repeat a smaller one, each with the last op of what makes it.
+
+    Ops in between are linear, of one tensor and dtype, as when the keys of a group are expanded
+    to all of its heads.
+    """
+    least: dict[str, int] = {}
+    found: dict[str, Op] = {}
+    for op in program.ops:
+        if len(op.inputs) != 1 or len(op.outputs) != 1:
+            continue
+        source, made = (program.tensor[name] for name in (*op.inputs, *op.outputs))
+        size = least.get(source.name, source.bytes_at(1))
+        same_kind = source.dtype == made.dtype
+        if size < made.bytes_at(1) and same_kind and is_linear(op, program.tensor):
+            found[made.name], least[made.name] = op, size
+    return found
+
+
 def segment_counts(program: Program) -> tuple[int, ...]:
     """Return the counts of segments worth offering in a bound program.
 

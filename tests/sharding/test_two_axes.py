@@ -250,21 +250,28 @@ MOVED_BY_A_LAYER = {
 TURNED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
 
 
-@pytest.mark.parametrize("name", ["gpt", "hf-llama", "hf-gpt2"])
-def test_sequence_parallelism_inside_context_parallelism(name):
+@pytest.mark.parametrize(("name", "heads"), [("gpt", 2), ("hf-llama", 1), ("hf-gpt2", 2)])
+def test_sequence_parallelism_inside_context_parallelism(name, heads):
     """D7, D19, M10: a rank has 1/(cp tp) of the positions between matmuls; over cp go keys and
-    values alone, and their gradients back.
+    values alone, of their own heads and not of all that share them, and their gradients back.
     """
     graph = captured(name)
     tp, programs, cp = in_sequence(graph)
-    for tp_layout, cp_layout in zip(tp, cp, strict=True):
-        check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
+    lowered = [
+        lower(program, layout, axis="cp", axis_size=2, sum_later=True)
+        for program, layout in zip(programs, cp, strict=True)
+    ]
+    for on_tp, on_cp, one in zip(tp, cp, lowered, strict=True):
+        check_on_mesh(graph.classes[on_tp.class_index].bind(2), on_tp, on_cp, one)
     layer = next(b.class_index for b in graph.blocks if "layers" in b.name or ".h." in b.name)
-    local = lower(programs[layer], cp[layer], axis="cp", axis_size=2, sum_later=True)
+    local = lowered[layer]
     forward, backward = Counter(), Counter()
     for op in local.ops:
         if op.target == REDISTRIBUTE and local.tensor[op.inputs[0]].kind != "param":
-            axis, (ahead, back) = op.args[1], op_collectives(op, local.tensor, 2)[0]
+            axis, ((ahead, back), payload) = op.args[1], op_collectives(op, local.tensor, 2)
+            if axis == "cp" and ahead is not None:
+                samples, positions, head_size, itemsize = 2, 16, 8, 8
+                assert payload == samples * heads * positions * head_size * itemsize
             forward.update([(axis, ahead)] * (ahead is not None))
             if local.tensor[op.inputs[0]].requires_grad:
                 backward.update([(axis, back)] * (back is not None))
