@@ -71,13 +71,10 @@ def part_scatter(call: Call) -> Iterator[OpSharding]:
 @rule("aten.index")
 def index(call: Call) -> Iterator[OpSharding]:
     """Tensor and an index (or None) for each of its leading dims, as in x[:, i, j]."""
-    plan = _indexed_dims(call, call.op.args[1])
-    if plan is None:
+    found = _indexed(call)
+    if found is None:
         return
-    dims, index_shape, where = plan
-    rank = len(call.inputs[0])
-    letters: Letters = [None if d in dims else d for d in range(rank)]
-    kept = [d for d in range(rank) if d not in dims]
+    letters, kept, index_shape, where = found
     new: Letters = [f"i{d}" for d in range(len(index_shape))]
     out: Letters = [*kept[:where], *new, *kept[where:]]
     indices = [_aligned(shape, index_shape, new) for shape in call.inputs[1:]]
@@ -88,13 +85,10 @@ def index(call: Call) -> Iterator[OpSharding]:
 @rule("aten.index_put", "aten._unsafe_index_put")
 def index_put(call: Call) -> Iterator[OpSharding]:
     """Tensor, indices, values: x[:, i, j] = values. Indexed dims and indices stay whole."""
-    plan = _indexed_dims(call, call.op.args[1])
-    if plan is None:
+    found = _indexed(call)
+    if found is None:
         return
-    dims, index_shape, where = plan
-    rank = len(call.inputs[0])
-    letters: Letters = [None if d in dims else d for d in range(rank)]
-    kept = [d for d in range(rank) if d not in dims]
+    letters, kept, index_shape, where = found
     target: Letters = [*kept[:where], *[None] * len(index_shape), *kept[where:]]
     sizes = [call.inputs[0][d] for d in kept]
     target_shape = (*sizes[:where], *index_shape, *sizes[where:])
@@ -104,11 +98,13 @@ def index_put(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters, *whole, values], [letters])
 
 
-def _indexed_dims(call: Call, indices: object) -> tuple[list[int], Shape, int] | None:
-    """Return indexed dims, the indices' common shape and where it goes in the output.
+def _indexed(call: Call) -> tuple[list[int | None], list[int], Shape, int] | None:
+    """Return what an op indexes: letters of the tensor's dims, None for the indexed ones; the
+    others; the indices' common shape; and where it goes in the output.
 
     None for masks, whose result has a size that depends on values.
     """
+    indices = call.op.args[1]
     assert isinstance(indices, tuple)
     refs = [(d, ref) for d, ref in enumerate(indices) if isinstance(ref, Ref)]
     if not refs or any(call.tensor[ref.name].dtype in ("bool", "uint8") for _, ref in refs):
@@ -119,7 +115,9 @@ def _indexed_dims(call: Call, indices: object) -> tuple[list[int], Shape, int] |
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     common = tuple(max(sizes) for sizes in zip(*padded, strict=True)) if rank else ()
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
-    return dims, common, dims[0] if adjacent else 0
+    kept = [d for d in range(len(call.inputs[0])) if d not in dims]
+    letters = [d if d in kept else None for d in range(len(call.inputs[0]))]
+    return letters, kept, common, dims[0] if adjacent else 0
 
 
 def _aligned(shape: Shape, whole: Shape, letters: Letters) -> Letters:
