@@ -124,9 +124,12 @@ def _choices(plan: Plan) -> str:
         tps = ", ".join(str(plan.stage_tp(stage)) for stage in range(len(plan.stages)))
         degrees += f" (tp of stages: {tps})"
     recompute = {stage.recompute for stage in plan.stages}
+    away = ["optimizer"] * plan.optimizer_on_host
+    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
     return (
         f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
         f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
+        + (f", {' and '.join(away)} on the host" if away else "")
     )
 
 

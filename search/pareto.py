@@ -1,16 +1,18 @@
 """The Pareto set: step time, peak memory, number of devices and cost.
 
-For each number of devices the search is asked again and again, each time with a memory limit
-just under the last answer's peak, until nothing fits. Every answer is the fastest under its
-limit, so what the list holds after dropping dominated points is all of the front, as far as
-the searches' own gaps are zero. With a price, cost is devices x seconds: at one number of
-devices it orders plans as time does, so no further search is needed for it.
+For each number of devices, and each of what may be on the host, the search is asked again and
+again, each time with a memory limit just under the last answer's peak, until nothing fits. Every
+answer is the fastest under its limit, so what the list holds after dropping dominated points is
+all of the front, as far as the searches' own gaps are zero. With a price, cost is devices x
+seconds: at one number of devices it orders plans as time does, so no further search is needed
+for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph
@@ -18,6 +20,8 @@ from planner.plan import Plan
 from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import search_among
+from search.host_room import host_holds
+from search.on_host import OnHost, tiers
 from search.request import SearchRequest
 
 Progress = Callable[[float, str], None]
@@ -60,6 +64,8 @@ class Point:
             "microbatch_size": plan.microbatch_size,
             "zero_stage": plan.zero_stage,
             "recompute": sorted({stage.recompute for stage in plan.stages}),
+            "optimizer_on_host": plan.optimizer_on_host,
+            "activations_on_host": any(stage.activations_on_host for stage in plan.stages),
         }
 
 
@@ -76,41 +82,66 @@ def find_pareto(
     """Return the non-dominated points, fastest first; empty when nothing fits anywhere.
 
     `num_devices` are the counts to try (the request's own when empty); those that cannot be
-    used with the batch are left out. At most `most_points` memory limits a count are tried.
+    used with the batch are left out. At most `most_points` memory limits are tried of each count
+    and each of what may be on the host, which is all there is where `request.offload` is
+    ``auto``.
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
+    kinds = [on_host for tier in tiers(request.offload, profile) for on_host in tier]
     tokens = request.global_batch * tokens_per_sample(graph)
-    for done, count in enumerate(counts):
-        candidates = Candidates.of(graph, profile, replace(request, num_devices=count))
-        limit = request.memory_limit_bytes
-        for found in range(most_points):
+    for done, (count, on_host) in enumerate(product(counts, kinds)):
+        asked = replace(request, num_devices=count)
+
+        def tell(found: int, done: int = done, count: int = count) -> None:
             if progress:
-                progress((done + found / most_points) / len(counts), f"{count} devices")
-            try:
-                asked = replace(request, num_devices=count, memory_limit_bytes=limit)
-                plan = search_among(candidates, asked, runners_up=False).plan
-            except LayoutError:
-                if len(counts) == 1:
-                    raise
-                break
-            if plan is None:
-                break
-            step_s, peak = float(plan.estimate["step_s"]), int(plan.estimate["peak_bytes"])
-            points.append(
-                Point(
-                    plan=plan,
-                    num_devices=count,
-                    step_s=step_s,
-                    peak_bytes=peak,
-                    cost_per_step=cost_of(price_per_device_hour, count, step_s),
-                    tokens_per_step=tokens,
+                progress(
+                    (done + found / most_points) / len(counts) / len(kinds), f"{count} devices"
                 )
-            )
-            limit = peak - 1
-            if limit < 1:
-                break
-    return tuple(sorted(non_dominated(points), key=lambda point: point.objectives))
+
+        try:
+            for plan in _fastest_by_limit(graph, profile, asked, on_host, most_points, tell):
+                step_s = float(plan.estimate["step_s"])
+                points.append(
+                    Point(
+                        plan=plan,
+                        num_devices=count,
+                        step_s=step_s,
+                        peak_bytes=int(plan.estimate["peak_bytes"]),
+                        cost_per_step=cost_of(price_per_device_hour, count, step_s),
+                        tokens_per_step=tokens,
+                    )
+                )
+        except LayoutError:
+            if len(counts) == 1:
+                raise
+    # Of equal ones the first: what has less on the host.
+    unlike = {point.objectives: point for point in reversed(points)}
+    return tuple(sorted(non_dominated([*unlike.values()]), key=lambda point: point.objectives))
+
+
+def _fastest_by_limit(
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    on_host: OnHost,
+    most_points: int,
+    tell: Callable[[int], None],
+) -> Iterator[Plan]:
+    """Yield the fastest plan, the fastest that needs less memory than that, and so on."""
+    candidates = Candidates.of(graph, profile, request, on_host)
+    limit = request.memory_limit_bytes
+    for found in range(most_points):
+        tell(found)
+        asked = replace(request, memory_limit_bytes=limit)
+        plan = search_among(candidates, asked, runners_up=False).plan
+        if plan is None:
+            return
+        if host_holds(plan, profile):
+            yield plan
+        limit = int(plan.estimate["peak_bytes"]) - 1
+        if limit < 1:
+            return
 
 
 def cost_of(price_per_device_hour: float, num_devices: int, seconds: float) -> float:

@@ -120,12 +120,18 @@ class SearchRequest:
                 _check_named_value(flag, choice, value)
         for choice in CHOICES:
             fixed = getattr(self, choice)
+            named = self.allowed(choice)
+            if named and all((choice, value) in self.forbid for value in named):
+                raise LayoutError(
+                    f"--allow and --forbid both name {choice}={','.join(named)}, which leaves no "
+                    f"{choice} to search; drop one of them"
+                )
             flag = "--" + choice.replace("_", "-")
             if (choice, str(fixed)) in self.forbid:
                 raise LayoutError(
                     f"{flag} {fixed} and --forbid {choice}={fixed} were given; drop one of them"
                 )
-            if fixed is not None and (named := self.allowed(choice)) and str(fixed) not in named:
+            if fixed is not None and named and str(fixed) not in named:
                 raise LayoutError(
                     f"{flag} {fixed} was given and --allow {choice} names {', '.join(named)} "
                     "only; drop one of them"
@@ -160,6 +166,8 @@ def _check_named_value(flag: str, choice: str, value: str) -> None:
     elif choice == "recompute":
         if value not in RECOMPUTE_CHOICES:
             raise LayoutError(f"{given}; use {', '.join(RECOMPUTE_CHOICES)}")
+    elif choice == "zero" and value not in ("0", "1", "2", "3"):
+        raise LayoutError(f"{given}; ZeRO stages are 0, 1, 2 and 3")
     elif not value.isdecimal() or (int(value) < 1 and choice != "zero"):
         raise LayoutError(f"{given}; {choice} is a whole number")
 

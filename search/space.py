@@ -152,6 +152,13 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"{text} uses {product} of --gpus {n} devices; dp * cp * tp * pp must equal {n}, so "
             f"leave one of them out or use --gpus {product}"
         )
+    for name in fixed:
+        values = request.allowed(name)
+        if values and all(n % int(value) for value in values):
+            raise LayoutError(
+                f"--allow {name}={','.join(values)} was given, and none of these divides --gpus "
+                f"{n}; use divisors of {n}: {_listed(divisors(n))}"
+            )
     blocks = len(graph.blocks)
     if request.balance:
         stages = len(request.balance)

@@ -160,6 +160,12 @@ def test_only_allowed_values_are_searched_and_no_forbidden_one(gpt):
         ({"allow": (("tq", "1"),)}, r"--allow tq=1 was given; a choice is one of dp, tp, pp"),
         ({"forbid": (("tp", "two"),)}, r"--forbid tp=two was given; tp is a whole number"),
         ({"forbid": (("recompute", "all"),)}, r"recompute=all was given; use none, selective, f"),
+        ({"forbid": (("zero", "7"),)}, r"--forbid zero=7 was given; ZeRO stages are 0, 1, 2 and 3"),
+        ({"allow": (("cp", "3"),)}, r"--allow cp=3 was given, and none of these divides --gpus 2"),
+        (
+            {"allow": (("tp", "2"),), "forbid": (("tp", "2"),)},
+            r"--allow and --forbid both name tp=2, which leaves no tp to search; drop one",
+        ),
         (
             {"forbid": tuple(("recompute", kind) for kind in ("none", "selective", "full"))},
             r"every kind of recompute is forbidden",

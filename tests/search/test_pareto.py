@@ -25,7 +25,7 @@ def captured(name):
 def test_the_set_is_what_brute_force_finds():
     """Every point is of the front of all plans of 1, 2 and 4 devices, and none is missing."""
     graph = captured("mlp")
-    request = SearchRequest(num_devices=2, global_batch=4)
+    request = SearchRequest(num_devices=2, global_batch=4, offload="none")
     counts, price = (1, 2, 4), 3.0
     points = find_pareto(graph, MACHINE, request, num_devices=counts, price_per_device_hour=price)
     every = {
@@ -42,6 +42,25 @@ def test_the_set_is_what_brute_force_finds():
     assert len(points) > 3
     assert len({point.num_devices for point in points}) > 1
     assert [point.objectives for point in points] == [pytest.approx(one) for one in front]
+
+
+def test_what_may_be_on_the_host_is_in_the_set():
+    """M27: with offload left to the search, the front of all plans under each kind of it."""
+    graph = captured("mlp")
+    allow = (("schedule", "1f1b"), ("zero", "0"), ("recompute", "none"), ("recompute", "full"))
+    request = SearchRequest(num_devices=2, global_batch=4, tp=1, allow=allow)
+    points = find_pareto(graph, MACHINE, request)
+    assert len(points) > 3
+    every = {
+        (answer.estimate.step_s, float(answer.estimate.peak_bytes), 2.0, 0.0)
+        for offload in ("none", "optimizer", "activations", "both")
+        for answer in every_answer(graph, MACHINE, replace(request, offload=offload))
+    }
+    front = sorted(one for one in every if not any(_beats(other, one) for other in every))
+    assert [point.objectives for point in points] == [pytest.approx(one) for one in front]
+    away = [point.to_dict()["optimizer_on_host"] for point in points]
+    assert away[0] is False
+    assert away[-1] is True
 
 
 def _beats(one, other):
