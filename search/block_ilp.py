@@ -29,6 +29,7 @@ from collections import defaultdict
 import numpy as np
 
 from search.block_problem import BlockProblem
+from search.cpsat import solve_proven
 from search.eliminate import Choice
 
 _STEPS = 10**9
@@ -87,14 +88,9 @@ def solve_by_cpsat(
         ]
         model.add(sum(terms) <= int(memory_limit_bytes))
     model.minimize(sum(objective))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = time_limit_s
-    status = solver.solve(model)
-    if status == cp_model.INFEASIBLE:
+    solver = solve_proven(model, time_limit_s)
+    if solver is None:
         return None
-    if status != cp_model.OPTIMAL:
-        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
     values = tuple(next(i for i, b in enumerate(row) if solver.boolean_value(b)) for row in x)
     return Choice(values=values, cost=problem.value(values, bytes_price))
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from search.chain_paths import ChainProblem, Cut, Paths
+from search.cpsat import solve_proven
 
 _STEPS = 10**9
 MOST_VARIABLES = 200_000
@@ -92,14 +93,9 @@ def _solve(problem: ChainProblem, paths: Paths, first_cut: int, time_limit_s: fl
         for cut in range(1, n + 1):
             model.add(sum(ends.get((stage, cut), [])) == sum(starts.get((stage + 1, cut), [])))
     model.minimize(longest)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_time_in_seconds = time_limit_s
-    status = solver.solve(model)
-    if status == cp_model.INFEASIBLE:
+    solver = solve_proven(model, time_limit_s)
+    if solver is None:
         return None
-    if status != cp_model.OPTIMAL:
-        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
     chosen = sorted(pick[:4] for pick in picks if solver.boolean_value(pick[4]))
     value = max(float(own[s][c][end - first - 1, first]) for s, first, end, c in chosen)
     return Cut(
