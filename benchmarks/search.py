@@ -171,6 +171,23 @@ def run_case(name: str, case: Case, profile_name: str) -> dict:
     return row
 
 
+def in_own_process(script: str, *arguments: str) -> dict:
+    """Return the row that a script prints last, run in a process of its own after capture."""
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def describe(row: dict) -> str:
+    """Return a row's line."""
+    goal = f", goal {row['goal_s']} s" if row["goal_s"] else ""
+    return (
+        f"{row['case']:28} {row['search_s']:8.2f} s ({row['cpu_s']:.2f} s of CPU{goal})  "
+        f"{row['peak_rss_mib']:5} MiB  gap {row['gap']}  "
+        f"{row['candidates']} configurations, {row['simulated']} simulated: {row['plan']}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
@@ -184,17 +201,9 @@ def main() -> None:
     rows = []
     for name in options.case or CASES:
         cached_graph(name, CASES[name])
-        command = [sys.executable, __file__, "--one", name, "--profile", options.profile]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        rows.append(in_own_process(__file__, "--one", name, "--profile", options.profile))
         if not options.json:
-            row = rows[-1]
-            print(
-                f"{row['case']:20} {row['search_s']:8.2f} s ({row['cpu_s']:.2f} s of CPU, goal "
-                f"{row['goal_s']} s)  {row['peak_rss_mib']:5} MiB  gap {row['gap']}  "
-                f"{row['candidates']} configurations, {row['simulated']} simulated: {row['plan']}",
-                flush=True,
-            )
+            print(describe(rows[-1]), flush=True)
     if options.json:
         print(json.dumps(rows, indent=1))
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,14 @@ sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
 
-from benchmarks.search import CASES, Case, cached_graph, run_case  # noqa: E402
+from benchmarks.search import (  # noqa: E402
+    CASES,
+    Case,
+    cached_graph,
+    describe,
+    in_own_process,
+    run_case,
+)
 
 GPUS = (8, 64, 512, 4096, 16384, 65536)
 LAYERS = (8, 32, 128, 512, 1024)
@@ -43,9 +49,8 @@ def measure(what: str, size: float, profile: str) -> dict:
     """Return the row of one case, searched in a process of its own."""
     case = growth_cases()[what][size]
     cached_graph(what, case)
-    command = [sys.executable, __file__, "--one", what, str(size), "--profile", profile]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {"grows": what, "size": size, **json.loads(done.stdout.splitlines()[-1])}
+    row = in_own_process(__file__, "--one", what, str(size), "--profile", profile)
+    return {"grows": what, "size": size, **row}
 
 
 def plot(rows: list[dict], out: Path) -> None:
@@ -91,15 +96,8 @@ def main() -> None:
     for what in [options.only] if options.only else list(cases):
         for size in cases[what]:
             rows.append(measure(what, size, options.profile))
-            row = rows[-1]
             if not options.json:
-                print(
-                    f"{row['case']:28} {row['search_s']:8.2f} s ({row['cpu_s']:.2f} s of CPU) "
-                    f"{row['peak_rss_mib']:5} MiB  gap {row['gap']:.4f}  "
-                    f"{row['candidates']} configurations, {row['simulated']} simulated: "
-                    f"{row['plan']}",
-                    flush=True,
-                )
+                print(describe(rows[-1]), flush=True)
     if options.json:
         print(json.dumps(rows, indent=1))
     if options.out:

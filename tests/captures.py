@@ -13,7 +13,6 @@ import os
 import shutil
 import tempfile
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch
 from planner import capture
 from planner.batch import flatten_batch
 from planner.graph import ModelGraph, from_json, to_json
-from planner.plan import Precision
 
 _FOLDER = "PLANNER_TEST_CAPTURES"  # ranks inherit it
 _capture_module = capture.capture_module
@@ -32,22 +30,16 @@ if _FOLDER not in os.environ:
     atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
 
 
-def capture_module(
-    module: torch.nn.Module,
-    batch2: Any,
-    batch3: Any,
-    *,
-    loss: Callable[[Any, Any], Any] | None = None,
-    name: str = "model",
-    precision: Precision = "model",
-) -> ModelGraph:
+def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> ModelGraph:
     """As `planner.capture.capture_module`, or its answer to an equal earlier question."""
 
     def captured() -> ModelGraph:
-        return _capture_module(module, batch2, batch3, loss=loss, name=name, precision=precision)
+        return _capture_module(module, *batches, **options)
 
     try:
-        asked = [_described(module), _batch(batch2), _batch(batch3), _code(loss), name, precision]
+        given = {"loss": None, "name": "model", "precision": "model"} | options
+        given["loss"] = _code(given["loss"])
+        asked = [_described(module), [_batch(batch) for batch in batches], sorted(given.items())]
     except _Indescribable:
         return captured()
     key = hashlib.sha256(repr((asked, torch.get_default_dtype())).encode()).hexdigest()
