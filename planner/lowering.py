@@ -276,7 +276,8 @@ class _Lowering:
 
     def used_ops(self, outputs: tuple[str, ...]) -> tuple[Op, ...]:
         """Return the ops so far without those whose results all users take repeated again."""
-        needed, kept = set(outputs), []
+        needed = set(outputs)
+        kept: list[Op] = []
         for op in reversed(self.ops):
             may_go = op.name in self.again or op.target == REDISTRIBUTE
             if not (self.again and may_go) or needed.intersection(op.outputs):
