@@ -130,6 +130,8 @@ def device_of(gpu: str, memory_gb: float | None = None) -> Device:
 
     Raises PlannerError when the name holds none that we know.
     """
+    if not gpu.strip():
+        raise PlannerError("column gpu is blank; an estimate needs it")
     squashed = re.sub(r"[^A-Z0-9]", "", gpu.upper())
     if memory_gb is not None and f"{memory_gb:.0f}G" not in squashed:
         squashed += f"{memory_gb:.0f}GB"

@@ -2,7 +2,7 @@
 
 Least squares on the logarithm of predicted over measured time, every run counting alike, with
 a loss that grows only linearly beyond a few percent (soft L1), so that rows which are wrong
-for reasons of their own pull little.
+for reasons of their own pull little; beside a weak pull of each rate towards its usual value.
 """
 
 from __future__ import annotations

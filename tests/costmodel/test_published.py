@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from costmodel import rows
 from costmodel.devices import device_of
 from costmodel.fit_rates import RANGES, MeasuredRun, fit_rates, held_out_errors, relative_errors
 from costmodel.published import RowError, estimate_run, estimate_run_memory, parse_row
@@ -192,6 +193,7 @@ def test_transformer_engine_deals_virtual_stages(changed, vpp):
         ({"layers": "0"}, "layers=0 must be at least 1"),
         ({"tp": "3", "gpus": "12"}, "tp=3 does not divide heads=16"),
         ({"dtype": "fp2"}, "dtype 'fp2' is not priced"),
+        ({"micro_batch": "0"}, "micro_batch=0 must be at least 1"),
         ({"gpus": "64"}, r"tp\*cp\*pp\*dp = 8 does not equal gpus=64"),
         ({"hidden": "many"}, "column hidden"),
         ({"hidden": "1e15"}, "more than any run has"),
@@ -212,6 +214,24 @@ def test_rows_that_cannot_be_priced_say_why(changed, message):
     (line,) = estimate_rows([{**ROW, **changed}])
     assert line["reason"]
     assert line["predicted_step_time_s"] == ""
+
+
+def test_a_row_that_breaks_the_estimate_costs_no_other(monkeypatch):
+    """D18: a mistake of ours shows in its row; the rows beside it are predicted."""
+    whole = rows.run_of
+
+    def breaks(row):
+        return whole(row) if row["layers"] == ROW["layers"] else 1 / 0
+
+    monkeypatch.setattr(rows, "run_of", breaks)
+    broken, sound = estimate_rows([{**ROW, "layers": "7"}, ROW])
+    assert broken["reason"] == "its numbers cannot be priced (division by zero)"
+    assert (sound["reason"], sound["predicted_fits"]) == ("", "yes")
+
+
+@pytest.mark.parametrize("notes", ["0 Gb/s between nodes", ". Gb/s between nodes", None])
+def test_notes_that_state_no_rate(notes):
+    assert predict_row({**ROW, "notes": notes}) == predict_row(ROW)
 
 
 @pytest.mark.parametrize(
@@ -392,11 +412,11 @@ def test_rates_are_found_again(machine):
 def test_a_file_of_rows(tmp_path):
     """Two thousand rows in far less than a minute, one core."""
     source, target = tmp_path / "rows.csv", tmp_path / "predicted.csv"
-    rows = [{**ROW, "global_batch": str(4 * (i % 50 + 1))} for i in range(2000)]
+    runs = [{**ROW, "global_batch": str(4 * (i % 50 + 1))} for i in range(2000)]
     with source.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(ROW))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(runs)
     start = time.process_time()
     assert estimate_file(source, target) == (2000, 2000)
     assert time.process_time() - start < 30
