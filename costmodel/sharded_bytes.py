@@ -10,7 +10,7 @@ _fully_shard/{_fsdp_state,_fsdp_param_group,_fsdp_collectives}.py.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,6 +55,35 @@ class ShardedStage:
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
+class _Held:
+    """A set of units and the bytes they take together, kept as they come and go."""
+
+    def __init__(self, sizes: Mapping[int, int]) -> None:
+        self._sizes = sizes
+        self._members: set[int] = set()
+        self.num_bytes = 0
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._members
+
+    def add(self, index: int) -> None:
+        """Hold a unit, if it is not held."""
+        if index not in self._members:
+            self._members.add(index)
+            self.num_bytes += self._sizes[index]
+
+    def discard(self, index: int) -> None:
+        """Let a unit go, if it is held."""
+        if index in self._members:
+            self._members.remove(index)
+            self.num_bytes -= self._sizes[index]
+
+    def clear(self) -> None:
+        """Let all go."""
+        self._members.clear()
+        self.num_bytes = 0
+
+
 class ShardedBytes:
     """What FSDP2 holds of one stage now. Mutable: it is a tally.
 
@@ -69,13 +98,14 @@ class ShardedBytes:
             for index, unit in enumerate([*stage.blocks, stage.shared])
             if unit is not None
         }
-        self._gathered: set[int] = set()
-        self._fetched: set[int] = set()
+        units = self._units.items()
+        gathered = {index: unit.gathered_bytes for index, unit in units}
+        self._gathered, self._fetched = _Held(gathered), _Held(gathered)
         self._forward_message: int | None = None
         self._sum_message: int | None = None
-        self._summed: set[int] = set()
-        self._fresh: set[int] = set()
-        self._sharded: set[int] = set()
+        self._summed = _Held({index: unit.sum_bytes for index, unit in units})
+        self._fresh = _Held({index: unit.gradient_bytes for index, unit in units})
+        self._sharded = _Held({index: self._shard_bytes(index) for index in self._units})
         self._ran: list[int] = []
         self._places: dict[int, list[int]] = {index: [] for index in self._units}
         self._base = self._peak = 0
@@ -83,23 +113,17 @@ class ShardedBytes:
     @property
     def gradient_bytes(self) -> int:
         """Bytes of gradients, whole and in shards."""
-        units = self._units
-        whole = sum(units[index].gradient_bytes for index in self._fresh)
-        whole += sum(units[index].sum_bytes for index in self._summed)
-        if self._stage.shards_on_host:
-            return whole
-        return whole + sum(self._shard_bytes(index) for index in self._sharded)
+        whole = self._fresh.num_bytes + self._summed.num_bytes
+        return whole + (0 if self._stage.shards_on_host else self._sharded.num_bytes)
 
     @property
     def live_bytes(self) -> int:
         """Bytes of gathered weights, gradients and messages."""
-        units = self._units
-        messages = [*self._fetched]
+        held = self._gathered.num_bytes + self._fetched.num_bytes
         if self._forward_message is not None:
-            messages.append(self._forward_message)
-        held = sum(units[index].gathered_bytes for index in (*self._gathered, *messages))
+            held += self._units[self._forward_message].gathered_bytes
         if self._sum_message is not None:
-            held += units[self._sum_message].message_bytes
+            held += self._units[self._sum_message].message_bytes
         return held + self.gradient_bytes
 
     def _shard_bytes(self, index: int) -> int:
@@ -158,13 +182,13 @@ class ShardedBytes:
             self._note()
             self._base = turn.end_bytes
             if index in self._units:
-                self._fresh |= {index} - self._kept()
+                self._make_gradient(index)
                 if self._units[index].has_input_gradient:
                     self._after_backward(index, is_last)
                 else:
                     waiting.insert(0, index)
         if self._shared in self._units:
-            self._fresh |= {self._shared} - self._kept()
+            self._make_gradient(self._shared)
             self._after_backward(self._shared, is_last)
         for index in waiting:
             self._after_backward(index, is_last)
@@ -175,10 +199,11 @@ class ShardedBytes:
             self._sum_message = None
         return self._peak
 
-    def _kept(self) -> set[int]:
-        """The units whose gradients add to sums in place."""
-        units = self._units
-        return {i for i in self._summed if units[i].sum_bytes == units[i].gradient_bytes}
+    def _make_gradient(self, index: int) -> None:
+        """Hold a unit's new gradients, unless they add to sums in place."""
+        unit = self._units[index]
+        if index not in self._summed or unit.sum_bytes != unit.gradient_bytes:
+            self._fresh.add(index)
 
     def _before_backward(self, index: int) -> None:
         if index not in self._units:

@@ -1,9 +1,10 @@
 """Bounds that need no stage boundaries: cheap reasons to leave a configuration out.
 
 Time. Let T be the seconds of one microbatch's forward and backward through all blocks on one
-rank's shards, m the microbatches, pp the pipeline ranks. Any schedule takes at least
+rank's shards with what replicas exchange meanwhile, U what all ranks exchange and update once a
+step (`exchange_bounds`), m the microbatches, pp the pipeline ranks. Any schedule takes at least
 
-    m T / pp                                   some rank does at least its share of the work
+    (m T + U) / pp                             some rank does at least its share of the work
     m * (longest block)                        a block lies on one rank
     T                                          one microbatch passes every block
     c(schedule, pp, m) T - d   vpp = 1         `pipeline_line`: the paths of `chain_dp` with
@@ -33,6 +34,8 @@ from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
+from search.chain_paths import Floats
+from search.exchange_bounds import LeastExchange
 from search.rank_bytes import least_bytes
 from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
@@ -55,18 +58,30 @@ class TableBounds:
 
     table: StageTable
     _memory: dict[tuple, float] = field(default_factory=dict)
-    _seconds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _seconds: dict[str, Floats] = field(default_factory=dict)
+    _exchange: dict[tuple[int, int, int], LeastExchange] = field(default_factory=dict)
     _ahead: dict[tuple[str, bool], _Ahead] = field(default_factory=dict)
 
-    def block_seconds(self, recompute: str) -> tuple[float, float]:
-        """Return one microbatch's seconds through all blocks, and through the longest one."""
+    def block_seconds(self, recompute: str) -> float:
+        """Return one microbatch's seconds through all blocks, nothing exchanged."""
+        return float(self._of_blocks(recompute).sum())
+
+    def _of_blocks(self, recompute: str) -> Floats:
+        """Each block's seconds, forward and backward."""
         if recompute not in self._seconds:
-            forward = self.table.forward_s
             load = self.table.blocks
             again = [again_seconds(load, choice) for choice in recompute_choices(recompute)]
-            block = forward + self.table.backward_s + np.min(again, axis=0)
-            self._seconds[recompute] = (float(block.sum()), float(block.max()))
+            self._seconds[recompute] = (
+                self.table.forward_s + self.table.backward_s + np.min(again, axis=0)
+            )
         return self._seconds[recompute]
+
+    def exchange(self, dp: int, cp: int, zero: int) -> LeastExchange:
+        """Return what stages exchange with their replicas at least."""
+        key = dp, cp, zero
+        if key not in self._exchange:
+            self._exchange[key] = LeastExchange(table=self.table, dp=dp, cp=cp, zero=zero)
+        return self._exchange[key]
 
     def ahead(self, recompute: str, *, zero: int) -> _Ahead:
         """Return how much of backwards may come after their gradients are sent on."""
@@ -83,23 +98,34 @@ class TableBounds:
 
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries can beat."""
-        total, longest = self.block_seconds(shape.recompute)
-        ahead = self.ahead(shape.recompute, zero=min(shape.zeros))
-        through = total - (ahead.after_first_s if shape.pp > 1 else 0.0)
-        return max(shape.num_microbatches * max(total / shape.pp, longest), through)
+        return min(
+            self._least_of_any(
+                pp=shape.pp, m=shape.num_microbatches, recompute=shape.recompute,
+                exchange=self.exchange(shape.dp, shape.cp, zero),
+            )
+            for zero in shape.zeros
+        )  # fmt: skip
 
     def least_step_s(self, configuration: Configuration) -> float:
         """Return a step time that no stage boundaries can beat, for `vpp` 1."""
-        m, pp = configuration.num_microbatches, configuration.pp
-        total, longest = self.block_seconds(configuration.recompute)
-        ahead = self.ahead(configuration.recompute, zero=configuration.zero)
-        through = total - (ahead.after_first_s if pp > 1 else 0.0)
-        bound = max(m * max(total / pp, longest), through)
-        if not find_schedule(configuration.schedule).splits_backward:
+        one = configuration
+        m, pp = one.num_microbatches, one.pp
+        exchange = self.exchange(one.dp, one.cp, one.zero)
+        bound = self._least_of_any(pp=pp, m=m, recompute=one.recompute, exchange=exchange)
+        if not find_schedule(one.schedule).splits_backward:
+            ahead = self.ahead(one.recompute, zero=one.zero)
             part = round(ahead.part, 6) + 1e-6 if ahead.part else 0.0
-            factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
+            factor, firsts = pipeline_line(one.schedule, pp, m, part)
+            total = self.block_seconds(one.recompute) + exchange.each_s(pp)
             bound = max(bound, total * factor - firsts * ahead.longest_s)
         return bound
+
+    def _least_of_any(self, *, pp: int, m: int, recompute: str, exchange: LeastExchange) -> float:
+        """Return the first three bounds of the header."""
+        total = self.block_seconds(recompute) + exchange.each_s(pp)
+        longest = float((self._of_blocks(recompute) + exchange.each_of_blocks_s).max())
+        ahead = self.ahead(recompute, zero=exchange.zero).after_first_s if pp > 1 else 0.0
+        return max((m * total + exchange.once_s(pp)) / pp, m * longest, total - ahead)
 
     def least_peak_bytes(self, configuration: Configuration) -> float:
         """Return bytes that the fullest rank of any stage boundaries needs at least."""

@@ -101,7 +101,7 @@ def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
     fitted, seconds = bool(beaten), float("inf")
     for table in tables:
         bounds = search.candidates.bounds(table)
-        seconds = min(seconds, bounds.block_seconds(shape.recompute)[0] / size)
+        seconds = min(seconds, bounds.block_seconds(shape.recompute) / size)
         for one in members:
             fitted |= _push_shape(search, one, table)
     key, considered = (cp, tp), count * (len(beaten) + len(tables))
