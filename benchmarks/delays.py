@@ -142,12 +142,51 @@ def slow_down_links(engine: Engine, hop_s: float, *, blocking: bool = False) -> 
 
     def put_and_wait(message: Message, tensor: Tensor) -> None:
         put(message, tensor)
-        for work, _ in post._sending:
-            work.wait()
+        for sending in post._sending:
+            sending.work.wait()
 
     post.put = put_and_wait  # type: ignore[method-assign]
     # Who waits for its message to arrive gains nothing by sending it within a job.
     engine._executor._sends_first = {}
+
+
+class Arrival:
+    """A receive whose message sets out when it is posted, as `torch.distributed.Work`."""
+
+    def __init__(self, work: Any, hop_s: float) -> None:
+        self._work, self._there_s = work, time.perf_counter() + hop_s
+
+    def wait(self) -> None:
+        """Wait until the message has been sent, and has crossed the link."""
+        self._work.wait()
+        time.sleep(max(0.0, self._there_s - time.perf_counter()))
+
+
+class WaitingGroup:
+    """A process group whose messages set out no sooner than there is a buffer for them, as those
+    too large for a network's own do. Stands in for one in a `Post`'s legs.
+    """
+
+    def __init__(self, group: Any, hop_s: float) -> None:
+        self._group, self._hop_s = group, hop_s
+        self.send = group.send
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Arrival:
+        """Post a buffer: the message sets out."""
+        return Arrival(self._group.recv(tensors, peer, tag), self._hop_s)
+
+
+def send_when_posted(engine: Engine, hop_s: float) -> None:
+    """Let what an engine receives take `hop_s` from when its buffer is posted."""
+    post: Post = engine._executor._post
+    find = post._find_crossing
+
+    def find_waiting(*key: Any) -> Crossing:
+        crossing = find(*key)
+        legs = (replace(leg, group=WaitingGroup(leg.group, hop_s)) for leg in crossing.legs)  # type: ignore[arg-type]
+        return replace(crossing, legs=tuple(legs))
+
+    post._find_crossing = find_waiting  # type: ignore[method-assign]
 
 
 def sleep_in_jobs(engine: Engine, job_s: float) -> None:

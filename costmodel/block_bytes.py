@@ -7,7 +7,7 @@ they only count where this block makes, keeps or frees them. All amounts are loc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from costmodel.liveness import BackwardWalk, backward_walk, forward_walk
@@ -16,6 +16,7 @@ from costmodel.saved import HELD_ANYWAY, SavedTensors, saved_tensors
 from planner.graph import Program
 from planner.plan import Recompute
 from planner.units import DTYPE_BYTES
+from planner.weight_products import deferrable_products
 
 
 class Edge(NamedTuple):
@@ -37,9 +38,11 @@ class BlockBytes:
     by `second_rise_bytes` at most and has `made_again_bytes` more at the end. `forward_rise_bytes`
     is the height of the first forward, outputs counted and inputs not. `params` are the trained
     parameters' bytes, and `param_rows` the lengths of their first dims, along which ZeRO cuts.
+    `aside` is the same where weight gradients are put aside, if other things are kept then.
     """
 
     input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     inputs: tuple[Edge, ...]
     outputs: tuple[Edge, ...]
     params: Mapping[str, int]
@@ -49,6 +52,7 @@ class BlockBytes:
     forward_rise_bytes: int
     second_rise_bytes: int
     backwards: Backwards
+    aside: BlockBytes | None = None
 
 
 class Backwards:
@@ -62,20 +66,22 @@ class Backwards:
         self,
         *,
         first: bool,
-        held: bool,
+        held: frozenset[str],
+        leaves: frozenset[str] = frozenset(),
         split: bool = False,
         wide: int = 1,
         shared: frozenset[str] = frozenset(),
         adds_products: bool = True,
     ) -> BackwardWalk:
         """Return the walk of `liveness.backward_walk`."""
-        key = first, held, split, wide, shared, adds_products
+        key = first, held, leaves, split, wide, shared, adds_products
         if key not in self._walks:
             self._walks[key] = backward_walk(
                 self._program,
                 self._saved,
                 first=first,
                 held=held,
+                leaves=leaves,
                 split=split,
                 wide=wide,
                 shared=shared,
@@ -91,6 +97,18 @@ def block_bytes(
     `recompute` is "selective".
     """
     saved = saved_tensors(program, device_type=device_type)
+    there = _held(program, saved, recompute, remade)
+    aside = saved_tensors(
+        program, device_type=device_type, aside=frozenset(deferrable_products(program))
+    )
+    if aside.kept == saved.kept:
+        return there
+    return replace(there, aside=_held(program, aside, recompute, remade))
+
+
+def _held(
+    program: Program, saved: SavedTensors, recompute: Recompute, remade: frozenset[str]
+) -> BlockBytes:
     storage = saved.storages.storage
     every = {one.root: one.num_bytes for storages, _ in saved.by_op.values() for one in storages}
     inner = frozenset(every) - frozenset(program.inputs)
@@ -119,8 +137,11 @@ def block_bytes(
     ]
     return BlockBytes(
         input_names=program.inputs,
+        output_names=program.outputs,
         inputs=tuple(
-            _edge(program, saved, name, is_kept=_held(program, name) and (again or name in every))
+            _edge(
+                program, saved, name, is_kept=_is_held(program, name) and (again or name in every)
+            )
             for name in program.inputs
         ),
         outputs=tuple(
@@ -142,7 +163,7 @@ def _others(program: Program, remade: frozenset[str]) -> frozenset[str]:
     return frozenset(op.name for op in program.ops) - remade
 
 
-def _held(program: Program, name: str) -> bool:
+def _is_held(program: Program, name: str) -> bool:
     """Whether a kept input is anybody's to free: pieces of the batch are there anyway."""
     return program.tensor[name].kind not in HELD_ANYWAY
 

@@ -2,29 +2,22 @@
 
 Forward and backward are walked op by op. A forward value is freed after its last reader
 unless autograd keeps it; a gradient is freed once the op that made its tensor has run
-backward; what autograd kept is freed by the earliest op that kept it. Gradients follow
-autograd's habits: views and sums pass their gradient on without a copy, and the second
-gradient that reaches a tensor is added to the first.
+backward; what autograd kept is freed by the earliest op that kept it. How gradients share
+buffers is in `costmodel.gradients`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from costmodel.saved import HELD_ANYWAY, SavedTensors
-from costmodel.storage import (
-    RESHAPES,
-    Strides,
-    base_name,
-    contiguous_strides,
-    permuted,
-    reshaped_strides,
-)
+from costmodel.gradients import Gradients, leaves_gaps, passes_on, seen_through
+from costmodel.saved import HELD_ANYWAY, SavedTensors, has_rows
+from costmodel.storage import base_name, contiguous_strides
 from planner.graph import Op, Program, Ref
-from planner.placement import Shard, parse_placement
+from planner.placement import Placement, Shard, parse_placement
 from planner.redistribute import REDISTRIBUTE, collectives
 from planner.units import DTYPE_BYTES
 from planner.weight_products import LARGE_BYTES, deferrable_products
@@ -105,7 +98,7 @@ def _backward_peak(
     """
     tensor = program.tensor
     waiting = {saved.storages.storage[name].root for name in later.values()}
-    grads = _Gradients()
+    grads = Gradients()
     for name in program.outputs:
         if tensor[name].requires_grad:
             grads.allocate(name, _bytes(program, name))
@@ -123,17 +116,19 @@ def _backward_peak(
                         grads.allocate(name, _bytes(program, name))
                 elif tensor[name].kind == "param":
                     scratch += 0 if op.name in later else _bytes(program, name)
-                elif _passes_on(op, name, program, saved):
-                    grads.share(name, arriving[0])
+                elif passes_on(op, name, program, saved):
+                    grads.share(name, arriving[0], gaps=leaves_gaps(op, program))
                 else:
                     grads.allocate(name, _bytes(program, name))
             peak = max(peak, live_saved + grads.live + scratch)
-            grads.settle(needing)
             for name in arriving if op.name not in later else ():
                 grads.free(name)
         kept, extra = saved.by_op.get(op.name, ((), 0))
         held = outside | waiting
         live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in held)
+        for name in needing if arriving else ():
+            before = grads.live
+            peak = max(peak, live_saved + before + grads.add_up(name, _bytes(program, name)))
     roots = {s.root: s for kept, _ in saved.by_op.values() for s in kept}
     pending = sum(roots[root].num_bytes for root in waiting if root in roots)
     pending += grads.bytes_of(
@@ -206,24 +201,37 @@ def forward_walk(
 class Aside(NamedTuple):
     """A weight gradient put aside in the backward: the storages it waits with, by name, and
     the bytes of the gradients of weight and bias that it will make. `adds` tells whether the
-    product can be added to a gradient that is there without being made first.
+    product can be added to a gradient that is there without being made first; if not, autograd
+    makes one of `whole_bytes` for what the weight is a view of.
     """
 
     held: tuple[tuple[str, int], ...]
     weight_bytes: int
     bias_bytes: int
     adds: bool
+    whole_bytes: int
+
+
+class Given(NamedTuple):
+    """The gradient of an input: the bytes of its buffer, the output whose gradient has the same
+    buffer, if one has, and whether it is a view with gaps.
+    """
+
+    num_bytes: int
+    output: str | None
+    gaps: bool
 
 
 class BackwardWalk(NamedTuple):
     """The highest point of a backward above its start, where everything saved and the
-    gradients of the outputs are alive; the parameters whose gradients it makes; and what it
-    puts aside, in that order.
+    gradients of the outputs are alive; the parameters whose gradients it makes; what it
+    puts aside, in that order; and the gradients of the inputs.
     """
 
     rise_bytes: int
     made: frozenset[str]
     aside: tuple[Aside, ...]
+    given: Mapping[str, Given]
 
 
 def backward_walk(
@@ -231,7 +239,8 @@ def backward_walk(
     saved: SavedTensors,
     *,
     first: bool,
-    held: bool,
+    held: frozenset[str],
+    leaves: frozenset[str] = frozenset(),
     split: bool = False,
     wide: int = 1,
     shared: frozenset[str] = frozenset(),
@@ -242,22 +251,29 @@ def backward_walk(
     In a `first` backward the gradients of parameters stay, `wide` times as large as the
     parameters; in others they are added to those and let go, and products with a large
     weight add theirs without making it first, if it is as wide and `adds_products`. Those of
-    parameters that are `shared` with another block stay in both. `held`: somebody else holds the
-    gradients of the outputs. `split`: weight gradients are put aside.
+    parameters that are `shared` with another block stay in both. `held`: outputs whose gradients
+    somebody else holds. `leaves`: inputs that keep their gradients, in buffers of their own.
+    `split`: weight gradients are put aside.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
     products = with_weights if split else {}
-    grads = _Gradients()
+    readers = {name: op.name for op in reversed(program.ops) for name in op.inputs}
+    grads = Gradients()
     for name in program.outputs:
         if tensor[name].requires_grad:
             grads.allocate(name, _bytes(program, name))
-            if held:
+            if name in held:
                 grads.hold(name)
+    given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
     start = saved.num_bytes + grads.live
     live_saved = saved.num_bytes
     never_freed = {storage[name].root for name in program.inputs}
-    never_freed |= {storage[product[0].name].root for product in products.values()}
+    never_freed |= {
+        storage[product[0].name].root
+        for product in products.values()
+        if _is_held_as_given(product[0].name, program, saved)
+    }
     laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
     there: dict[str, int] = {}
     made: set[str] = set()
@@ -265,6 +281,7 @@ def backward_walk(
     peak = start
     for op in reversed(program.ops):
         arriving = [name for name in op.outputs if name in grads.of]
+        needing: list[str] = []
         if arriving:
             product = products.get(op.name)
             later = {ref.name for ref in product[1:3] if isinstance(ref, Ref)} if product else set()
@@ -274,13 +291,13 @@ def backward_walk(
             scratch = _scratch_bytes(op, program, forward=False)
             for name in needing:
                 size = _bytes(program, name)
-                passes_on = _passes_on(op, name, program, saved)
+                is_same = passes_on(op, name, program, saved)
                 if tensor[name].kind != "param":
                     shape = tensor[name].shape_at(1)
-                    seen = laid.get(arriving[0]) if passes_on else None
-                    through = None if seen is None else _seen_through(op, name, program, seen)
+                    seen = laid.get(arriving[0]) if is_same else None
+                    through = None if seen is None else seen_through(op, name, program, seen)
                     if through is not None:
-                        grads.share(name, arriving[0])
+                        grads.share(name, arriving[0], gaps=leaves_gaps(op, program))
                     else:
                         grads.allocate(name, size)
                     laid.setdefault(name, through or contiguous_strides(shape))
@@ -290,21 +307,38 @@ def backward_walk(
                     there[name] = size
                 elif first:
                     there[name] = wide * size
-                    scratch += size if wide > 1 and not passes_on else 0
+                    scratch += size if wide > 1 and not is_same else 0
                 else:
                     product_of = with_weights.get(op.name)
                     is_weight = product_of is not None and product_of[1].name == name
                     adds = is_weight and adds_products and wide == 1 and size >= LARGE_BYTES
-                    scratch += 0 if passes_on or adds else size
+                    scratch += 0 if is_same or adds else size
             peak = max(peak, live_saved + grads.live + sum(there.values()) + scratch)
-            grads.settle(needing)
             if product is not None:
-                aside.append(_put_aside(op, product, program, saved, grads))
+                aside.append(_put_aside(op, product, program, saved, grads, given_by))
+                if not _is_held_as_given(product[0].name, program, saved):
+                    there[f"rows of {op.name}"] = _bytes(program, product[0].name)
+                    peak = max(peak, live_saved + grads.live + sum(there.values()))
             for name in arriving if product is None else ():
                 grads.free(name)
         kept, extra = saved.by_op.get(op.name, ((), 0))
         live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in never_freed)
-    return BackwardWalk(peak - start, frozenset(made), tuple(aside))
+        beside = live_saved + sum(there.values())
+        for name in needing:
+            if name not in grads.of:
+                continue
+            size = _bytes(program, name)
+            before = grads.live
+            peak = max(peak, beside + before + grads.add_up(name, size))
+            if name in leaves and readers[name] == op.name and not grads.is_own(name):
+                peak = max(peak, beside + grads.live + size)
+                grads.copy(name, size)
+    given = {}
+    for name in program.inputs:
+        if name in grads.of:
+            buffer, size = grads.buffer_of(name)
+            given[name] = Given(size, given_by.get(buffer), name in grads.gaps)
+    return BackwardWalk(peak - start, frozenset(made), tuple(aside), given)
 
 
 def _put_aside(
@@ -312,121 +346,37 @@ def _put_aside(
     product: tuple[Ref, Ref, Ref | None, bool],
     program: Program,
     saved: SavedTensors,
-    grads: _Gradients,
+    grads: Gradients,
+    given_by: Mapping[int, str],
 ) -> Aside:
     x, weight, bias, _ = product
     root = saved.storages.storage[x.name]
     buffer, size = grads.buffer_of(op.outputs[0])
     held = ((root.root, root.num_bytes),) if root.kind not in HELD_ANYWAY else ()
+    if not _is_held_as_given(x.name, program, saved):
+        held = ((f"rows of {op.name}", _bytes(program, x.name)),)
+    made_from = saved.storages.storage[weight.name]
     return Aside(
-        held=(*held, (f"gradient {buffer}", size)),
+        held=(*held, (f"gradient {given_by.get(buffer, buffer)}", size)),
         weight_bytes=_bytes(program, weight.name),
         bias_bytes=0 if bias is None else _bytes(program, bias.name),
         adds=program.tensor[weight.name].kind == "param",
+        whole_bytes=made_from.num_bytes,
     )
 
 
-class _Gradients:
-    """Gradient buffers by tensor; several tensors may share one. Mutable: it is a tally."""
-
-    def __init__(self) -> None:
-        self.of: dict[str, int] = {}
-        self.live = 0
-        self._bytes: list[int] = []
-        self._users: list[int] = []
-        self._second: dict[str, int] = {}
-
-    def allocate(self, name: str, num_bytes: int) -> None:
-        self._bytes.append(num_bytes)
-        self._users.append(0)
-        self.live += num_bytes
-        self._attach(name, len(self._bytes) - 1)
-
-    def bytes_of(self, names: Iterable[str]) -> int:
-        """Bytes of the buffers these tensors' gradients lie in, each once."""
-        return sum(self._bytes[b] for b in {self.of[name] for name in names if name in self.of})
-
-    def buffer_of(self, name: str) -> tuple[int, int]:
-        """The number of a gradient's buffer, and its bytes."""
-        buffer = self.of[name]
-        return buffer, self._bytes[buffer]
-
-    def hold(self, name: str) -> None:
-        """Keep a gradient's buffer to the end: somebody else has it too."""
-        self._users[self.of[name]] += 1
-
-    def share(self, name: str, source: str) -> None:
-        self._attach(name, self.of[source])
-
-    def _attach(self, name: str, buffer: int) -> None:
-        self._users[buffer] += 1
-        if name in self.of:
-            self._second[name] = buffer
-        else:
-            self.of[name] = buffer
-
-    def settle(self, names: list[str]) -> None:
-        """Add the second gradient of each tensor to its first, in one buffer."""
-        for name in names:
-            second = self._second.pop(name, None)
-            if second is not None:
-                # Added in place when one of the two is used by nobody else; else one more
-                # buffer would be needed, and the sum takes the place of the shared one.
-                first = self.of[name]
-                keep, drop = (second, first) if self._users[first] > 1 else (first, second)
-                self.of[name] = keep
-                self._release(drop)
-
-    def free(self, name: str) -> None:
-        self._release(self.of.pop(name))
-
-    def _release(self, buffer: int) -> None:
-        self._users[buffer] -= 1
-        if self._users[buffer] == 0:
-            self.live -= self._bytes[buffer]
-
-
-_SUMS = frozenset({"add", "sub", "clone", "contiguous"})
-
-
-def _passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
-    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
-    output = op.outputs[0]
-    if len(op.outputs) > 1:
-        return False
-    source, result = program.tensor[name], program.tensor[output]
-    same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
-    if op.target == REDISTRIBUTE:
-        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
-        moves = collectives(src, dst, bool(op.args[4]))[1] is not None
-        return same_size and not moves and source.dtype == result.dtype
-    if base_name(op.target) == "cat":
-        return source.dtype == result.dtype  # a slice of it
-    if base_name(op.target) in _SUMS:
-        return same_size and source.dtype == result.dtype
-    return output in saved.storages.views and same_size
-
-
-def _seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strides | None:
-    """Return the strides of an arriving gradient as the gradient of `name`, or None where
-    autograd's view of it needs a copy: the backward of a view of one shape is a reshape.
-    """
-    target = base_name(op.target)
-    shape = program.tensor[name].shape_at(1)
-    order = permuted(target, op.args, shape, tuple(range(len(shape))))
-    if order is not None:
-        back = dict(zip(order, strides, strict=True))
-        return tuple(back[dim] for dim in range(len(shape)))
-    if target in RESHAPES:
-        return reshaped_strides(program.tensor[op.outputs[0]].shape_at(1), strides, shape)
-    return strides
+def _is_held_as_given(x: str, program: Program, saved: SavedTensors) -> bool:
+    """Whether a product put aside waits with its input; else with a copy of it in rows."""
+    return has_rows(program.tensor[x].shape_at(1), saved.storages.strides[x])
 
 
 def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
     """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
     name = base_name(op.target)
     if op.target == REDISTRIBUTE:
-        return _staging_bytes(op, program, forward=forward)
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        size = max(_bytes(program, op.inputs[0]), _bytes(program, op.outputs[0]))
+        return staging_bytes(src, dst, size, forward=forward, grad_partial=bool(op.args[4]))
     if name == "cross_entropy_loss":
         # Backward: the gradient of the log-softmax, then the logits'.
         return 0 if forward else _bytes(program, op.inputs[0])
@@ -439,17 +389,18 @@ def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
     return 0
 
 
-def _staging_bytes(op: Op, program: Program, *, forward: bool) -> int:
+def staging_bytes(
+    src: Placement, dst: Placement, num_bytes: int, *, forward: bool, grad_partial: bool = False
+) -> int:
     """Bytes in which a collective's pieces are put side by side: collectives cut dim 0, and
     what is cut along another is copied before or after (`planner.runtime.collectives`).
+    `num_bytes` are those of the larger of what a rank has before and after.
     """
-    src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
-    kind = collectives(src, dst, bool(op.args[4]))[0 if forward else 1]
+    kind = collectives(src, dst, grad_partial)[0 if forward else 1]
     cuts = [p for p in (src, dst) if isinstance(p, Shard)]
     if kind is None or kind == "all_reduce" or all(p.dim == 0 and p.segments == 1 for p in cuts):
         return 0
-    whole = max(_bytes(program, op.inputs[0]), _bytes(program, op.outputs[0]))
-    return 2 * whole if kind == "all_to_all" else whole
+    return 2 * num_bytes if kind == "all_to_all" else num_bytes
 
 
 def _bytes(program: Program, name: str) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
+from costmodel.liveness import staging_bytes
 from costmodel.rank_walk import Message, StageJobs
 from costmodel.sharded_bytes import ShardedStage, Unit
-from costmodel.stage_bytes import PlacedBlock, StageWalk
-from planner.placement import Shard
+from costmodel.stage_bytes import Copy, PlacedBlock, StageWalk
+from costmodel.storage import is_view_slice
+from planner.placement import Placement, Replicate, Shard
 from planner.plan import Plan, Recompute
 from planner.runtime.wiring import Edge, Placements, block_placements
 from planner.units import DTYPE_BYTES
@@ -35,6 +38,8 @@ def stage_jobs(
     return StageJobs(
         walk=walk,
         last=last,
+        first_aside=_aside(walk, 1),
+        all_aside=_aside(walk, len(walk.blocks)),
         incoming=tuple(
             _message(plan, edge, edge.producer) for edge in edges if edge.consumer == stage_index
         ),
@@ -49,6 +54,15 @@ def stage_jobs(
         else 0,
         sharded=_sharded(walk, replicas, plan) if sharded else None,
     )
+
+
+def _aside(walk: StageWalk, num_blocks: int) -> StageWalk:
+    """Return a stage whose first blocks put their weight gradients aside."""
+    first = walk.blocks[:num_blocks]
+    if all(block.bytes.aside is None for block in first):
+        return walk
+    put = [replace(block, bytes=block.bytes.aside or block.bytes) for block in first]
+    return replace(walk, blocks=(*put, *walk.blocks[num_blocks:]))
 
 
 def _sharded(walk: StageWalk, replicas: int, plan: Plan) -> ShardedStage:
@@ -130,8 +144,9 @@ def _walk(
         )  # fmt: skip
         copies = []
         for name, edge, taken in zip(block.inputs, found.inputs, takes, strict=True):
-            moved = _moved(lies.get(name, Placements()), taken, tp=tp, cp=plan.cp)
-            copies.append(edge.num_bytes if moved else 0)
+            lying = lies.get(name, Placements())
+            shape = graph.tensor[name].shape_at(size)
+            copies.append(_copy(lying, taken, edge.num_bytes, shape, tp=tp, cp=plan.cp))
             if name in graph.preamble.outputs and graph.preamble.only((name,)).inputs:
                 side[name] = graph.tensor[name].bytes_at(size)
         lies |= dict(zip(block.outputs, makes, strict=True))
@@ -150,20 +165,80 @@ def _walk(
                 },
             )
         )
+    sent = {
+        edge.tensor: _copy(
+            lies[edge.tensor],
+            edge.sent,
+            _edge_bytes(plan, edge, "sent"),
+            graph.tensor[edge.tensor].shape_at(size),
+            tp=tp,
+            cp=plan.cp,
+        )
+        for edge in leaving
+    }
     return StageWalk(
         blocks=tuple(blocks),
         arriving={edge.tensor: _edge_bytes(plan, edge, "taken") for edge in incoming},
         side=side,
         leaving=frozenset(edge.tensor for edge in leaving),
-        sent_copies={
-            edge.tensor: _edge_bytes(plan, edge, "sent")
-            for edge in leaving
-            if _moved(lies[edge.tensor], edge.sent, tp=tp, cp=plan.cp)
-        },
+        sent_copies={name: copy for name, copy in sent.items() if copy is not None},
         wide=MASTER_FACTOR if plan.precision == "bf16" else 1,
     )
 
 
-def _moved(lies: Placements, taken: Placements, *, tp: int, cp: int) -> bool:
-    """Whether a value must be brought to another placement on an axis that there is."""
-    return (tp > 1 and lies.tp != taken.tp) or (cp > 1 and lies.cp != taken.cp)
+def _copy(
+    lies: Placements,
+    taken: Placements,
+    num_bytes: int,
+    shape: Sequence[int],
+    *,
+    tp: int,
+    cp: int,
+) -> Copy | None:
+    """Return what bringing a value of some whole shape from one placement to another takes,
+    None where nothing moves; `num_bytes` are those of the copy.
+    """
+    whole = num_bytes * _parts(taken, tp, cp)
+    making = returning = 0
+    passes_on = True
+    start = num_bytes
+    moves = _moves(lies, taken, tp=tp, cp=cp)
+    for before, after, src, dst in moves:
+        source, target = whole // _parts(before, tp, cp), whole // _parts(after, tp, cp)
+        held = 0 if before == lies else source
+        size = max(source, target)
+        making = max(making, held + target + staging_bytes(src, dst, size, forward=True))
+        if isinstance(src, Shard) or isinstance(dst, Shard):
+            passes_on = False
+            staged = staging_bytes(src, dst, size, forward=False)
+            returning = max(returning, target + source + staged - start)
+    if len(moves) == 1 and is_view_slice(*moves[0][2:], shape):
+        return Copy(0, 0, returning, passes_on, is_view=True)
+    return Copy(num_bytes, making, returning, passes_on) if moves else None
+
+
+def _moves(
+    lies: Placements, taken: Placements, *, tp: int, cp: int
+) -> list[tuple[Placements, Placements, Placement, Placement]]:
+    """The redistributions between two placements, as `planner.runtime.stage` makes them:
+    placements before and after each, and on the axis that it is on.
+    """
+    between = lies.cp
+    ways = []
+    if tp > 1 and lies.tp != taken.tp:
+        if _cut_one_dim(lies.tp, lies.cp) or _cut_one_dim(taken.tp, lies.cp):
+            between = Replicate()
+            ways.append((lies, Placements(lies.tp, between), lies.cp, between))
+        at = Placements(lies.tp, between)
+        ways.append((at, Placements(taken.tp, between), lies.tp, taken.tp))
+    if cp > 1 and between != taken.cp:
+        ways.append((Placements(taken.tp, between), taken, between, taken.cp))
+    return ways
+
+
+def _cut_one_dim(a: Placement, b: Placement) -> bool:
+    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
+
+
+def _parts(placed: Placements, tp: int, cp: int) -> int:
+    return (tp if isinstance(placed.tp, Shard) else 1) * (cp if isinstance(placed.cp, Shard) else 1)

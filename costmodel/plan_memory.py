@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from costmodel.arrivals import find_traffic
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
 from costmodel.memory import (
@@ -18,6 +19,7 @@ from costmodel.placed_stage import stage_jobs
 from costmodel.plan_price import PlanPrice
 from costmodel.rank_walk import walk_rank
 from costmodel.stage import join
+from costmodel.steady_row import SteadyRow, steady_row
 from planner.graph import ModelGraph
 from planner.placement import Shard
 from planner.plan import Plan
@@ -84,13 +86,29 @@ def _walked(
     wide = MASTER_FACTOR if plan.precision == "bf16" else 1
     weights = join(price.loads[s] for s in mine)
     stages = {s: stage_jobs(plan, costs, s, edges, accumulates=replicas > 1) for s in mine}
+    row, home = SteadyRow(schedule.jobs[rank]), schedule.stage_to_pp_rank.__getitem__
+    on_cpu = profile.cluster.device_type == "cpu"
+    traffic = find_traffic(
+        schedule.jobs,
+        edges,
+        home,
+        rank,
+        keeps_sent=on_cpu,
+        answers=lambda edge: plan.stage_tp(edge.producer) == plan.stage_tp(edge.consumer),
+    )
+    # What waits long enough is a count of its own, and other ranks' rows are whole.
+    if not any(stage.on_host for stage in stages.values()) and not traffic.orders:
+        row = steady_row(row.jobs, ahead=plan.receive_ahead)
     moments = walk_rank(
-        schedule.jobs[rank],
+        row.jobs,
         stages,
-        lambda stage: plan.stages[stage].pp_rank,
+        home,
         rank,
         receive_ahead=plan.receive_ahead,
+        traffic=traffic,
     )
+    losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
+    moments = [*moments[: row.gap], *(one.holding(losses) for one in moments[row.gap :])]
     worst = max(moments, key=lambda moment: moment.peak_bytes)
     shards = [stage.sharded.shard_bytes for stage in stages.values() if stage.sharded is not None]
     # What is stepped on: in bf16 masters, beside which ZeRO needs no weights at rest.
@@ -111,7 +129,7 @@ def _walked(
             weights, dp=replicas, sharded=bool(shards), precision=plan.precision
         )
     # Fused or foreach steps hold one more copy of what they update.
-    steps_here = profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
+    steps_here = not on_cpu and not plan.optimizer_on_host
     tied_bytes = _tied_bytes(plan, costs.graph, tied, mine) * wide // (replicas if shards else 1)
     after = max(stepped if steps_here else 0, tied_bytes) + last_gradients
     height = worst.peak_bytes - worst.gradient_bytes + gradients

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from costmodel.arrivals import Arrival, Receives, Traffic
 from costmodel.liveness import Aside
 from costmodel.sharded_bytes import ShardedBytes, ShardedStage
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes, StageWalk, held_aside, weight_job
@@ -34,7 +35,8 @@ class Message(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class StageJobs:
     """The jobs of one stage: `last` walks the step's last microbatch, which may not be
-    recomputed. `accumulates` tells that gradients have their place from the start. With
+    recomputed, `first_aside` and `all_aside` those whose first block, or all, puts its weight
+    gradients aside. `accumulates` tells that gradients have their place from the start. With
     `sends_first` a full backward puts weight gradients aside until the gradients that another
     rank waits for have left: those of its first block, in the stage's last backward all.
     `on_host` sends to the host what a microbatch keeps, where its wait is long enough. A
@@ -43,6 +45,8 @@ class StageJobs:
 
     walk: StageWalk
     last: StageWalk
+    first_aside: StageWalk
+    all_aside: StageWalk
     incoming: Sequence[Message]
     outgoing: Sequence[Message]
     accumulates: bool
@@ -66,6 +70,14 @@ class Moment(NamedTuple):
     buffer_bytes: int
     host_bytes: int
 
+    def holding(self, more_bytes: int) -> Moment:
+        """Return the moment with more kept all the time."""
+        return self._replace(
+            end_bytes=self.end_bytes + more_bytes,
+            peak_bytes=self.peak_bytes + more_bytes,
+            kept_bytes=self.kept_bytes + more_bytes,
+        )
+
 
 def walk_rank(
     row: Sequence[Job],
@@ -74,17 +86,25 @@ def walk_rank(
     here: int,
     *,
     receive_ahead: int,
+    traffic: Traffic | None = None,
 ) -> list[Moment]:
     """Return a moment for each job of a rank; `home` gives the pp rank of a stage.
 
-    Receives are posted `receive_ahead` jobs ahead.
+    Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
+    of need, and what is sent has left at once.
     """
-    play = _Play(stages, home, here)
+    play = _Play(stages, home, here, traffic or Traffic())
     last = {job.stage_index: job for job in row if job.kind is JobKind.FORWARD}
     play.last_microbatch = {stage: job.microbatch_index for stage, job in last.items()}
     makes = (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT)
     play.last_gradients = frozenset(
         {job.stage_index: job for job in row if job.kind in makes}.values()
+    )
+    play.split = frozenset(
+        (job.stage_index, job.microbatch_index) for job in row if job.kind is JobKind.BACKWARD_INPUT
+    )
+    play.last_full = frozenset(
+        (job.stage_index, job.microbatch_index) for job in play.last_gradients
     )
     play.last_backwards = frozenset(
         {
@@ -103,13 +123,13 @@ def walk_rank(
         for trip in travels:
             place = trip.stage_index, trip.microbatch_index
             if position == trip.leaving:
-                play.host_bytes += play.movable[place]
+                play.host_bytes += sum(play.movable[place])
             if position == trip.leaving + 1:
-                play.away_bytes += play.movable[place]
+                play.away_bytes += play.movable[place][0]
             if position == trip.arriving:
-                play.away_bytes -= play.movable[place]
+                play.away_bytes -= play.movable[place][0]
             if position == trip.arriving + 1:
-                play.host_bytes -= play.movable[place]
+                play.host_bytes -= sum(play.movable[place])
         moments.append(play.run(job))
     return moments
 
@@ -121,18 +141,36 @@ class _Play:
     """
 
     def __init__(
-        self, stages: Mapping[int, StageJobs], home: Callable[[int], int], here: int
+        self,
+        stages: Mapping[int, StageJobs],
+        home: Callable[[int], int],
+        here: int,
+        traffic: Traffic,
     ) -> None:
         self._stages, self._home, self._here = stages, home, here
+        self._traffic, self._receives = traffic, Receives(traffic)
+        self._leaving: list[tuple[int, Arrival, tuple]] = []
+        self._arriving_bytes = {
+            (message.other_stage, index, message.name, False): message.taken_bytes
+            for index, stage in stages.items()
+            for message in stage.incoming
+        } | {
+            (index, message.other_stage, message.name, True): message.sent_bytes
+            for index, stage in stages.items()
+            for message in stage.outgoing
+        }
         self.last_microbatch: Mapping[int, int] = {}
         self.last_gradients: frozenset[Job] = frozenset()
+        self.split: frozenset[tuple[int, int]] = frozenset()
+        self.last_full: frozenset[tuple[int, int]] = frozenset()
         self.last_backwards: frozenset[Job] = frozenset()
         self._sharded = {
             index: ShardedBytes(stage.sharded)
             for index, stage in stages.items()
             if stage.sharded is not None
         }
-        self.movable: dict[tuple[int, int], int] = {}
+        # What a microbatch keeps: of its own, and also kept by a message under way.
+        self.movable: dict[tuple[int, int], tuple[int, int]] = {}
         self.away_bytes = self.host_bytes = 0
         self._holders: dict[tuple, int] = {}
         self._bytes: dict[tuple, int] = {}
@@ -175,13 +213,17 @@ class _Play:
 
     def post(self, job: Job) -> None:
         """Make the receive buffers of a job."""
-        stage = self._stages[job.stage_index]
-        if job.kind is JobKind.FORWARD:
-            self._buffers += sum(m.taken_bytes for m in stage.incoming if not self._is_local(m))
-        elif job.kind is not JobKind.BACKWARD_WEIGHT:
-            self._buffers += sum(
-                m.sent_bytes for m in stage.outgoing if m.requires_grad and not self._is_local(m)
-            )
+        if job.kind is JobKind.BACKWARD_WEIGHT:
+            return
+        stage, s = self._stages[job.stage_index], job.stage_index
+        is_grad = job.kind is not JobKind.FORWARD
+        for message in stage.outgoing if is_grad else stage.incoming:
+            if self._is_local(message) or (is_grad and not message.requires_grad):
+                continue
+            wanted = _arrival(s, message, job.microbatch_index, comes=True, is_grad=is_grad)
+            source = self._home(message.other_stage)
+            for posted in self._receives.expect(source, wanted):
+                self._buffers += self._arriving_bytes[posted[:4]]
 
     def run(self, job: Job) -> Moment:
         """Run a job."""
@@ -207,10 +249,37 @@ class _Play:
             host_bytes=self.host_bytes,
         )
 
+    def _get(self, job: Job, message: Message, *, is_grad: bool) -> None:
+        """Let go what its sender took before it sent a message."""
+        if not self._leaving:
+            return
+        source = self._home(message.other_stage)
+        got = _arrival(job.stage_index, message, job.microbatch_index, comes=True, is_grad=is_grad)
+        made_at = self._traffic.made_at[got]
+        for leaving in [*self._leaving]:
+            target, sent, key = leaving
+            if target == source and self._traffic.taken_at[sent] <= made_at:
+                self._leaving.remove(leaving)
+                self._release(key)
+
+    def _put(self, job: Job, message: Message, key: tuple, size: int, *, is_grad: bool) -> None:
+        """Keep what is sent, where it is kept."""
+        sent = _arrival(
+            job.stage_index, message, job.microbatch_index, comes=False, is_grad=is_grad
+        )
+        if sent in self._traffic.taken_at:
+            self._hold(key, size)
+            self._leaving.append((self._home(message.other_stage), sent, key))
+
     def _walk(self, job: Job) -> StageWalk:
         stage = self._stages[job.stage_index]
-        is_last = self.last_microbatch[job.stage_index] == job.microbatch_index
-        return stage.last if is_last else stage.walk
+        place = job.stage_index, job.microbatch_index
+        if stage.last is not stage.walk and self.last_microbatch[place[0]] == place[1]:
+            return stage.last
+        if stage.sharded is None and (stage.sends_first or place in self.split):
+            ends = place in self.split or place in self.last_full
+            return stage.all_aside if ends else stage.first_aside
+        return stage.walk
 
     def _forward_bytes(self, walk: StageWalk) -> ForwardBytes:
         key = id(walk)
@@ -239,6 +308,7 @@ class _Play:
         stage = self._stages[s]
         for message in stage.incoming:
             if not self._is_local(message):
+                self._get(job, message, is_grad=False)
                 self._buffers -= message.taken_bytes
                 self._hold(self._value(s, message.name, m), message.taken_bytes)
         done = self._forward_bytes(self._walk(job))
@@ -253,15 +323,20 @@ class _Play:
                 self._hold(key, message.taken_bytes)
                 keys.append(key)
             self._release(key)
+        copies = self._walk(job).sent_copies
         for message in stage.outgoing:
+            value = self._value(s, message.name, m)
             if self._is_local(message):
-                self._hold(self._value(s, message.name, m), message.sent_bytes)
+                self._hold(value, message.sent_bytes)
+                continue
+            key = ("copy", *value) if message.name in copies else value
+            self._put(job, message, key, message.sent_bytes, is_grad=False)
         self._kept += done.kept_bytes + stage.loss_bytes
         self._own[s, m] = done.kept_bytes, keys
         sides = {self._value(s, name, m) for name in self._walk(job).side}
-        self.movable[s, m] = done.kept_bytes + sum(
-            self._bytes[key] for key in {*keys} - sides if key in self._bytes
-        )
+        shared = {key: self._bytes[key] for key in {*keys} - sides if key in self._bytes}
+        sent = sum(shared.pop(key, 0) for _, _, key in self._leaving)
+        self.movable[s, m] = done.kept_bytes + sum(shared.values()), sent
         return height
 
     def _backward(self, job: Job) -> tuple[int, int, int, int]:
@@ -270,6 +345,7 @@ class _Play:
         received = {o.name: o.sent_bytes for o in stage.outgoing if o.requires_grad}
         for message in stage.outgoing:
             if message.requires_grad and not self._is_local(message):
+                self._get(job, message, is_grad=True)
                 self._buffers -= message.sent_bytes
                 self._hold(
                     ("gradient", s, message.other_stage, message.name, m), message.sent_bytes
@@ -303,6 +379,9 @@ class _Play:
                 self._hold(
                     ("gradient", message.other_stage, s, message.name, m), message.taken_bytes
                 )
+            elif message.requires_grad:
+                key = "sent", s, message.name, m
+                self._put(job, message, key, message.taken_bytes, is_grad=True)
         self._gradients += done.left_bytes
         return height
 
@@ -317,3 +396,14 @@ class _Play:
             self._release(key)
         self._gradients += left
         return height
+
+
+def _arrival(
+    stage: int, message: Message, microbatch: int, *, comes: bool, is_grad: bool
+) -> Arrival:
+    """What a stage gets (`comes`) or sends: a value goes from producer to consumer, a gradient
+    back.
+    """
+    is_consumer = comes is not is_grad
+    ends = (message.other_stage, stage) if is_consumer else (stage, message.other_stage)
+    return Arrival(*ends, message.name, is_grad, microbatch)

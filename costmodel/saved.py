@@ -7,13 +7,14 @@ is taken to keep all its differentiable inputs, which is never too little for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from costmodel.storage import (
     Storage,
     StorageMap,
+    Strides,
     base_name,
     dropout_probability,
     map_storages,
@@ -59,14 +60,17 @@ class SavedTensors:
         return sum(sum(s.num_bytes for s in kept) + extra for kept, extra in self.by_op.values())
 
 
-def saved_tensors(program: Program, *, device_type: str = "cuda") -> SavedTensors:
+def saved_tensors(
+    program: Program, *, device_type: str = "cuda", aside: frozenset[str] = frozenset()
+) -> SavedTensors:
     """Return what the backward of a bound program needs from its forward.
 
     `device_type` picks between kernels that keep different things (dropout on CPU keeps its
-    noise in the input's dtype, on a GPU one byte an element).
+    noise in the input's dtype, on a GPU one byte an element). `aside` names products whose weight
+    gradients are put aside: they keep their input as it was given.
     """
     storages = map_storages(program)
-    context = _Context(program=program, storages=storages, device_type=device_type)
+    context = _Context(program=program, storages=storages, device_type=device_type, aside=aside)
     seen: set[str] = set()
     by_op = {}
     kept_by = {op.name: _kept(op, context) for op in program.ops}
@@ -97,6 +101,7 @@ class _Context:
     program: Program
     storages: StorageMap
     device_type: str
+    aside: frozenset[str]
 
     def needs_grad(self, name: str) -> bool:
         return self.program.tensor[name].requires_grad
@@ -176,12 +181,17 @@ def _rows_linear(op: Op, context: _Context) -> Kept:
     x, weight = op.inputs[:2]
     kept = _linear(op, context)
     shape = context.shape(x)
-    if x not in kept.tensors or len(shape) <= 2 or context.num_bytes(weight) >= LARGE_BYTES:
-        return kept
-    if reshaped_strides(shape, context.storages.strides[x], (prod(shape[:-1]), shape[-1])):
+    as_given = op.name in context.aside or context.num_bytes(weight) >= LARGE_BYTES
+    if x not in kept.tensors or as_given or has_rows(shape, context.storages.strides[x]):
         return kept
     others = tuple(name for name in kept.tensors if name != x)
     return Kept(tensors=others, extra_bytes=context.num_bytes(x))
+
+
+def has_rows(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether all dims but the last can be folded into one in place."""
+    rows = prod(shape[:-1]), shape[-1]
+    return len(shape) <= 2 or reshaped_strides(shape, strides, rows) is not None
 
 
 def _addmm(op: Op, context: _Context) -> Kept:

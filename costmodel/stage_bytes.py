@@ -13,30 +13,47 @@ from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.block_bytes import BlockBytes
-from costmodel.liveness import Aside
+from costmodel.gradients import Gradients
+from costmodel.liveness import Aside, BackwardWalk
+
+
+class Copy(NamedTuple):
+    """A value brought to another placement: the bytes of the copy, those alive at most while it
+    is made, itself counted, and those alive at most beside its gradient while that is brought
+    back. `passes_on`: that gradient is the value's, as it is. `is_view`: there is no copy, but
+    a part of the value's own memory.
+    """
+
+    num_bytes: int
+    making_bytes: int
+    returning_bytes: int
+    passes_on: bool
+    is_view: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedBlock:
     """A block as its stage calls it: names of its edges and trained parameters in the model,
-    and the bytes of those inputs that are copied into another placement for it (else 0).
+    and the copies of those inputs that are brought to another placement for it.
     """
 
     bytes: BlockBytes
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    copies: tuple[int, ...]
+    copies: tuple[Copy | None, ...]
     params: Mapping[str, str]
 
 
 class Turn(NamedTuple):
     """A block's part of a job: the bytes alive above the job's start when the block is called,
-    at its height and when it has returned; and its parameters whose gradients it made.
+    at its height and when it has returned; the height outside the block, where its inputs or
+    their gradients are brought to other placements; and its parameters whose gradients it made.
     """
 
     start_bytes: int
     peak_bytes: int
     end_bytes: int
+    beside_bytes: int = 0
     made: frozenset[str] = frozenset()
 
 
@@ -55,21 +72,19 @@ class ForwardBytes:
     @property
     def rise_bytes(self) -> int:
         """The job's height."""
-        return max([self.last_bytes, *(turn.peak_bytes for turn in self.turns)])
+        return max([self.last_bytes, *(max(t.peak_bytes, t.beside_bytes) for t in self.turns)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardBytes:
     """A backward job: its height above its start, where all that its forward kept and the
     gradients that arrived are alive, and that of each block's turn, the last block's first; the
-    gradients it leaves in the parameters and for what arrived; and the weight gradients it puts
-    aside.
+    gradients it leaves in the parameters; and the weight gradients it puts aside.
     """
 
     turns: tuple[Turn, ...]
     rise_bytes: int
     left_bytes: int
-    gradients: Mapping[str, int]
     aside: tuple[Aside, ...]
 
 
@@ -86,9 +101,10 @@ class StageWalk:
     arriving: Mapping[str, int]
     side: Mapping[str, int]
     leaving: frozenset[str]
-    sent_copies: Mapping[str, int]
+    sent_copies: Mapping[str, Copy]
     wide: int = 1
 
+    @cached_property
     def _roots(self) -> dict[str, str]:
         """The value whose memory each edge lies in."""
         root: dict[str, str] = {}
@@ -96,7 +112,7 @@ class StageWalk:
             for name in block.inputs:
                 root.setdefault(name, name)
             for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
-                copied = edge.viewed is not None and block.copies[edge.viewed]
+                copied = edge.viewed is not None and _is_copied(block.copies[edge.viewed])
                 is_view = edge.viewed is not None and not copied
                 root[name] = root[block.inputs[edge.viewed]] if is_view else name  # type: ignore[index]
         return root
@@ -106,7 +122,7 @@ class StageWalk:
         keepers: dict[str, int] = {}
         for index, block in enumerate(self.blocks):
             edges = zip(block.inputs, block.bytes.inputs, block.copies, strict=True)
-            names = [name for name, edge, copy in edges if edge.is_kept and not copy]
+            names = [name for name, edge, copy in edges if edge.is_kept and not _is_copied(copy)]
             names += [
                 name
                 for name, edge in zip(block.outputs, block.bytes.outputs, strict=True)
@@ -118,7 +134,7 @@ class StageWalk:
 
     def forward(self) -> ForwardBytes:
         """Return the forward job of one microbatch."""
-        root = self._roots()
+        root = self._roots
         keepers = self._keepers(root)
         last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
         for index, block in enumerate(self.blocks):
@@ -129,7 +145,11 @@ class StageWalk:
         own = 0
         turns = []
         for index, block in enumerate(self.blocks):
-            start = live + sum(block.copies)
+            start = beside = live
+            for copy in block.copies:
+                if copy is not None:
+                    beside = max(beside, start + copy.making_bytes)
+                    start += copy.num_bytes
             peak = start + block.bytes.forward_rise_bytes
             keeps = block.bytes.kept_bytes + _kept_copies(block)
             own += keeps
@@ -141,8 +161,11 @@ class StageWalk:
             for name in {root[n] for n in (*block.inputs, *block.outputs)}:
                 if last[name] == index and name not in keepers:
                     live -= alive.pop(name, 0)
-            turns.append(Turn(start, peak, live))
-        last_bytes = live + sum(self.sent_copies.values())
+            turns.append(Turn(start, peak, live, beside))
+        last_bytes, made = live, live
+        for copy in self.sent_copies.values():
+            last_bytes = max(last_bytes, made + copy.making_bytes)
+            made += copy.num_bytes
         inside = [n for n in alive if n in keepers and n not in self.leaving]
         own += sum(alive.pop(n) for n in inside if n not in self.side)
         kept = {n: size for n, size in alive.items() if n in keepers}
@@ -169,46 +192,36 @@ class StageWalk:
         wide = 1 if sharded else self.wide
         stays = first and not sharded
         turns: list[Turn] = []
-        root = self._roots()
-        keepers = self._keepers(root)
         let_go: dict[int, list[str]] = {}
-        for name, keeper in keepers.items():
+        for name, keeper in self._keepers(self._roots).items():
             if name not in self.arriving:
                 let_go.setdefault(keeper, []).append(name)
-        gradients: dict[str, int] = {}
-        put_aside: set[str] = set()
+        grads, peak = self._sent_back(received)
+        put_aside = {f"gradient {name}" for name in received if name not in self.sent_copies}
         waiting: set[str] = set()
         aside: list[Aside] = []
-        live = peak = left = 0
-        for name, size in self.sent_copies.items():
-            if name in received:  # brought back to where its maker left the value
-                live += size
-                peak = max(peak, live)
+        live = left = 0
         for index in range(len(self.blocks) - 1, -1, -1):
             block = self.blocks[index]
-            start = live
-            height = live + block.bytes.second_rise_bytes
+            start = live + grads.live
+            height = start + block.bytes.second_rise_bytes
             live += block.bytes.made_again_bytes
             walk = block.bytes.backwards.walk(
                 first=first,
-                held=any(name in received for name in block.outputs),
+                held=frozenset(
+                    local
+                    for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
+                    if name in grads.of and not grads.is_own(name)
+                ),
+                leaves=self._leaves[index],
                 split=index < num_aside,
                 wide=wide,
                 adds_products=not sharded,
                 shared=frozenset(p for p, name in block.params.items() if self.is_shared(name)),
             )
-            height = max(height, live + walk.rise_bytes + sum(block.copies))
-            for name, edge, copy in zip(
-                block.inputs, block.bytes.inputs, block.copies, strict=True
-            ):
-                if edge.requires_grad and root[name] not in gradients:
-                    gradients[root[name]] = self._size(root[name])
-                    live += gradients[root[name]]
-                    height = max(height, live + copy)
-            for name in block.outputs:
-                live -= gradients.pop(name, 0)
+            height = max(height, live + grads.live + walk.rise_bytes)
             live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
-            live -= sum(self._size(name) for name in let_go.get(index, ()))
+            live -= sum(self._sizes[name] for name in let_go.get(index, ()))
             for param in walk.made:
                 name, size = block.params[param], block.bytes.params[param]
                 if not self.is_shared(name):
@@ -223,25 +236,84 @@ class StageWalk:
                     live -= size
                     left += wide * size if stays else 0
                     live += wide * size if stays else 0
-            named = [_named(one, block, index, root) for one in walk.aside]
+            named = [_named(one, block, index, self._roots) for one in walk.aside]
             for name, size in held_aside(named).items():
                 live += 0 if name in put_aside or name in self.arriving else size
                 put_aside.add(name)
             aside += named
-            peak = max(peak, height)
-            turns.append(Turn(start, height, live, walk.made))
+            beside = live + self._hand_on(block, walk, grads)
+            peak = max(peak, height, beside)
+            turns.append(Turn(start, height, live + grads.live, beside, walk.made))
+        live += grads.live
         if flush:
             rise, made = weight_job(aside, first=first, wide=self.wide)
             peak = max(peak, live + rise)
             left += made
             aside = []
         return BackwardBytes(
-            turns=tuple(turns),
-            rise_bytes=peak,
-            left_bytes=left,
-            gradients={n: size for n, size in gradients.items() if n in self.arriving},
-            aside=tuple(aside),
+            turns=tuple(turns), rise_bytes=peak, left_bytes=left, aside=tuple(aside)
         )
+
+    def _sent_back(self, received: Mapping[str, int]) -> tuple[Gradients, int]:
+        """Return the gradients of what left, brought back to where its maker left it, and the
+        height of that. Those received count nothing here: others hold them.
+        """
+        grads, peak = Gradients(), 0
+        for name in received:
+            grads.allocate(name, 0)
+            grads.hold(name)
+        for name, copy in self.sent_copies.items():
+            if name in received:
+                peak = max(peak, grads.live + copy.returning_bytes)
+                if not copy.passes_on:
+                    grads.copy(name, self._sizes[name])
+        return grads, peak
+
+    def _hand_on(self, block: PlacedBlock, walk: BackwardWalk, grads: Gradients) -> int:
+        """Let a block's gradients of its outputs go, and give those of its inputs to who made
+        them; return the height of that.
+        """
+        makers = dict(zip(block.bytes.output_names, block.outputs, strict=True))
+        edges = list(zip(block.bytes.input_names, block.inputs, block.copies, strict=True))
+        for local, _, _ in edges:
+            given = walk.given.get(local)
+            if given is not None and given.output is not None and makers[given.output] in grads.of:
+                grads.share(f"given {local}", makers[given.output], gaps=given.gaps)
+            elif given is not None:
+                grads.allocate(f"given {local}", given.num_bytes)
+        for name in block.outputs:
+            if name in grads.of:
+                grads.free(name)
+        peak = grads.live
+        for local, name, copy in reversed(edges):
+            mine = f"given {local}"
+            if mine not in grads.of:
+                continue
+            if copy is not None:
+                peak = max(peak, grads.live + copy.returning_bytes)
+                if not copy.passes_on:
+                    grads.copy(mine, self._sizes[name])
+            grads.rename(mine, name)
+            before = grads.live
+            peak = max(peak, before + grads.add_up(name, self._sizes[name]))
+        return peak
+
+    @cached_property
+    def _leaves(self) -> tuple[frozenset[str], ...]:
+        """For each block, the inputs that arrived and no block before it takes."""
+        seen: set[str] = set()
+        leaves = []
+        for block in self.blocks:
+            edges = zip(block.bytes.input_names, block.inputs, block.copies, strict=True)
+            leaves.append(
+                frozenset(
+                    local
+                    for local, name, copy in edges
+                    if name in self.arriving and name not in seen and copy is None
+                )
+            )
+            seen.update(block.inputs)
+        return tuple(leaves)
 
     @cached_property
     def _users(self) -> dict[str, list[int]]:
@@ -256,12 +328,9 @@ class StageWalk:
         """Whether several blocks use a trained parameter."""
         return len(self._users[name]) > 1
 
-    def _size(self, name: str) -> int:
-        """Bytes of a value at a block's edge, as its maker leaves it."""
-        return self._sizes[name]
-
     @cached_property
     def _sizes(self) -> dict[str, int]:
+        """Bytes of each value at a block's edge, as its maker leaves it."""
         sizes = {**self.side, **self.arriving}
         for block in self.blocks:
             for name, edge in zip(block.inputs, block.bytes.inputs, strict=True):
@@ -280,14 +349,16 @@ def weight_job(aside: Sequence[Aside], *, first: bool, wide: int) -> tuple[int, 
     for one in reversed(aside):
         made = one.weight_bytes + one.bias_bytes
         adds = one.adds and wide == 1
+        # A view's gradient goes to what it is a view of as one with zeros around it.
+        around = 0 if one.adds else one.whole_bytes
         if first:
             # Given to autograd, a gradient is copied: who gave it has it still.
-            peak = max(peak, live + wide * made + (0 if adds else made))
+            peak = max(peak, live + wide * made + (0 if adds else made + around))
             left += wide * made
             live += wide * made
         else:
             # Where sums are wider, autograd makes a gradient to be added and let go.
-            rise = one.bias_bytes if adds else made * (2 if wide > 1 else 1)
+            rise = one.bias_bytes if adds else made * (2 if wide > 1 else 1) + around
             peak = max(peak, live + rise)
         for name, size in dict(one.held).items():
             users[name] -= 1
@@ -307,12 +378,20 @@ def _named(one: Aside, block: PlacedBlock, index: int, root: Mapping[str, str]) 
         for local, name, copy in zip(
             block.bytes.input_names, block.inputs, block.copies, strict=True
         )
-        if not copy
+        if not _is_copied(copy)
+    }
+    inputs |= {
+        f"gradient {local}": f"gradient {name}"
+        for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
     }
     held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in one.held)
     return one._replace(held=held)
 
 
+def _is_copied(copy: Copy | None) -> bool:
+    return copy is not None and not copy.is_view
+
+
 def _kept_copies(block: PlacedBlock) -> int:
     edges = zip(block.bytes.inputs, block.copies, strict=True)
-    return sum(copy for edge, copy in edges if edge.is_kept)
+    return sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)

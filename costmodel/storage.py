@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from planner.graph import Op, Program, TensorMeta
+from planner.placement import Placement, Replicate, Shard, parse_placement
 from planner.units import DTYPE_BYTES
 
 Strides = tuple[int, ...]
@@ -177,7 +178,7 @@ def _view_strides(
     if name in {"dropout", "feature_dropout", "alpha_dropout"}:
         return None if dropout_probability(op) else old
     if op.target == "planner.redistribute":
-        return old if _redistribute_is_identity(op) else None
+        return _redistributed(op, shape, old)
     return None
 
 
@@ -189,9 +190,26 @@ def dropout_probability(op: Op) -> float:
     return float(probability) if training else 0.0  # type: ignore[arg-type]
 
 
-def _redistribute_is_identity(op: Op) -> bool:
-    """Whether the forward of a redistribute hands its input on (a local slice is a copy)."""
-    return op.args[2] == op.args[3]
+def _redistributed(op: Op, shape: Sequence[int], old: Strides) -> Strides | None:
+    """Return the strides of a redistribute's result where its forward hands its input on, or a
+    contiguous slice of it.
+    """
+    src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+    if src == dst or (is_view_slice(src, dst, shape) and is_contiguous(shape, old)):
+        return old
+    return None
+
+
+def is_view_slice(src: Placement, dst: Placement, shape: Sequence[int]) -> bool:
+    """Whether a rank's own piece of a contiguous whole of this shape is contiguous too: then it is
+    taken without a copy, and keeps the whole's memory.
+    """
+    return (
+        isinstance(src, Replicate)
+        and isinstance(dst, Shard)
+        and dst.segments == 1
+        and prod(shape[: dst.dim]) == 1
+    )
 
 
 def permuted(name: str, args: tuple, shape: Sequence[int], old: Strides) -> Strides | None:

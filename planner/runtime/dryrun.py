@@ -74,11 +74,17 @@ class DryRun:
 
 
 def dry_run(
-    plan: Plan, graph: ModelGraph, build: Callable[[], nn.Module], *, rank: int = 0
+    plan: Plan,
+    graph: ModelGraph,
+    build: Callable[[], nn.Module],
+    *,
+    rank: int = 0,
+    keeps_sent: bool = False,
 ) -> DryRun:
     """Run two steps of one rank on fake tensors and return the second's byte timeline.
 
-    `graph` is the capture of what `build` returns. Raises PlanError when the plan has no
+    `graph` is the capture of what `build` returns. Messages have left at once; with `keeps_sent`
+    they are kept as on gloo (`planner.runtime.p2p`). Raises PlanError when the plan has no
     such rank, or when this process is already part of a process group.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -93,7 +99,15 @@ def dry_run(
     with _fake_ranks(rank, plan.world_size), _without_values():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return _track(plan, graph, build, mesh, lambda: _fake_batch(plan), sends=False)
+            return _track(
+                plan,
+                graph,
+                build,
+                mesh,
+                lambda: _fake_batch(plan),
+                is_dry=True,
+                keeps_sent=keeps_sent,
+            )
 
 
 def track_run(
@@ -105,10 +119,12 @@ def track_run(
 ) -> DryRun:
     """Run two steps for real, with all ranks, and return this one's timeline of live tensors.
 
-    Slower than a step is, as every op is watched: it shows what a dry run does not, such as
-    messages that have not left yet. Every rank calls this; `batch` makes one of a given size.
+    Slower than a step is, as every op is watched. Every rank calls this; `batch` makes one of a
+    given size.
     """
-    return _track(plan, graph, build, mesh, lambda: batch(plan.global_batch), sends=True)
+    return _track(
+        plan, graph, build, mesh, lambda: batch(plan.global_batch), is_dry=False, keeps_sent=True
+    )
 
 
 def _track(
@@ -118,11 +134,12 @@ def _track(
     mesh: Mesh,
     make_batch: Callable[[], Any],
     *,
-    sends: bool,
+    is_dry: bool,
+    keeps_sent: bool,
 ) -> DryRun:
     from planner.runtime.engine import Engine
 
-    ledger = _Ledger()
+    ledger = _Ledger(is_dry=is_dry)
     model = build()
     with ledger.watching():
         batch = make_batch()
@@ -138,7 +155,7 @@ def _track(
         )
         if plan.optimizer_on_host:
             _count_shards_as_host(engine, ledger)
-        if not sends:  # A message sent to nobody has left at once.
+        if not keeps_sent:
             engine._executor._post._sending = _Gone()
         del model  # as `apply` does: only the pieces stay
         engine.step(batch)
@@ -224,11 +241,12 @@ class _Ledger(TorchDispatchMode):
 
     `live_bytes` are the device's, `host_bytes` the host's. Mutable: it is a running tally. A
     storage is found when an op returns a tensor in it, changes when FSDP2 resizes it, and
-    leaves when the last tensor in it dies.
+    leaves when the last tensor in it dies. `is_dry`: tensors have no values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_dry: bool) -> None:
         super().__init__()
+        self._is_dry = is_dry
         self.live_bytes = self.host_bytes = 0
         self.moments: list[Moment] = []
         self._peak_bytes = self._host_peak_bytes = 0
@@ -240,6 +258,8 @@ class _Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not kwargs and _is_accumulation(*args):
             func = torch.ops.aten.add_.Tensor
+        if self._is_dry and func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as it is for real: on fake tensors the op would return a copy
         made = func(*args, **(kwargs or {}))
         for leaf in torch.utils._pytree.tree_leaves(made):
             if isinstance(leaf, Tensor):
@@ -388,6 +408,7 @@ def _is_accumulation(total: Any, grad: Any) -> bool:
         and isinstance(grad, Tensor)
         and total.shape == grad.shape
         and total.dtype == grad.dtype
+        and torch.ops.aten.is_non_overlapping_and_dense(total)
         and total._use_count() == _ONLY_USERS[0]  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(total.untyped_storage()._cdata) == _ONLY_USERS[1]
     )

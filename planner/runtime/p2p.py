@@ -109,11 +109,24 @@ class Arriving:
         return whole
 
 
+class Sending(NamedTuple):
+    """A part of a message that may still be read: what it is of, and which rank gets it."""
+
+    work: dist.Work
+    part: Tensor
+    message: Message
+    rank: int
+
+
 class Post:
     """Sends and receives the messages of one pp rank for one run through the table.
 
     Mutable: it holds what is under way. `put` never blocks; `get` waits for one message.
     `bytes_sent` counts what left for other ranks since it was made.
+
+    What was sent is kept until it has left. Gloo does not tell before it is waited for; but who
+    sends a message has what its own jobs up to that one needed, so with the message at hand
+    waiting for those is no waiting.
     """
 
     def __init__(self, mesh: Mesh, schedule: Schedule, edges: tuple[Edge, ...], plan: Plan) -> None:
@@ -126,10 +139,16 @@ class Post:
         )
         self._sizes: tuple[int, ...] = ()
         self._groups = _p2p_groups(mesh, edges, self._home, self._routes)
-        self._orders = {source: self._order(schedule, source) for source in range(schedule.pp)}
+        self._taken_at: dict[Message, int] = {}
+        self._made_at: dict[Message, int] = {}
+        self._orders = {
+            source: self._order(schedule, source)
+            for source in range(schedule.pp)
+            if source != self._here
+        }
         self._waiting: dict[int, deque[Message]] = {}
         self._posted: dict[Message, Arriving] = {}
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sending: deque[Sending] = deque()
         self._local: dict[Message, Tensor] = {}
         self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
         self._crossings: dict[tuple[int, bool, int], Crossing] = {}
@@ -139,13 +158,19 @@ class Post:
         self._received: Counter[int] = Counter()
 
     def _order(self, schedule: Schedule, source: int) -> tuple[Message, ...]:
-        """What pp rank `source` sends here in one step, in order."""
-        return tuple(
-            message
-            for job in schedule.jobs[source]
-            for message in messages(job, self._edges, incoming=False)
-            if source != self._here and self._ends(message)[1] == self._here
-        )
+        """What pp rank `source` sends here in one step, in order; notes at which of its jobs it
+        makes that, and takes what is sent from here.
+        """
+        order = []
+        for position, job in enumerate(schedule.jobs[source]):
+            for message in messages(job, self._edges, incoming=True):
+                if self._ends(message)[0] == self._here:
+                    self._taken_at[message] = position
+            for message in messages(job, self._edges, incoming=False):
+                if self._ends(message)[1] == self._here:
+                    self._made_at[message] = position
+                    order.append(message)
+        return tuple(order)
 
     def _ends(self, message: Message) -> tuple[int, int]:
         """The pp ranks a message goes from and to."""
@@ -221,7 +246,18 @@ class Post:
             error.add_note(f"waiting for {self.describe(message)}")
             raise
         self.waiting_for = None
+        self._forget(message, [leg.rank for _, _, leg in arriving.parts])
         return tensor
+
+    def _forget(self, message: Message, ranks: Iterable[int]) -> None:
+        """Let go what `ranks` of one pp rank took before they sent a message."""
+        made_at = self._made_at[message]
+        for _ in range(len(self._sending)):
+            sending = self._sending.popleft()
+            if sending.rank in ranks and self._taken_at[sending.message] <= made_at:
+                sending.work.wait()
+            else:
+                self._sending.append(sending)
 
     def describe(self, message: Message) -> str:
         """Return what a message carries and who sends it, in words."""
@@ -234,7 +270,7 @@ class Post:
 
     def put(self, message: Message, tensor: Tensor) -> None:
         """Hand a tensor on; it is kept alive until it has left."""
-        while self._sending and self._sending[0][0].is_completed():
+        while self._sending and self._sending[0].work.is_completed():
             self._sending.popleft()
         crossing = self._crossing(message)
         if crossing.target == self._here:
@@ -244,14 +280,15 @@ class Post:
         for leg in crossing.legs:
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
             tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
-            self._sending.append((leg.group.send([part], leg.peer, tag), part))
+            work = leg.group.send([part], leg.peer, tag)
+            self._sending.append(Sending(work, part, message, leg.rank))
             self.bytes_sent += part.nbytes
 
     def close(self) -> None:
         """End a step: wait until everything sent has left. Everything posted was taken."""
         while self._sending:
-            work, _ = self._sending.popleft()
-            work.wait()
+            sending = self._sending.popleft()  # by name: its part must live until it has left
+            sending.work.wait()
         assert not self._posted, f"received but not used: {list(self._posted)}"
         assert not self._local, f"handed over but not used: {list(self._local)}"
 

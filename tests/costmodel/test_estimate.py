@@ -151,21 +151,22 @@ def test_zero_shards_what_it_says(graph, profile):
 class OneByte:
     """A stage that keeps one byte of each microbatch."""
 
-    blocks, side, arriving, wide = (), {}, {}, 1
+    blocks, side, arriving, sent_copies, wide = (), {}, {}, {}, 1
 
     def forward(self):
         return ForwardBytes(turns=(), last_bytes=1, kept_bytes=1, kept={})
 
     def backward(self, received, **how):
-        return BackwardBytes(turns=(), rise_bytes=0, left_bytes=0, gradients={}, aside=())
+        return BackwardBytes(turns=(), rise_bytes=0, left_bytes=0, aside=())
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
+    one = OneByte()
     jobs = StageJobs(
-        walk=OneByte(), last=OneByte(), incoming=(), outgoing=(), accumulates=True,
-        sends_first=False, on_host=False, loss_bytes=0,
+        walk=one, last=one, first_aside=one, all_aside=one, incoming=(), outgoing=(),
+        accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
 
     def most_kept(kind, rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import planner
@@ -52,24 +53,32 @@ def train_each(plans: list[tuple[str, Plan]]) -> list[tuple[list[float], dict, d
 MODELS = tiny_models()
 
 
-def test_the_same_bits_with_activations_on_the_host():
+MANY = {"num_microbatches": 5, "schedule": "fthenb"}
+CASES = {
+    "dp2 ZeRO-3": ("gpt", {"dp": 2, "zero_stage": 3, **MANY}),
+    "unet": ("unet", {"pp": 2, **MANY}),
+    "pp2": ("gpt", {"pp": 2, **MANY}),
+    "pp2 selective": ("gpt", {"pp": 2, "recompute": "selective", **MANY}),
+    "pp2 full": ("gpt", {"pp": 2, "recompute": "full", **MANY}),
+    "interleaved": (
+        "gpt",
+        {"pp": 2, "vpp": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("pp2 selective",), pytest.param(tuple(CASES), marks=pytest.mark.slow)],
+    ids=["one", "every"],
+)
+def test_the_same_bits_with_activations_on_the_host(names):
     """Two stages, ZeRO, recomputation of both kinds, weight gradients apart."""
-    many = {"num_microbatches": 5, "schedule": "fthenb"}
-    cases = {
-        "pp2": ("gpt", {"pp": 2, **many}),
-        "pp2 selective": ("gpt", {"pp": 2, "recompute": "selective", **many}),
-        "pp2 full": ("gpt", {"pp": 2, "recompute": "full", **many}),
-        "dp2 ZeRO-3": ("gpt", {"dp": 2, "zero_stage": 3, **many}),
-        "interleaved": (
-            "gpt",
-            {"pp": 2, "vpp": 2, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
-        ),
-        "unet": ("unet", {"pp": 2, **many}),
-    }
-    plans = [(name, default_plan(capture(name), **choices)) for name, choices in cases.values()]
+    cases = [CASES[name] for name in names]
+    plans = [(model, default_plan(capture(model), **choices)) for model, choices in cases]
     both = [pair for name, plan in plans for pair in ((name, plan), (name, with_offload(plan)))]
     answers = run_ranks(train_each, 2, both)[0]
-    for name, without, there in zip(cases, answers[::2], answers[1::2], strict=True):
+    for name, without, there in zip(names, answers[::2], answers[1::2], strict=True):
         assert there[0] == without[0], name
         for found, expected in zip(there[1:], without[1:], strict=True):
             assert found.keys() == expected.keys()
