@@ -90,6 +90,8 @@ def explain_saving(leanest: Plan, made: Plan) -> str:
     parts = {name: new.get(name, 0) - old.get(name, 0) for name in {**old, **new}}
     unit, size = byte_unit(before["total_bytes"])
     change = after["total_bytes"] - before["total_bytes"]
+    if not any(parts.values()):
+        return "no difference"
     return f"{change / size:+.2f} {unit}: {listed_parts(parts, size, signed=True)}"
 
 
@@ -115,7 +117,7 @@ def memory_parts(parts: dict[str, int]) -> dict[str, int]:
     return {
         _MEMORY_WORDS.get(name, _words(name)): size
         for name, size in parts.items()
-        if name != "total_bytes"
+        if name not in ("total_bytes", "host_bytes")
     }
 
 

@@ -12,6 +12,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
+from search.explain import explain_saving, fullest_rank, memory_parts
 from search.on_host import tiers
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
@@ -49,6 +50,15 @@ def test_a_budget_too_small_without_offload_gets_a_plan_with_it():
     assert found.estimate["peak_bytes"] <= limit
     assert max(rank["host_bytes"] for rank in found.estimate["memory"]) > 0
     assert found.estimate["step_s"] > roomy.estimate["step_s"]  # its price
+
+
+def test_what_is_on_the_host_is_no_part_of_a_device():
+    """The parts that are told add up to what the device needs."""
+    plan = asked(dp=2, tp=1, pp=1, offload="both").plan
+    fullest = fullest_rank(plan)
+    assert fullest["host_bytes"] > 0
+    assert sum(memory_parts(fullest).values()) == fullest["total_bytes"]
+    assert explain_saving(plan, plan) == "no difference"
 
 
 def test_offload_asked_for_is_honoured():
