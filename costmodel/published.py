@@ -161,7 +161,6 @@ def _microbatch(
         (again + tp_once * is_full, is_full * kernels * (rates.host_op_s + wait)),
         (backward + tp_once + tp_ends, 2 * kernels * (rates.host_backward_op_s + wait)),
     )
-    hides_hops = run.stack.overlaps_pp and run.vpp > 1
     return _Microbatch(
         compute_s=forward + backward,
         recompute_s=again,
@@ -176,8 +175,19 @@ def _microbatch(
             backward_s=phases[1][0] + phases[2][0],
         ),
         host_s=sum(_host_seconds(run.stack, busy, needed) for busy, needed in phases),
-        hop_s=0.0 if hides_hops else 2 * hop,
+        hop_s=_hops(run) * hop,
     )
+
+
+def _hops(run: RunRow) -> int:
+    """Return how often a rank waits for what another stage sends it, for one microbatch.
+
+    Once forward and once backward for each of its virtual stages; zero-bubble tables have
+    weight gradients to do meanwhile, but for one of each.
+    """
+    if run.hides_hops:
+        return 0
+    return 2 if run.schedule.startswith("zb") else 2 * run.vpp
 
 
 def _host_seconds(stack: Stack, busy_s: float, needed_s: float) -> float:
@@ -220,7 +230,10 @@ def _bubble_seconds(run: RunRow, others_s: float, hop: float) -> float:
     """
     if run.schedule in ("zb-2p", "zb-v"):
         return 0.0
-    bubble = others_s / run.vpp + (run.pp - 1) * 2 * hop
+    bubble = others_s / run.vpp
+    if run.hides_hops:
+        # Nothing is computed yet, or any more, beside these.
+        bubble += (run.pp - 1) * 2 * hop
     return bubble / 3 if run.schedule.startswith("zb") else bubble
 
 

@@ -75,6 +75,11 @@ class RunRow:
         )
 
     @property
+    def hides_hops(self) -> bool:
+        """Whether what stages send each other goes beside the work of other virtual stages."""
+        return self.stack.overlaps_pp and self.vpp > 1
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one dp replica; an uneven last one counts whole."""
         return max(1, ceil(self.global_batch / (self.dp * self.micro_batch)))
