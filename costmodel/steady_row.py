@@ -32,15 +32,15 @@ def steady_row(row: tuple[Job, ...], *, ahead: int) -> SteadyRow:
 
     With p jobs to a repetition that moves on by d microbatches, row[i + p] is row[i] with d added,
     for all i of its middle. Whole repetitions are taken out of that, and k * d taken off the
-    microbatches after; `ahead` jobs past the gap are still of the middle (receives are posted so
-    many jobs ahead). A row without such a middle comes back as it is.
+    microbatches after. A repetition and `ahead` jobs past the gap are still of the middle, as
+    receives are posted so many jobs ahead. A row without such a middle comes back as it is.
     """
     found = _middle_of(row)
     if found is None:
         return SteadyRow(row)
     first, end, period, step = found
     kept = _PERIODS_KEPT * period
-    gone = (end - first - kept - max(period, ahead)) // period
+    gone = (end - first - kept - period - ahead) // period
     if gone <= 0:
         return SteadyRow(row)
     gap, moved = first + kept, gone * step
@@ -70,12 +70,15 @@ def _middle_of(row: Sequence[Job]) -> tuple[int, int, int, int] | None:
     """Return (first, end, jobs of a period, microbatches it moves on) around the row's middle."""
     centre = len(row) // 2
     here = row[centre]
+    num_stages = len({job.stage_index for job in row})
     for position in range(centre + 1, len(row)):
         there = row[position]
         step = there.microbatch_index - here.microbatch_index
         if (there.kind, there.stage_index) != (here.kind, here.stage_index) or step <= 0:
             continue
         period = position - centre
+        if not _has_all(row[centre:position], num_stages, step):
+            continue
         first, end = centre, position + 1
         while first > 0 and _repeats(row[first - 1], row[first - 1 + period], step):
             first -= 1
@@ -86,6 +89,13 @@ def _middle_of(row: Sequence[Job]) -> tuple[int, int, int, int] | None:
         if period > len(row) // (_PERIODS_KEPT + 2):
             return None
     return None
+
+
+def _has_all(jobs: Sequence[Job], num_stages: int, step: int) -> bool:
+    """Whether so many microbatches go forward and back on every stage: no lesser repetition."""
+    forward = sum(job.kind is JobKind.FORWARD for job in jobs)
+    back = sum(job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT) for job in jobs)
+    return forward == back == num_stages * step
 
 
 def _repeats(job: Job, later: Job, step: int) -> bool:
