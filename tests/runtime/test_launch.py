@@ -32,7 +32,11 @@ if mode == "asleep":
     time.sleep(100)
 import torch
 import planner
+import planner.capture
+from tests import captures
 from tests.builders import PlainGPT, gpt_batch
+
+planner.capture.capture_module = captures.capture_module  # exported once for all runs
 
 torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' weights agree
 model = PlainGPT()
