@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,6 +72,8 @@ def search(
     check_writable(out, "the plan")
     check_writable(pareto, "the Pareto set")
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
+    if price == math.inf:
+        raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
     points: tuple[Point, ...] = ()
     profile, note = profile_named(question.profile)
     with show_progress("searching") as progress:

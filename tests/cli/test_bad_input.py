@@ -185,6 +185,10 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--balance", "1,2", "deals 3 blocks and the model has 4"),
         ("--cp", "2", "use cp=1"),
         ("--pareto", "model.py/x.json", "model.py is a file"),
+        ("--pareto-gpus", "2,x", "numbers of devices, such as 2,4,8"),
+        ("--price", "inf", "per device and hour"),
+        ("--allow", "schedule", "CHOICE=VALUE"),
+        ("--offload", "disk", "use auto, none, optimizer, activations or both"),
     ],
 )
 def test_options_that_are_not_understood(planner, write_model, option, value, says):
