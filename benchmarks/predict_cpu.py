@@ -21,6 +21,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -318,6 +319,7 @@ def main() -> int:
     parser.add_argument("--profile-only", action="store_true", help="measure the profile and stop")
     parser.add_argument("--jobs", action="store_true", help="record and compare single jobs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the launched ranks, too
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
