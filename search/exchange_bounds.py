@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
+from costmodel.communication import BUCKET_BYTES, Amount, copies_s_per_byte, exposed_seconds
 from costmodel.topology import dp_group
 from search.chain_paths import Floats
 from search.stage_table import StageTable, gradient_factor
@@ -61,9 +61,8 @@ class LeastExchange:
         if self.zero < 3:
             return 0.0 * self.table.forward_s
         both = self._gather_s + self._scatter_s
-        return self._bare(self._gather_s, self.table.forward_s) + self._bare(
-            both, self.table.backward_s
-        )
+        seconds: Floats = self._bare(self._gather_s, self.table.forward_s)
+        return seconds + self._bare(both, self.table.backward_s)
 
     def _once_exchanged(self, pp: int) -> float:
         if self.zero == 0:
@@ -77,18 +76,18 @@ class LeastExchange:
         """Return the least that `pp` stages of these blocks expose together."""
         held_twice = self._shared_bytes / max(float(self._param_bytes.sum()), 1.0)
         total = float(messages_s.sum()) * (1.0 - held_twice)
-        bare = float(self._bare(np.float64(total), np.float64(compute_s.sum())))
+        bare = float(self._bare(total, float(compute_s.sum())))
         if held_twice:  # a stage of both users has less to hide than its blocks apart
             return bare
         hidden = np.sort(messages_s - self._bare(messages_s, compute_s))
         return bare + max(float(hidden[:pp].sum()), float(hidden.sum()) / (len(hidden) - pp + 1))
 
-    def _bare(self, messages_s: Floats, compute_s: Floats) -> Floats:
+    def _bare(self, messages_s: Amount, compute_s: Amount) -> Amount:
         """Return x of the header."""
         profile = self.table.profile
         if profile.cluster.device_type == "cpu":
             return messages_s
-        return np.asarray(exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf))
+        return exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf)
 
     @property
     def _is_alone(self) -> bool:
