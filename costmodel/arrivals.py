@@ -47,12 +47,11 @@ def find_traffic(
     here: int,
     *,
     keeps_sent: bool,
-    answers: Callable[[Edge], bool] = lambda edge: True,
+    tp: Callable[[int], int] = lambda stage: 1,
 ) -> Traffic:
-    """Return the traffic of pp rank `here`; `home` gives the pp rank of a stage.
-
-    `answers` tells of an edge whether each rank that gets something over it also sends to where
-    that comes from. Meshes of different shapes do not: what goes there is kept to the end.
+    """Return the traffic of pp rank `here`; `home` gives the pp rank of a stage, and `tp` its tp
+    degree. Where more tp ranks get a message than send it, not all of them answer who sent it,
+    and that is kept to the end of the step.
     """
     made: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
     taken: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
@@ -66,7 +65,9 @@ def find_traffic(
         if edge.requires_grad:
             end = _end(edge, other, home)
             back_at.setdefault(other, {}).setdefault((end, True), []).append(edge)
-    orders, made_at, taken_at = {}, {}, {}
+    orders: dict[int, list[Arrival]] = {}
+    made_at: dict[Arrival, int] = {}
+    taken_at: dict[Arrival, int] = {}
     for other in made.keys() | taken.keys():
         if keeps_sent or sum(map(len, made.get(other, {}).values())) > 1:
             made_here = _played(rows[other], made.get(other, {}))
@@ -75,9 +76,20 @@ def find_traffic(
                 made_at |= made_here
                 goes = taken.get(other, {})
                 taken_at |= _played(rows[other], goes)
-                late = {e.tensor for some in goes.values() for e in some if not answers(e)}
-                taken_at |= {a: len(rows[other]) for a in taken_at if a.name in late}
+                taken_at |= {
+                    arrival: len(rows[other]) for arrival in taken_at if _spreads(arrival, tp)
+                }
     return Traffic(orders=orders, made_at=made_at, taken_at=taken_at)
+
+
+def _spreads(arrival: Arrival, tp: Callable[[int], int]) -> bool:
+    """Whether more tp ranks get it than have it."""
+    has, gets = (
+        (arrival.consumer, arrival.producer)
+        if arrival.is_grad
+        else (arrival.producer, arrival.consumer)
+    )
+    return tp(gets) > tp(has)
 
 
 def _end(edge: Edge, rank: int, home: Callable[[int], int]) -> int:

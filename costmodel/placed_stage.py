@@ -212,7 +212,7 @@ def _copy(
             passes_on = False
             staged = staging_bytes(src, dst, size, forward=False)
             returning = max(returning, target + source + staged - start)
-    if len(moves) == 1 and is_view_slice(*moves[0][2:], shape):
+    if len(moves) == 1 and is_view_slice(moves[0][2], moves[0][3], shape):
         return Copy(0, 0, returning, passes_on, is_view=True)
     return Copy(num_bytes, making, returning, passes_on) if moves else None
 
@@ -223,8 +223,8 @@ def _moves(
     """The redistributions between two placements, as `planner.runtime.stage` makes them:
     placements before and after each, and on the axis that it is on.
     """
-    between = lies.cp
-    ways = []
+    between: Placement = lies.cp
+    ways: list[tuple[Placements, Placements, Placement, Placement]] = []
     if tp > 1 and lies.tp != taken.tp:
         if _cut_one_dim(lies.tp, lies.cp) or _cut_one_dim(taken.tp, lies.cp):
             between = Replicate()

@@ -94,7 +94,7 @@ def _walked(
         home,
         rank,
         keeps_sent=on_cpu,
-        answers=lambda edge: plan.stage_tp(edge.producer) == plan.stage_tp(edge.consumer),
+        tp=plan.stage_tp,
     )
     # What waits long enough is a count of its own, and other ranks' rows are whole.
     if not any(stage.on_host for stage in stages.values()) and not traffic.orders:

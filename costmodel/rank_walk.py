@@ -343,6 +343,10 @@ class _Play:
         s, m = job.stage_index, job.microbatch_index
         stage = self._stages[s]
         received = {o.name: o.sent_bytes for o in stage.outgoing if o.requires_grad}
+        # The last block is run again before the gradients are waited for.
+        blocks = self._walk(job).blocks if stage.sharded is None else ()
+        again = blocks[-1].bytes.second_rise_bytes if blocks else 0
+        ahead = again, self._kept, self._gradients, self._buffers
         for message in stage.outgoing:
             if message.requires_grad and not self._is_local(message):
                 self._get(job, message, is_grad=True)
@@ -358,7 +362,7 @@ class _Play:
         rise = done.rise_bytes
         if s in self._sharded:
             rise = self._sharded[s].backward(done, is_last=job in self.last_backwards)
-        height = rise, self._kept, self._gradients, self._buffers
+        height = max(ahead, (rise, self._kept, self._gradients, self._buffers), key=sum)
         own_bytes, keys = self._own.pop((s, m))
         if split:
             waiting = [
