@@ -75,7 +75,7 @@ def _parse_kernels(text: str) -> Kernels:
 
     for kernels in get_args(Kernels):
         if text == kernels:
-            return kernels  # type: ignore[no-any-return]
+            return kernels
     raise PlannerError(f"--kernels {text} was given; use {' or '.join(get_args(Kernels))}")
 
 

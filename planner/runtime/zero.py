@@ -79,7 +79,7 @@ def shard_stage(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: StageModule, zero_stage: int, *, is_last: bool) -> None:
+def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None:
     """Tell FSDP2 what to do in the backward that comes; `is_last` is the stage's last one."""
     assert isinstance(stage, FSDPModule)
     stage.set_requires_gradient_sync(zero_stage > 1 or is_last)
