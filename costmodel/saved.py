@@ -270,16 +270,16 @@ def _attention(op: Op, context: _Context) -> Kept:
 
     A boolean mask is turned into an additive one, which is kept besides. The CPU has no
     fused kernel for a mask that needs a gradient (T5's position bias): it keeps scaled
-    copies of query and key, and the whole matrix of probabilities.
+    copies of query and key, and the whole matrix of probabilities, all in fp32 or wider.
     """
     query, key, value = op.inputs[:3]
     mask = op.inputs[3] if len(op.inputs) > 3 else None
     dtype_bytes = DTYPE_BYTES[context.program.tensor[query].dtype]
     rows = prod(context.shape(query)[:-1])
     if context.device_type == "cpu" and mask is not None and context.needs_grad(mask):
-        matrix = rows * context.shape(key)[-2] * dtype_bytes
-        copies = sum(context.num_bytes(name) for name in (query, key, value))
-        return Kept(extra_bytes=copies + matrix)
+        matrix = rows * context.shape(key)[-2]
+        copies = sum(prod(context.shape(name)) for name in (query, key, value))
+        return Kept(extra_bytes=(copies + matrix) * max(4, dtype_bytes))
     extra = rows * max(4, dtype_bytes)
     kept = [query, key, value, op.outputs[0]]
     if mask is not None:
