@@ -178,9 +178,7 @@ def _attention_seconds(
             rates.attention_seconds(flop, vendor=vendor),
             rates.attention_seconds(2.5 * flop, vendor=vendor),
         )
-    product = partial(
-        rates.matmul_seconds, dtype="float16", batch=batch * heads, aligned=head_dim % 8 == 0
-    )
+    product = partial(rates.matmul_seconds, dtype="float16", batch=batch * heads)
     one, two = product(s, s, head_dim), product(s, head_dim, s)
     scores = batch * heads * s * s
     dropout = 5 if stack.dropout else 0
