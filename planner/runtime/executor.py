@@ -109,6 +109,16 @@ class Executor:
         self._stages, self._edges, self._post, self._hooks = stages, edges, post, hooks
         self._lookahead, self._pp_rank = lookahead, pp_rank
         self._queue, self._recorder, self._away = weight_queue, recorder, away
+        # What spans are called: put together once, not at every job.
+        self._waits = {
+            (edge.index, is_grad): (
+                f"wait {'grad ' if is_grad else ''}{edge.tensor}",
+                edge.producer if is_grad else edge.consumer,
+            )
+            for edge in edges
+            for is_grad in (False, True)
+        }
+        self._spelled = {job: (str(job.kind), job_name(job)) for job in self.jobs}
         self._progress = 0
         self._current: Job | None = None
         self._split = frozenset(
@@ -220,7 +230,8 @@ class Executor:
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             self._post.put(Message(edge.index, m, False), outputs[index].detach())
         if wiring.has_loss:
-            losses[m] = outputs[-1].detach()
+            # A copy: some losses lie in as much memory as what they are the mean of.
+            losses[m] = outputs[-1].detach().clone()
         if torch.is_grad_enabled():
             roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outputs)
             loss = roots[-1] if wiring.has_loss else None
@@ -289,9 +300,7 @@ class Executor:
     def _get(self, message: Message) -> Tensor:
         if self._recorder is None:
             return self._post.get(message)
-        edge = self._edges[message.edge]
-        name = f"wait {'grad ' if message.is_grad else ''}{edge.tensor}"
-        stage = edge.producer if message.is_grad else edge.consumer
+        name, stage = self._waits[message.edge, message.is_grad]
         with self._recorder.span("WAIT", name, stage, message.microbatch):
             return self._post.get(message)
 
@@ -302,10 +311,11 @@ class Executor:
         """
         if self._recorder is None and not torch.autograd._profiler_enabled():
             return _NOTHING
-        return self._watched(job, kind or str(job.kind))
+        return self._watched(
+            job, *(self._spelled[job] if kind is None else (kind, job_name(job, kind)))
+        )
 
-    def _watched(self, job: Job, kind: str) -> AbstractContextManager[Any]:
-        name = job_name(job, kind)
+    def _watched(self, job: Job, kind: str, name: str) -> AbstractContextManager[Any]:
         if self._recorder is None:
             return torch.profiler.record_function(name)
         span = self._recorder.span(kind, name, job.stage_index, job.microbatch_index)

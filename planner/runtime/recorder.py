@@ -11,11 +11,11 @@ import atexit
 import os
 import resource
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from time import perf_counter
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,13 @@ def job_name(job: Job, kind: str | None = None) -> str:
     return f"{kind or job.kind}{job.stage_index}.{job.microbatch_index}"
 
 
-class _Ended(NamedTuple):
-    """A span that ended, by the host's clock, and the events that know better, if any."""
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+_What = tuple[str, str, int, int, int]
+"""Kind, name, step, stage, microbatch."""
 
-    kind: str
-    name: str
-    step: int
-    stage: int
-    microbatch: int
-    start_s: float
-    end_s: float
-    memory_bytes: int
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None
+_Ended = tuple[_What, float, float, int, Events | None]
+"""A span that ended, its start and end by the host's clock, the bytes held then, and the events
+that know the times better, if any."""
 
 
 class Recorder:
@@ -67,18 +62,20 @@ class Recorder:
         self.step = 0
         offset = _clock_offset_s(mesh)
         self._device_clock = DeviceClock() if self.on_gpu else None
-        self._file: IO[str] = rank_file(folder, dist.get_rank()).open("w")
-        write_header(
-            self._file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset
-        )
+        path = rank_file(folder, dist.get_rank())
+        with path.open("w") as file:
+            write_header(file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset)
+        # Unbuffered, as each step's lines are written at once; and bytes, as all is ASCII.
+        self._file: IO[bytes] = path.open("ab", buffering=0)
         if self.on_gpu:
             atexit.register(self.close)
 
     def span(
         self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
-    ) -> _Open:
+    ) -> _Open | _OpenByEvents:
         """Record what happens inside; `on_host` says that no device does it."""
-        return _Open(self, kind, name, stage, microbatch, self.on_gpu and not on_host)
+        what = (kind, name, self.step, stage, microbatch)
+        return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what)
 
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""
@@ -109,18 +106,16 @@ class Recorder:
     def _write(self, number: int) -> None:
         lines = []
         for _ in range(number):
-            span = self.ended.popleft()
-            start_s, end_s = span.start_s, span.end_s
-            if span.events is not None and self._device_clock is not None:
-                start_s, end_s = map(self._device_clock.seconds, span.events)
-            what = (span.kind, span.name, span.step, span.stage, span.microbatch)
-            lines.append(span_line(*what, start_s, end_s, span.memory_bytes))
-        self._file.write("".join(lines))
-        self._file.flush()
+            what, start_s, end_s, memory_bytes, events = self.ended.popleft()
+            if events is not None and self._device_clock is not None:
+                start_s, end_s = map(self._device_clock.seconds, events)
+            lines.append(span_line(*what, start_s, end_s, memory_bytes))
+        self._file.write("".join(lines).encode("ascii"))
 
 
 def _has_happened(span: _Ended) -> bool:
-    return span.events is None or span.events[1].query()
+    events = span[-1]
+    return events is None or events[1].query()
 
 
 class DeviceClock:
@@ -134,11 +129,11 @@ class DeviceClock:
         self._zero = torch.cuda.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
-        self._zero_s = time.perf_counter()
+        self._zero_s = perf_counter()
 
     def age_s(self) -> float:
         """How long ago it was set."""
-        return time.perf_counter() - self._zero_s
+        return perf_counter() - self._zero_s
 
     def seconds(self, event: torch.cuda.Event) -> float:
         """When an event happened, that has, and was recorded since the clock was set."""
@@ -148,38 +143,39 @@ class DeviceClock:
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_by_events", "_events", "_recorder", "_start_s", "_what")
+    __slots__ = ("_recorder", "_start_s", "_what")
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        kind: str,
-        name: str,
-        stage: int,
-        microbatch: int,
-        by_events: bool,
-    ) -> None:
-        self._recorder, self._by_events = recorder, by_events
-        self._what = (kind, name, recorder.step, stage, microbatch)
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    def __init__(self, recorder: Recorder, what: _What) -> None:
+        self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
-        if self._by_events:
-            self._events = (
-                torch.cuda.Event(enable_timing=True),
-                torch.cuda.Event(enable_timing=True),
-            )
-            self._events[0].record()
-        self._start_s = time.perf_counter()
+        self._start_s = perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        end_s = time.perf_counter()
-        recorder = self._recorder
-        if self._events is not None:
-            self._events[1].record()
+        end_s, recorder = perf_counter(), self._recorder
         recorder.ended.append(
-            _Ended(*self._what, self._start_s, end_s, recorder.memory_bytes(), self._events)
+            (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), None)
         )
+
+
+class _OpenByEvents:
+    """A span that goes on on a GPU."""
+
+    __slots__ = ("_events", "_recorder", "_start_s", "_what")
+
+    def __init__(self, recorder: Recorder, what: _What) -> None:
+        self._recorder, self._what = recorder, what
+
+    def __enter__(self) -> None:
+        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._events[0].record()
+        self._start_s = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        end_s, recorder = perf_counter(), self._recorder
+        self._events[1].record()
+        held = recorder.memory_bytes(end_s)
+        recorder.ended.append((self._what, self._start_s, end_s, held, self._events))
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:
@@ -188,14 +184,16 @@ def start_recorder(mesh: Mesh) -> Recorder | None:
     return Recorder(Path(folder), mesh) if folder else None
 
 
-def _memory_counter(device: torch.device) -> Callable[[], int]:
-    """Return what tells the bytes a device holds for this process; on a CPU its resident set."""
+def _memory_counter(device: torch.device) -> Callable[[float], int]:
+    """Return what tells, at a time, the bytes a device holds for this process; on a CPU its
+    resident set.
+    """
     if device.type == "cuda":
         # (`memory_allocated` is this after flattening all statistics: ten times as long.)
         stats = torch.cuda.memory_stats_as_nested_dict
-        return lambda: int(stats(device)["allocated_bytes"]["all"]["current"])
+        return lambda _: int(stats(device)["allocated_bytes"]["all"]["current"])
     if sys.platform != "linux":
-        return lambda: 0
+        return lambda _: 0
     return _ResidentSet()
 
 
@@ -209,8 +207,7 @@ class _ResidentSet:
         self._read_s = float("-inf")
         self._bytes = 0
 
-    def __call__(self) -> int:
-        now_s = time.perf_counter()
+    def __call__(self, now_s: float) -> int:
         if now_s - self._read_s > _MEMORY_AGE_S:
             self._bytes = int(os.pread(self._statm, 64, 0).split()[1]) * self._page_bytes
             self._read_s = now_s
@@ -228,12 +225,12 @@ def _clock_offset_s(mesh: Mesh) -> float:
         for _ in range(_CLOCK_ROUNDS):
             if here == 0:
                 dist.recv(clock, rank, group=mesh.control)
-                clock.fill_(time.perf_counter())
+                clock.fill_(perf_counter())
                 dist.send(clock, rank, group=mesh.control)
             elif here == rank:
-                asked_s = time.perf_counter()
+                asked_s = perf_counter()
                 dist.send(clock, 0, group=mesh.control)
                 dist.recv(clock, 0, group=mesh.control)
-                round_s = time.perf_counter() - asked_s
+                round_s = perf_counter() - asked_s
                 best = min(best, (round_s, clock.item() - asked_s - round_s / 2))
     return best[1]

@@ -6,12 +6,22 @@ the machine's own speed does not matter; links hold messages back (`benchmarks/d
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import planner
-from benchmarks.delays import BLOCKING, Case, Row, measure_rows, slow_down_links
+from benchmarks.delays import (
+    BLOCKING,
+    Case,
+    Row,
+    measure_rows,
+    send_when_posted,
+    sleep_in_jobs,
+    slow_down_links,
+)
 from costmodel import CostCache, estimate
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
@@ -22,22 +32,31 @@ from tests.spawn import run_ranks
 
 JOB_S, HOP_S = 0.03, 0.03
 SCHEDULES = ["1f1b", BLOCKING, "eager_1f1b", "zb_h1"]
+AHEAD_MICROBATCHES = 4
+
+
+class Ran(NamedTuple):
+    """The schedules' rows, a folder of timelines, and a step's seconds by `receive_ahead`."""
+
+    rows: list[Row]
+    folder: Path
+    ahead_s: dict[int, float]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> tuple[list[Row], Path]:
-    """Both runs on two ranks: the schedules' rows, and a folder of timelines."""
+def ran(tmp_path_factory) -> Ran:
+    """All runs, in one group of two ranks."""
     folder = tmp_path_factory.mktemp("timelines")
     cases = [Case(schedule=name, hop_s=HOP_S) for name in SCHEDULES]
     plans = [
         default_plan(capture("gpt"), pp=2, num_microbatches=4, schedule=name, recompute="full")
         for name in ("1f1b", "zb_h1")
     ]
-    found, _ = run_ranks(_run, 2, cases, plans, folder)
-    return found, folder
+    (rows, ahead_s), _ = run_ranks(_run, 2, cases, plans, folder)
+    return Ran(rows, folder, ahead_s)
 
 
-def _run(cases: list[Case], plans: list[Plan], folder: Path) -> list[Row]:
+def _run(cases: list[Case], plans: list[Plan], folder: Path) -> tuple[list[Row], dict[int, float]]:
     rows = measure_rows(cases, ranks=2, num_microbatches=6, job_s=JOB_S, steps=2)
     for plan in plans:
         with pytest.MonkeyPatch.context() as patch:
@@ -46,13 +65,25 @@ def _run(cases: list[Case], plans: list[Plan], folder: Path) -> list[Row]:
             engine = planner.apply(plan, module)
         slow_down_links(engine, HOP_S)
         engine.step(tiny.batch(plan.global_batch))
-    return rows
+    return rows, {ahead: _step_when_posted(ahead) for ahead in (0, 2)}
+
+
+def _step_when_posted(receive_ahead: int) -> float:
+    """Seconds of a step whose messages set out when their buffers are posted."""
+    plan = default_plan(capture("gpt"), pp=2, num_microbatches=AHEAD_MICROBATCHES)
+    tiny, module = build("gpt")
+    engine = planner.apply(plan.model_copy(update={"receive_ahead": receive_ahead}), module)
+    sleep_in_jobs(engine, JOB_S)
+    send_when_posted(engine, HOP_S)
+    start_s = time.perf_counter()
+    engine.step(tiny.batch(plan.global_batch))
+    return time.perf_counter() - start_s
 
 
 @pytest.fixture(scope="module")
 def rows(ran) -> dict[str, Row]:
     """Six microbatches, by schedule."""
-    return {row.schedule: row for row in ran[0]}
+    return {row.schedule: row for row in ran.rows}
 
 
 def test_steps_take_what_the_simulator_says(rows):
@@ -71,6 +102,14 @@ def test_messages_travel_while_jobs_run(rows):
     # Filling and draining the pipeline shows two hops; the twenty in between are hidden.
     assert hidden.predicted_s == pytest.approx(busy_s + 3 * JOB_S + 2 * HOP_S)
     assert hidden.measured_s < exposed.measured_s - 2 * HOP_S
+
+
+def test_receives_posted_ahead_hide_the_way(ran):
+    """P15: a message that sets out when its buffer is posted is waited for by each job that needs
+    one, unless the buffer was posted jobs before. The first of a step has nothing to hide behind.
+    """
+    hidden_s = ran.ahead_s[0] - ran.ahead_s[2]
+    assert hidden_s > (AHEAD_MICROBATCHES - 1) * HOP_S
 
 
 def test_receives_posted_ahead_are_in_the_memory_model():
@@ -100,7 +139,7 @@ def test_recomputation_does_not_wait_for_its_gradient(ran, schedule, backward):
     """G18: on the rank that waits for gradients, each backward has a recomputation of its own,
     which is over before the gradient is there. (That the gradients stay right: `test_recompute`.)
     """
-    first, last = load_timeline(ran[1] / schedule)
+    first, last = load_timeline(ran.folder / schedule)
     spans = [s for s in first.spans if s.kind in ("R", "WAIT", backward)]
     assert [s.kind for s in spans] == ["R", "WAIT", backward] * 4
     assert [s.name for s in spans if s.kind == "R"] == [f"R0.{m}" for m in range(4)]
