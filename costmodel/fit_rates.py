@@ -26,7 +26,7 @@ RANGES = {
     "low_precision_efficiency": (0.40, 1.0, 1.25),
     "misaligned_efficiency": (0.10, 0.50, 1.0),
     "kernel_s": (1e-6, 6e-6, 1e-5),
-    "host_op_s": (1.5e-5, 4.5e-5, 1e-4),
+    "host_op_s": (2.5e-5, 4.5e-5, 8e-5),
     "host_backward_op_s": (8e-6, 2e-5, 6e-5),
     "launch_wait_s": (3e-5, 1.2e-4, 3e-4),
     "skew_s": (1e-6, 3e-5, 5e-4),
@@ -42,7 +42,7 @@ single products instead."""
 SPREADS_OF_A_RANGE = 4.0
 """Standard deviations of a device's rate that its range is wide, on a logarithmic scale."""
 
-PULL = 0.03
+PULL = 0.1
 """Relative error of one run that weighs as much as one standard deviation from the usual value.
 So a rate that a device's few rows hardly tell leans on the other devices."""
 
@@ -85,11 +85,12 @@ def fit_rates(
     *,
     start: Mapping[str, float] | None = None,
     evaluations: int = 25,
+    pull: float = PULL,
 ) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return every fitted rate, and the names of those the runs told.
 
     `start` is where the search begins, else a usual value of each; a rate that no run depends
-    on stays there. `evaluations` counts Jacobians.
+    on stays there. `evaluations` counts Jacobians; `pull` is PULL, or 0 for runs without error.
     """
     from scipy.optimize import least_squares
 
@@ -109,11 +110,11 @@ def fit_rates(
         return begin | dict(zip(told, map(float, np.exp(x)), strict=True))
 
     usual = np.log([RANGES[name][1] for name in told])
-    pull = PULL * SPREADS_OF_A_RANGE / (high - low)
+    weights = pull * SPREADS_OF_A_RANGE / (high - low)
 
     def residuals(x: np.ndarray) -> np.ndarray:
         errors = np.log1p(relative_errors(runs, values_of(x)))
-        return np.concatenate([errors, pull * (x - usual)])
+        return np.concatenate([errors, weights * (x - usual)])
 
     found = least_squares(
         residuals,
@@ -128,7 +129,11 @@ def fit_rates(
 
 
 def held_out_errors(
-    runs: Sequence[MeasuredRun], parts: Sequence[str], *, start: Mapping[str, float]
+    runs: Sequence[MeasuredRun],
+    parts: Sequence[str],
+    *,
+    start: Mapping[str, float],
+    pull: float = PULL,
 ) -> np.ndarray:
     """Return each run's relative error under rates fitted to all runs of other parts.
 
@@ -138,7 +143,8 @@ def held_out_errors(
     for out, seen in _partitions(parts):
         values = start
         if len(seen):
-            values, _ = fit_rates([runs[i] for i in seen], start=start, evaluations=6)
+            chosen = [runs[i] for i in seen]
+            values, _ = fit_rates(chosen, start=start, evaluations=6, pull=pull)
         errors[out] = relative_errors([runs[i] for i in out], values)
     return errors
 

@@ -400,13 +400,29 @@ def test_rates_are_found_again(machine):
         run = parse_row({**ROW, **change})
         seconds = estimate_run(run, profile, truth).step_s
         runs.append(MeasuredRun(run=run, profile=profile, rates=rates, step_s=seconds))
-    values, told = fit_rates(runs)
+    values, told = fit_rates(runs, pull=0.0)
     assert abs(relative_errors(runs, values)).max() < 0.01
     assert "matmul_efficiency" in told
     assert "portable_attention_efficiency" not in told
     parts = ["one", "two"] * 4
-    unseen = held_out_errors(runs, parts, start=values)
+    unseen = held_out_errors(runs, parts, start=values, pull=0.0)
     assert abs(unseen).max() < 0.05
+
+
+def test_one_run_hardly_moves_a_rate(machine):
+    """What few runs say weighs little against what other devices told; many runs have their way."""
+    profile, rates = machine
+    run = parse_row(ROW)
+    slow = 1.5 * estimate_run(run, profile, rates).step_s
+    one = MeasuredRun(run=run, profile=profile, rates=rates, step_s=slow)
+    usual = {name: value for name, (_, value, _) in RANGES.items()}
+    errors = [float(relative_errors([one], usual)[0])]
+    errors += [
+        float(relative_errors([one], fit_rates([one] * count, evaluations=8)[0])[0])
+        for count in (1, 20)
+    ]
+    assert errors[0] < errors[1] < errors[2] < 0
+    assert abs(errors[2]) < 0.05
 
 
 def test_a_file_of_rows(tmp_path):
