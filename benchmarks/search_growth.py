@@ -36,7 +36,7 @@ MEMORY_GIB = (16.0, 24.0, 32.0, 48.0, 80.0)
 
 def growth_cases() -> dict[str, dict[float, Case]]:
     """Return the cases by what grows and how far."""
-    base = replace(CASES["llama3-8b@8"], gpus=64, global_batch=1024)
+    base = replace(CASES["llama3-8b@8"], gpus=64, global_batch=1024, goal_s=0.0)
     small = replace(base, hidden=1024, ffn=4096, heads=16, seq_len=1024)
     return {
         "gpus": {n: replace(base, gpus=n, global_batch=max(1024, n)) for n in GPUS},
