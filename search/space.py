@@ -252,7 +252,8 @@ def _shapes(
     refusals: Refusals,
 ) -> Iterator[Shape]:
     options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
-    allowed = request.values("recompute", RECOMPUTE_CHOICES)
+    # What remakes least comes first: stages take the first that fits.
+    allowed = sorted(request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index)
     recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
     if not allowed:
         refusals.add("forbidden", "every kind of recompute is forbidden")

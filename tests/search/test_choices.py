@@ -133,6 +133,13 @@ class _WithFiles(Machine):
 MACHINE_WITH_FILES = _WithFiles(context_bytes=0.0, devices_per_node=4)
 
 
+def test_recompute_is_tried_least_first_in_whatever_order_it_is_allowed(gpt):
+    """M14, V11: kinds named most first are no reason to remake what fits without."""
+    allow = (("recompute", "full"), ("recompute", "none"))
+    plan = find_plan(gpt, MACHINE, ask(allow=allow)).plan
+    assert {stage.recompute for stage in plan.stages} == {"none"}
+
+
 def test_only_allowed_values_are_searched_and_no_forbidden_one(gpt):
     """M14, V11: `allow` and `forbid`, of degrees, schedules and recompute; allowing a value asks
     for it, be it one the search does not try by itself."""
