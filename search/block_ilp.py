@@ -29,7 +29,7 @@ from collections import defaultdict
 import numpy as np
 
 from search.block_problem import BlockProblem
-from search.cpsat import solve_proven
+from search.cpsat import solve_best
 from search.eliminate import Choice
 
 _STEPS = 10**9
@@ -42,9 +42,9 @@ def solve_by_cpsat(
     memory_limit_bytes: float | None = None,
     time_limit_s: float = 30.0,
 ) -> Choice | None:
-    """Return an optimal choice, or None when the memory limit admits none.
+    """Return the best choice found, or None when the memory limit admits none.
 
-    Raises RuntimeError when the time limit passes before optimality is proved.
+    Its `gap` is 0 where optimality was proved in time; RuntimeError when nothing was found.
     """
     from ortools.sat.python import cp_model
 
@@ -88,11 +88,12 @@ def solve_by_cpsat(
         ]
         model.add(sum(terms) <= int(memory_limit_bytes))
     model.minimize(sum(objective))
-    solver = solve_proven(model, time_limit_s)
-    if solver is None:
+    best = solve_best(model, time_limit_s)
+    if best is None:
         return None
+    solver, gap = best
     values = tuple(next(i for i, b in enumerate(row) if solver.boolean_value(b)) for row in x)
-    return Choice(values=values, cost=problem.value(values, bytes_price))
+    return Choice(values=values, cost=problem.value(values, bytes_price), gap=gap)
 
 
 def _by_column(asks: tuple[int, ...], row: list | None) -> dict[int, list]:

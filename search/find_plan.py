@@ -170,7 +170,7 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
             ("degrees, microbatches and schedules", "branch and bound"),
             ("stage boundaries", _PROVED[search.request.solver]),
             *[("stages' own meshes", "branch and bound")] * (search.request.meshes == "own"),
-            ("placements in blocks", "variable elimination, whole or split block boundaries"),
+            ("placements in blocks", search.candidates.solver.proof),
             (
                 "order of the best",
                 "list scheduling, event simulator" if best.plan.table else "event simulator",

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from planner.placement import Replicate
+from search import layouts
 from search.block_ilp import solve_by_cpsat
 from search.block_problem import BlockProblem, Link, Variable, best_by_brute_force
 from search.eliminate import TooWide, solve_by_elimination
@@ -73,7 +74,7 @@ def test_cpsat_equals_elimination():
             assert solved is None
             continue
         assert solved is not None
-        assert solved.cost == pytest.approx(folded.cost, rel=1e-6)
+        assert (solved.cost, solved.gap) == (pytest.approx(folded.cost, rel=1e-6), 0.0)
 
 
 def test_cpsat_keeps_a_memory_limit():
@@ -110,3 +111,25 @@ def test_elimination_refuses_tables_it_cannot_hold():
     problem = BlockProblem(axis_size=2, variables=wide, links=(link,), programs=())
     with pytest.raises(TooWide, match="tensor shared by all links 8 choices"):
         solve_by_elimination(problem)
+
+
+def test_a_block_too_wide_for_elimination_goes_to_cpsat(monkeypatch):
+    """X1: and the certificate says who proved it, and what part of it nobody did."""
+    rng = np.random.default_rng(5)
+    problem = next(
+        p
+        for p in iter(lambda: random_problem(rng), None)
+        if np.isfinite(solve_by_elimination(p).cost)
+    )
+
+    def too_wide(*_args, **_options):
+        raise TooWide
+
+    monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
+    best, solver = layouts.solve_block(problem, 0.0)
+    assert (best.gap, solver) == (0.0, "CP-SAT")
+    solver = layouts.LayoutSolver(graph=None, profile=None)
+    solver._solvers, solver._gap = {"CP-SAT"}, 0.25
+    assert solver.proof == (
+        "CP-SAT, whole or split block boundaries, up to 0.25 of a block's seconds unproved"
+    )
