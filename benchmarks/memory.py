@@ -166,7 +166,7 @@ def rows_of(
         memory = estimate(graph, costs.profile, plan, costs=costs).memory
         step = 1 if every_rank else plan.world_size // plan.pp
         for rank in range(0, plan.world_size, step):
-            run = dry_run(plan, graph, source.build, rank=rank, keeps_sent=True)
+            run = dry_run(plan, graph, source.build, rank=rank, on_gloo=True)
             yield Row(
                 model=name,
                 layout=label,

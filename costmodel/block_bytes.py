@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from costmodel.liveness import BackwardWalk, backward_walk, forward_walk
-from costmodel.remade import kept_storages
+from costmodel.remade import held_results, kept_storages
 from costmodel.saved import HELD_ANYWAY, SavedTensors, saved_tensors
 from planner.graph import Program
 from planner.plan import Recompute
@@ -58,8 +58,10 @@ class BlockBytes:
 class Backwards:
     """The backwards of one block. Mutable: it remembers the walks it was asked for."""
 
-    def __init__(self, program: Program, saved: SavedTensors) -> None:
-        self._program, self._saved = program, saved
+    def __init__(
+        self, program: Program, saved: SavedTensors, results: frozenset[str] = frozenset()
+    ) -> None:
+        self._program, self._saved, self._results = program, saved, results
         self._walks: dict[tuple[object, ...], BackwardWalk] = {}
 
     def walk(
@@ -86,6 +88,7 @@ class Backwards:
                 wide=wide,
                 shared=shared,
                 adds_products=adds_products,
+                results=self._results,
             )
         return self._walks[key]
 
@@ -114,12 +117,14 @@ def _held(
     inner = frozenset(every) - frozenset(program.inputs)
     extra = {op.name: saved.kept[op.name].extra_bytes for op in program.ops}
     made_again = second_rise = 0
+    results: frozenset[str] = frozenset()
     if recompute == "none":
         roots, kept_extra = {root: every[root] for root in inner}, extra
     else:
         roots, kept_extra = {}, {}
         if recompute == "selective":
             roots, kept_extra = kept_storages(program, saved, remade)
+            results = held_results(program, saved, remade)
         left = {name: size - kept_extra.get(name, 0) for name, size in extra.items()}
         second = forward_walk(
             program, saved, roots=inner, extra=left, there=frozenset(roots), stops=True,
@@ -155,7 +160,7 @@ def _held(
         made_again_bytes=made_again,
         forward_rise_bytes=first.rise_bytes,
         second_rise_bytes=second_rise,
-        backwards=Backwards(program, saved),
+        backwards=Backwards(program, saved, results),
     )
 
 

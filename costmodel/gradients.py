@@ -21,6 +21,7 @@ from costmodel.storage import (
     reshaped_strides,
 )
 from planner.graph import Op, Program
+from planner.lowering import ONCE
 from planner.placement import Replicate, parse_placement
 from planner.redistribute import REDISTRIBUTE, collectives
 
@@ -122,7 +123,8 @@ _SUMS = frozenset({"add", "sub", "clone", "contiguous"})
 def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
     """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
     output = op.outputs[0]
-    if len(op.outputs) > 1:
+    # All ranks but the first pass zeros of their own on where a gradient is counted once.
+    if len(op.outputs) > 1 or op.target == ONCE:
         return False
     source, result = program.tensor[name], program.tensor[output]
     same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))

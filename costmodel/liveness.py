@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from costmodel.gradients import Gradients, leaves_gaps, passes_on, seen_through
-from costmodel.saved import HELD_ANYWAY, SavedTensors, has_rows
+from costmodel.saved import HELD_ANYWAY, Kept, SavedTensors, has_rows
 from costmodel.storage import base_name, contiguous_strides
 from planner.graph import Op, Program, Ref
 from planner.placement import Placement, Shard, parse_placement
@@ -245,6 +245,7 @@ def backward_walk(
     wide: int = 1,
     shared: frozenset[str] = frozenset(),
     adds_products: bool = True,
+    results: frozenset[str] = frozenset(),
 ) -> BackwardWalk:
     """Run a program's backward.
 
@@ -253,7 +254,8 @@ def backward_walk(
     weight add theirs without making it first, if it is as wide and `adds_products`. Those of
     parameters that are `shared` with another block stay in both. `held`: outputs whose gradients
     somebody else holds. `leaves`: inputs that keep their gradients, in buffers of their own.
-    `split`: weight gradients are put aside.
+    `split`: weight gradients are put aside. `results`: storages that a call of the block holds
+    until the first op that kept anything has run backward.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
@@ -268,6 +270,8 @@ def backward_walk(
     given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
     start = saved.num_bytes + grads.live
     live_saved = saved.num_bytes
+    keeps = (op.name for op in program.ops if saved.kept[op.name] != Kept())
+    first_saver = next(keeps, None)
     never_freed = {storage[name].root for name in program.inputs}
     never_freed |= {
         storage[product[0].name].root
@@ -322,7 +326,12 @@ def backward_walk(
             for name in arriving if product is None else ():
                 grads.free(name)
         kept, extra = saved.by_op.get(op.name, ((), 0))
-        live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in never_freed)
+        live_saved -= extra + sum(
+            s.num_bytes for s in kept if s.root not in never_freed and s.root not in results
+        )
+        if op.name == first_saver:
+            every = {s.root: s.num_bytes for storages, _ in saved.by_op.values() for s in storages}
+            live_saved -= sum(every.get(root, 0) for root in results - never_freed)
         beside = live_saved + sum(there.values())
         for name in needing:
             if name not in grads.of:

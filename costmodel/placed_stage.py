@@ -52,7 +52,9 @@ def stage_jobs(
         loss_bytes=DTYPE_BYTES[costs.graph.tensor[costs.graph.loss].dtype]
         if costs.graph.producer[costs.graph.loss] in stage.blocks
         else 0,
-        sharded=_sharded(walk, replicas, plan) if sharded else None,
+        sharded=_sharded(walk, replicas, plan, costs.profile.cluster.device_type)
+        if sharded
+        else None,
     )
 
 
@@ -65,7 +67,7 @@ def _aside(walk: StageWalk, num_blocks: int) -> StageWalk:
     return replace(walk, blocks=(*put, *walk.blocks[num_blocks:]))
 
 
-def _sharded(walk: StageWalk, replicas: int, plan: Plan) -> ShardedStage:
+def _sharded(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
     """Return the units that a stage's parameters are sharded in."""
     owned: list[dict[str, tuple[int, int]]] = []
     shared: dict[str, tuple[int, int]] = {}
@@ -96,6 +98,7 @@ def _sharded(walk: StageWalk, replicas: int, plan: Plan) -> ShardedStage:
         zero_stage=plan.zero_stage,
         replicas=replicas,
         shards_on_host=plan.optimizer_on_host,
+        copies_to_reduce=device_type == "cpu",
     )
 
 

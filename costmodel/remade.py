@@ -67,3 +67,16 @@ def kept_storages(
                 kept[name] = storage[name]
     roots = {one.root: one.num_bytes for one in kept.values() if one.root not in program.inputs}
     return roots, extra
+
+
+def held_results(program: Program, saved: SavedTensors, remade: Iterable[str]) -> frozenset[str]:
+    """Return the storages that a call of the block holds for its second run, and so until nothing
+    is left of its graph: results that an op made again reads.
+    """
+    again = frozenset(remade)
+    roots, _ = kept_storages(program, saved, again)
+    maker = {output: op.name for op in program.ops for output in op.outputs}
+    read = {name for op in program.ops if op.name in again for name in op.inputs if name in maker}
+    return frozenset(
+        saved.storages.storage[name].root for name in read if maker[name] not in again
+    ) & frozenset(roots)

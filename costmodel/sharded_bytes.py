@@ -34,6 +34,7 @@ class Unit(NamedTuple):
 class ShardedStage:
     """The units of a stage: its blocks', None where one has no parameters, and that of the
     parameters that several blocks share. `shards_on_host`: gradients' shards leave the device.
+    `copies_to_reduce`: a message is summed in a copy of it, as on gloo.
     """
 
     blocks: Sequence[Unit | None]
@@ -41,6 +42,7 @@ class ShardedStage:
     zero_stage: int
     replicas: int
     shards_on_host: bool
+    copies_to_reduce: bool
 
     @property
     def shard_bytes(self) -> int:
@@ -239,5 +241,6 @@ class ShardedBytes:
         self._note()
         self._fresh.discard(index)
         self._summed.discard(index)
-        self._note(self._shard_bytes(index))
+        copy = unit.message_bytes if self._stage.copies_to_reduce else 0
+        self._note(self._shard_bytes(index) + copy)
         self._sharded.add(index)

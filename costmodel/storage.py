@@ -126,7 +126,10 @@ RESHAPES = {
     "squeeze", "unsqueeze",
 }  # fmt: skip
 _PERMUTES = {"transpose", "swapaxes", "swapdims", "t", "permute", "movedim", "moveaxis", "mT"}
-_KEEPS = {"alias", "detach", "lift_fresh", "lift_fresh_copy", "view_as_real", "real"}
+_KEEPS = {
+    "alias", "detach", "lift_fresh", "lift_fresh_copy", "view_as_real", "real",
+    "count_gradient_once",
+}  # fmt: skip
 _POINTWISE = {
     "add", "sub", "rsub", "mul", "div", "neg", "pow", "gelu", "silu", "relu", "tanh", "sigmoid",
     "exp", "sqrt", "rsqrt", "where", "masked_fill", "dropout", "clone", "to", "_to_copy", "sin",

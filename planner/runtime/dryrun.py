@@ -79,13 +79,14 @@ def dry_run(
     build: Callable[[], nn.Module],
     *,
     rank: int = 0,
-    keeps_sent: bool = False,
+    on_gloo: bool = False,
 ) -> DryRun:
     """Run two steps of one rank on fake tensors and return the second's byte timeline.
 
-    `graph` is the capture of what `build` returns. Messages have left at once; with `keeps_sent`
-    they are kept as on gloo (`planner.runtime.p2p`). Raises PlanError when the plan has no
-    such rank, or when this process is already part of a process group.
+    `graph` is the capture of what `build` returns. Messages have left at once; with `on_gloo`
+    they are kept (`planner.runtime.p2p`), and FSDP2's reduce-scatter sums in a copy of its message
+    (torch 2.13, ProcessGroupGloo.cpp). Raises PlanError when the plan has no such rank, or when
+    this process is already part of a process group.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -106,7 +107,7 @@ def dry_run(
                 mesh,
                 lambda: _fake_batch(plan),
                 is_dry=True,
-                keeps_sent=keeps_sent,
+                on_gloo=on_gloo,
             )
 
 
@@ -123,7 +124,7 @@ def track_run(
     given size.
     """
     return _track(
-        plan, graph, build, mesh, lambda: batch(plan.global_batch), is_dry=False, keeps_sent=True
+        plan, graph, build, mesh, lambda: batch(plan.global_batch), is_dry=False, on_gloo=True
     )
 
 
@@ -135,11 +136,11 @@ def _track(
     make_batch: Callable[[], Any],
     *,
     is_dry: bool,
-    keeps_sent: bool,
+    on_gloo: bool,
 ) -> DryRun:
     from planner.runtime.engine import Engine
 
-    ledger = _Ledger(is_dry=is_dry)
+    ledger = _Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
     model = build()
     with ledger.watching():
         batch = make_batch()
@@ -155,7 +156,7 @@ def _track(
         )
         if plan.optimizer_on_host:
             _count_shards_as_host(engine, ledger)
-        if not keeps_sent:
+        if not on_gloo:
             engine._executor._post._sending = _Gone()
         del model  # as `apply` does: only the pieces stay
         engine.step(batch)
@@ -241,12 +242,13 @@ class _Ledger(TorchDispatchMode):
 
     `live_bytes` are the device's, `host_bytes` the host's. Mutable: it is a running tally. A
     storage is found when an op returns a tensor in it, changes when FSDP2 resizes it, and
-    leaves when the last tensor in it dies. `is_dry`: tensors have no values.
+    leaves when the last tensor in it dies. `is_dry`: tensors have no values. `copies_to_reduce`:
+    a reduce-scatter is counted with the copy of its message that it would make.
     """
 
-    def __init__(self, *, is_dry: bool) -> None:
+    def __init__(self, *, is_dry: bool, copies_to_reduce: bool) -> None:
         super().__init__()
-        self._is_dry = is_dry
+        self._is_dry, self._copies_to_reduce = is_dry, copies_to_reduce
         self.live_bytes = self.host_bytes = 0
         self.moments: list[Moment] = []
         self._peak_bytes = self._host_peak_bytes = 0
@@ -261,6 +263,9 @@ class _Ledger(TorchDispatchMode):
         if self._is_dry and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as it is for real: on fake tensors the op would return a copy
         made = func(*args, **(kwargs or {}))
+        if self._copies_to_reduce and func is torch.ops.c10d._reduce_scatter_base_.default:
+            message = args[1].untyped_storage().nbytes()
+            self._peak_bytes = max(self._peak_bytes, self.live_bytes + message)
         for leaf in torch.utils._pytree.tree_leaves(made):
             if isinstance(leaf, Tensor):
                 # A DTensor is a shell of the whole's size around its local tensor.

@@ -54,7 +54,7 @@ def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
     for pp_rank in range(plan.pp):
         rank = pp_rank * plan.dp * plan.cp * plan.tp
-        run = dry_run(plan, graph, model.build, rank=rank, keeps_sent=True)
+        run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
         error = float(predicted[pp_rank].tensor_bytes) / run.peak_bytes - 1
         assert abs(error) < 0.01, f"pp rank {pp_rank}: {error:+.2%}"
 
@@ -78,7 +78,7 @@ def test_1f1b_against_fthenb_peaks(gpt):
         plan = default_plan(graph, pp=2, microbatch_size=8, num_microbatches=5, schedule=schedule)
         memory = estimate(graph, costs.profile, plan, costs=costs).memory
         predicted[schedule] = max(float(parts.tensor_bytes) for parts in memory)
-        runs = (dry_run(plan, graph, model.build, rank=r, keeps_sent=True) for r in range(2))
+        runs = (dry_run(plan, graph, model.build, rank=r, on_gloo=True) for r in range(2))
         really[schedule] = max(run.peak_bytes for run in runs)
     assert really["1f1b"] < 0.6 * really["fthenb"]
     assert predicted["1f1b"] / predicted["fthenb"] == pytest.approx(

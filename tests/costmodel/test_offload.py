@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_dry_run(layout, activations):
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
     for pp_rank in range(plan.pp):
         rank = pp_rank * plan.dp * plan.tp
-        run = dry_run(plan, graph, model.build, rank=rank, keeps_sent=True)
+        run = dry_run(plan, graph, model.build, rank=rank, on_gloo=True)
         assert float(predicted[pp_rank].tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
         assert float(predicted[pp_rank].host_bytes) == pytest.approx(run.host_peak_bytes, rel=0.01)
 

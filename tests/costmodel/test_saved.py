@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from costmodel.gradients import passes_on
 from costmodel.liveness import find_peaks
 from costmodel.saved import saved_tensors
-from planner.graph import Program, TensorMeta
+from planner.graph import Op, Program, Ref, TensorMeta
+from planner.lowering import ONCE
 from planner.program_fx import to_graph_module
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -87,3 +89,19 @@ def test_backward_peak_holds_everything_saved_and_the_arriving_gradient():
     assert peaks.forward_bytes >= saved.num_bytes - sum(
         layer.tensor[name].bytes_at(1) for name in saved.inputs
     )
+
+
+def test_a_gradient_counted_once_copies_nothing_forward():
+    """What holds its argument holds its result; zeros come back on all ranks but the first."""
+    made = [
+        TensorMeta(name=n, shape=(4, 4), dtype="float32", kind="activation", requires_grad=True)
+        for n in ("w", "once")
+    ]
+    once = Op(name="once", target=ONCE, args=(Ref("w"), "cp"), outputs=("once",))
+    program = Program(
+        name="p", inputs=("w",), params=(), outputs=("once",), tensors=tuple(made), ops=(once,)
+    )
+    saved = saved_tensors(program)
+    assert saved.storages.storage["once"].root == "w"
+    assert saved.num_bytes == 0
+    assert not passes_on(once, "w", program, saved)
