@@ -8,7 +8,7 @@ buffers is in `costmodel.gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -293,6 +293,7 @@ def backward_walk(
                 n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad and n not in later
             ]
             scratch = _scratch_bytes(op, program, forward=False)
+            scratch += _unreduced_bytes(op, needing, program)
             for name in needing:
                 size = _bytes(program, name)
                 is_same = passes_on(op, name, program, saved)
@@ -396,6 +397,22 @@ def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
         # the gradient before and after the targets' share is added.
         return 2 * wide if forward else wide
     return 0
+
+
+def _unreduced_bytes(op: Op, needing: Sequence[str], program: Program) -> int:
+    """Bytes by which the backward of a product with broadcasting or mixed dtypes is higher than
+    its inputs' gradients: it makes them all like its output, then sums or casts one by one.
+    """
+    if base_name(op.target) != "mul":
+        return 0
+    made = _bytes(program, op.outputs[0])
+    live = peak = made * len(needing)
+    for name in needing:
+        size = _bytes(program, name)
+        if size != made:
+            peak = max(peak, live + size)
+            live += size - made
+    return peak - live
 
 
 def staging_bytes(

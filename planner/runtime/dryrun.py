@@ -260,6 +260,8 @@ class _Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor and not kwargs and _is_accumulation(*args):
             func = torch.ops.aten.add_.Tensor
+        if func is torch.ops.aten.index_put.default and _is_backward_of_index():
+            func = torch.ops.aten.index_put_.default
         if self._is_dry and func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]  # as it is for real: on fake tensors the op would return a copy
         made = func(*args, **(kwargs or {}))
@@ -399,6 +401,14 @@ def _count_shards_as_host(engine: Engine, ledger: _Ledger) -> None:
 _ONLY_USERS = 4, 2
 """References to a gradient, and to its storage, that nobody but autograd's engine and this
 mode hold: the engine's own, those of the call, and Python's."""
+
+
+def _is_backward_of_index() -> bool:
+    """Whether an index's backward runs: it puts into zeros of its own, in place unless a mode
+    watches (`index_backward` in PyTorch's FunctionsManual.cpp).
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "IndexBackward0"
 
 
 def _is_accumulation(total: Any, grad: Any) -> bool:
