@@ -24,6 +24,7 @@ from planner.batch_split import BatchSplit
 from planner.layout import sizes, slices
 from planner.plan import Plan
 from planner.runtime import device as devices
+from planner.runtime.gloo_threads import give_way_to_sockets
 from planner.runtime.mesh import Mesh, default_group
 from planner.runtime.routes import Routes
 from planner.runtime.wiring import Edge
@@ -277,12 +278,19 @@ class Post:
             self._local[message] = tensor
             return
         tensor = tensor.detach()
+        self._give_way()
         for leg in crossing.legs:
             part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
             tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
             work = leg.group.send([part], leg.peer, tag)
             self._sending.append(Sending(work, part, message, leg.rank))
             self.bytes_sent += part.nbytes
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Let gloo's threads read that the taker is ready, and write what it is ready for."""
+        if self._mesh.device.type == "cpu":
+            give_way_to_sockets()
 
     def close(self) -> None:
         """End a step: wait until everything sent has left. Everything posted was taken."""
