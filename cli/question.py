@@ -47,6 +47,12 @@ class Question:
     precision: Annotated[
         str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
     ] = "model"
+    receive_ahead: Annotated[
+        int,
+        typer.Option(
+            help="Jobs ahead of which receives are posted: each costs a buffer; 0 hides none."
+        ),
+    ] = 2
     offload: Annotated[
         str,
         typer.Option(
@@ -90,6 +96,7 @@ class Question:
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
+            receive_ahead=self.receive_ahead,
             **more,
         )
 

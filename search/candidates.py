@@ -63,6 +63,7 @@ class Candidates:
     costs: CostCache
     model_file: str = ""
     precision: Precision = "model"
+    receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
     refusal: LayoutError | None = None
@@ -94,6 +95,7 @@ class Candidates:
             costs=CostCache(graph, profile),
             model_file=request.model_file,
             precision=request.precision,
+            receive_ahead=request.receive_ahead,
             on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
         )
@@ -339,6 +341,7 @@ class Candidates:
             num_microbatches=configuration.num_microbatches,
             schedule=configuration.schedule,
             precision=self.precision,
+            receive_ahead=self.receive_ahead,
             optimizer_on_host=self.on_host.optimizer,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
             stages=tuple(

@@ -37,8 +37,9 @@ class SearchRequest:
     `forbid` holds (choice, value) pairs that no answer may use; of a choice that `allow` names,
     only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
     placement text) triples that every layout must respect.
-    `precision` is what the graph was captured in, not searched. `balance`, if not empty, fixes
-    the stages: so many blocks each, in order. `offload` says what is on the host; ``auto``
+    `precision` is what the graph was captured in, not searched; nor is `receive_ahead`, which
+    plans take over. `balance`, if not empty, fixes the stages: so many blocks each, in order.
+    `offload` says what is on the host; ``auto``
     tries that only where nothing fits without. `meshes` says whether stages share one dp and tp.
     """
 
@@ -62,6 +63,7 @@ class SearchRequest:
     allow: tuple[tuple[str, str], ...] = ()
     pins: tuple[tuple[int, str, str], ...] = ()
     precision: Precision = "model"
+    receive_ahead: int = 2
     balance: tuple[int, ...] = ()
     offload: Offload = "auto"
     meshes: Meshes = "same"
@@ -109,6 +111,10 @@ class SearchRequest:
         if self.precision not in get_args(Precision):
             raise LayoutError(
                 f"--precision {self.precision} was given; use {' or '.join(get_args(Precision))}"
+            )
+        if self.receive_ahead < 0:
+            raise LayoutError(
+                f"--receive-ahead {self.receive_ahead} was given; it counts jobs: 0 or more"
             )
         if self.solver not in SOLVERS:
             raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")

@@ -188,6 +188,7 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
         ("--pareto-gpus", "2,x", "numbers of devices, such as 2,4,8"),
         ("--price", "inf", "per device and hour"),
         ("--allow", "schedule", "CHOICE=VALUE"),
+        ("--receive-ahead", "-1", "it counts jobs: 0 or more"),
         ("--offload", "disk", "use auto, none, optimizer, activations or both"),
     ],
 )

@@ -20,9 +20,11 @@ def test_a_cut_batch_is_noted_by_module(planner, write_model):
     assert cut.code == 0
     assert "BatchNorm layers.0.1, layers.1.1, layers.2.1 and 1 more: " in cut.stderr
     assert "8 samples into 4 parts (dp=2, num_microbatches=2)" in cut.stderr
-    whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8)
+    early = ("--receive-ahead", 3, "--out", "early.json")
+    whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8, *early)
     assert whole.code == 0
     assert "BatchNorm" not in whole.stderr
+    assert json.loads(Path("early.json").read_text())["receive_ahead"] == 3  # P15
 
 
 def test_what_would_fit_stands_beside_a_refusal(planner, write_model):
