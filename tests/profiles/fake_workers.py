@@ -2,7 +2,9 @@
 
 import time
 import zlib
+from typing import get_args
 
+from profiles.records import ZeroWork
 from profiles.workers import ProbeFailed
 
 
@@ -51,6 +53,11 @@ class FakeWorkers:
                 each = slower * (1e-5 + zlib.crc32(str(task["probe"]).encode()) / 2**32 * 1e-4)
                 names = ("forward", "backward", "forward_warm", "backward_warm")
                 return {"product": [1e-4], "light": [2e-4], **{name: [each] * 3 for name in names}}
+            case "zero":
+                own_s = 1e-5 * task["num_tensors"] + 1e-10 * task["numel"]
+                return {work: [own_s] * 3 for work in get_args(ZeroWork)}
+            case "waits":
+                return [(1e-3, 2e-4), (2e-3, 3e-4)]
             case "launch":
                 return {"seconds": [5e-6] * 3}
             case "collective":

@@ -67,11 +67,10 @@ def device(monkeypatch) -> Device:
     made = Device()
     monkeypatch.setattr(torch.cuda, "Event", made.event)
     monkeypatch.setattr(torch.cuda, "synchronize", made.wait)
-    monkeypatch.setattr(recorders, "_memory_counter", lambda _: lambda: 7)
+    monkeypatch.setattr(recorders, "_memory_counter", lambda _: lambda _now_s: 7)
     monkeypatch.setattr(recorders.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(recorders.dist, "get_world_size", lambda: 1)
-    clock = SimpleNamespace(perf_counter=lambda: 1000.0 + made.now_s)
-    monkeypatch.setattr(recorders, "time", clock)
+    monkeypatch.setattr(recorders, "perf_counter", lambda: 1000.0 + made.now_s)
     return made
 
 
