@@ -19,7 +19,7 @@ from pathlib import Path
 from planner.errors import PlannerError
 from planner.runtime.cores import available_cores, own_cores, stay_on
 from planner.runtime.heap import keep_freed_memory
-from planner.runtime.workers import FAILURE_FILE
+from planner.runtime.workers import FAILURE_FILE, LAUNCHER
 
 
 def main(args: list[str]) -> None:
@@ -79,12 +79,15 @@ def _leave() -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to end this process should the launcher vanish without a word."""
+    """Ask the kernel to end this process should the launcher vanish without a word.
+
+    It may have while this process came up, which then has another parent.
+    """
     if sys.platform == "linux":
-        parent = os.getppid()
+        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != launcher:
             os._exit(1)
 
 

@@ -22,6 +22,9 @@ from planner.errors import PlannerError
 FAILURE_FILE = "PLANNER_FAILURE_FILE"
 """Names the file the first rank to fail creates: its exit code, then a user error's message."""
 
+LAUNCHER = "PLANNER_LAUNCHER"
+"""Names the process that ranks must not outlive."""
+
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
 
@@ -60,6 +63,7 @@ def run_workers(
             monitor_interval=0.1,
         )
         environment = _environment(per_node, device) | {FAILURE_FILE: str(failure)}
+        environment[LAUNCHER] = str(os.getpid())
         environment |= extra or {}
         # -P: a folder of the user's that is called like one of ours must not shadow it.
         command = ("-P", "-m", "planner.runtime.worker", *args)

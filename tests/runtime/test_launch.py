@@ -20,6 +20,7 @@ from planner.errors import PlanError, PlannerError, ScheduleError
 from planner.plan import save_plan
 from planner.plan_defaults import default_plan
 from planner.runtime.launch import launch
+from planner.runtime.workers import LAUNCHER
 from tests.runtime.scenarios import capture
 
 ROOT = Path(__file__).parents[2]
@@ -104,11 +105,13 @@ def start(plan_path, tmp_path):
     for process in started:
         if process.poll() is None:
             process.kill()
+        for rank in _ranks_left(tmp_path):  # they would hold the pipes open
+            os.kill(rank, signal.SIGKILL)
         process.communicate()
 
 
-def _ranks_left(tmp_path: Path) -> list[str]:
-    """Command lines of processes that still run this test's script."""
+def _ranks_left(tmp_path: Path) -> list[int]:
+    """Processes that still run this test's script."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -116,7 +119,7 @@ def _ranks_left(tmp_path: Path) -> list[str]:
         except OSError:
             continue
         if "planner.runtime.worker" in line and str(tmp_path) in line:
-            found.append(line)
+            found.append(int(entry.parent.name))
     return found
 
 
@@ -179,6 +182,16 @@ def test_no_process_survives_the_launcher(start, tmp_path, sent, mode):
     assert process.returncode == (-9 if sent == signal.SIGKILL else 128 + sent)
     assert _gone_within(10, tmp_path)
     assert process.communicate()[1] == ""
+
+
+def test_a_rank_that_comes_up_after_its_launcher_has_gone_ends(tmp_path):
+    """G15: the kernel only tells of a parent that dies from then on."""
+    script = tmp_path / "train.py"
+    script.write_text("print('trained')")
+    gone = {**os.environ, "PYTHONPATH": str(ROOT), LAUNCHER: str(2**22 + 1)}
+    rank = [sys.executable, "-m", "planner.runtime.worker", str(script)]
+    ended = subprocess.run(rank, env=gone, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
 
 
 def test_refused_before_any_process_starts(plan_path, tmp_path, monkeypatch):
