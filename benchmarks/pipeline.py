@@ -219,11 +219,8 @@ def _measure(
     rank: int, ranks: int, side: str, contest: Contest, turns: Any, options: argparse.Namespace
 ) -> Timed:
     torch.manual_seed(0)
-    num_microbatches = 2 * ranks
-    x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
-    model = LayerChain(8, hidden=options.hidden, heads=4)
     make = _our_step if side == OURS else _torch_step
-    step = make(rank, ranks, contest, num_microbatches, model, x, target)
+    step = make(rank, ranks, contest, Task.of(ranks, options))
     if side == TORCH_CALM:
         put_socket_threads_last()
     first = step()
@@ -254,62 +251,56 @@ def _timed(step: Callable[[], Any]) -> tuple[float, float]:
     return took.item(), cpu.item()
 
 
-def _our_step(
-    rank: int,
-    ranks: int,
-    contest: Contest,
-    num_microbatches: int,
-    model: LayerChain,
-    x: Tensor,
-    target: Tensor,
-) -> Callable[[], Tensor | None]:
-    engine = _our_engine(ranks, contest, num_microbatches, model, x, target)
-    return lambda: engine.step({"x": x, "target": target})
+class Task(NamedTuple):
+    """What every side trains: a model on a batch, in so many microbatches."""
+
+    model: LayerChain
+    x: Tensor
+    target: Tensor
+    num_microbatches: int
+
+    @classmethod
+    def of(cls, ranks: int, options: argparse.Namespace) -> Task:
+        """Return the task for so many ranks, each time with a new model."""
+        num_microbatches = 2 * ranks
+        x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
+        return cls(LayerChain(8, hidden=options.hidden, heads=4), x, target, num_microbatches)
 
 
-def _our_engine(
-    ranks: int,
-    contest: Contest,
-    num_microbatches: int,
-    model: LayerChain,
-    x: Tensor,
-    target: Tensor,
-) -> Engine:
+def _our_step(rank: int, ranks: int, contest: Contest, task: Task) -> Callable[[], Tensor | None]:
+    engine = _our_engine(ranks, contest, task)
+    return lambda: engine.step({"x": task.x, "target": task.target})
+
+
+def _our_engine(ranks: int, contest: Contest, task: Task) -> Engine:
     import planner
     from planner.capture import capture_module
     from planner.plan_defaults import default_plan
 
-    two, three = ({"x": x[:n], "target": target[:n]} for n in (2, 3))
+    two, three = ({"x": task.x[:n], "target": task.target[:n]} for n in (2, 3))
     plan = default_plan(
-        capture_module(model, two, three),
+        capture_module(task.model, two, three),
         pp=ranks,
         vpp=contest.vpp,
         microbatch_size=2,
-        num_microbatches=num_microbatches,
+        num_microbatches=task.num_microbatches,
         schedule=contest.name,
     )
-    return planner.apply(plan, model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
+    return planner.apply(plan, task.model, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3))
 
 
-def _torch_step(
-    rank: int,
-    ranks: int,
-    contest: Contest,
-    num_microbatches: int,
-    model: LayerChain,
-    x: Tensor,
-    target: Tensor,
-) -> Callable[[], Tensor | None]:
+def _torch_step(rank: int, ranks: int, contest: Contest, task: Task) -> Callable[[], Tensor | None]:
     from torch.distributed.pipelining import PipelineStage, schedules
 
     num_stages = ranks * contest.vpp
     homes = [
         2 * ranks - 1 - s if contest.is_v and s >= ranks else s % ranks for s in range(num_stages)
     ]
-    per_stage = len(model.layers) // num_stages
+    layers = task.model.layers
+    per_stage = len(layers) // num_stages
     stages = [
         PipelineStage(
-            nn.Sequential(*model.layers[s * per_stage : (s + 1) * per_stage]),
+            nn.Sequential(*layers[s * per_stage : (s + 1) * per_stage]),
             s,
             num_stages,
             torch.device("cpu"),
@@ -319,7 +310,7 @@ def _torch_step(
     ]
     kind = getattr(schedules, contest.torch_name)
     argument: Any = stages[0] if contest.vpp == 1 else stages
-    schedule = kind(argument, num_microbatches, loss_fn=F.mse_loss)
+    schedule = kind(argument, task.num_microbatches, loss_fn=F.mse_loss)
     params = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.SGD(params, lr=1e-3)
     has_first = any(stage.is_first for stage in stages)
@@ -329,8 +320,8 @@ def _torch_step(
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(
-            *([x] if has_first else []),
-            **({"target": target, "losses": losses} if has_last else {}),
+            *([task.x] if has_first else []),
+            **({"target": task.target, "losses": losses} if has_last else {}),
         )
         optimizer.step()
         return torch.stack(losses).mean().detach() if has_last else None
@@ -381,13 +372,11 @@ def _recording_overhead(rank: int, ranks: int, options: argparse.Namespace) -> f
     Steps with and without follow each other, and the median of their differences counts: the
     machine's speed drifts by more than what recording costs.
     """
-    num_microbatches = 2 * ranks
-    x, target = torch.randn(2, num_microbatches * 2, SEQUENCE, options.hidden)
-    model = LayerChain(8, hidden=options.hidden, heads=4)
+    task = Task.of(ranks, options)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[TIMELINE_DIR] = folder
         contest = next(c for c in CONTESTS if c.name == "1f1b")
-        engine = _our_engine(ranks, contest, num_microbatches, model, x, target)
+        engine = _our_engine(ranks, contest, task)
         del os.environ[TIMELINE_DIR]
         recorder = engine._recorder
         times: dict[bool, list[float]] = {True: [], False: []}
@@ -396,7 +385,7 @@ def _recording_overhead(rank: int, ranks: int, options: argparse.Namespace) -> f
                 engine._recorder = engine._executor._recorder = recorder if records else None
                 dist.barrier()
                 start_s = time.thread_time()
-                engine.step({"x": x, "target": target})
+                engine.step({"x": task.x, "target": task.target})
                 if turn >= 3:
                     times[records].append(time.thread_time() - start_s)
     differences = [on - off for on, off in zip(times[True], times[False], strict=True)]
