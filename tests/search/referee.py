@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import comb
 
 from costmodel import Estimate
 from planner.graph import ModelGraph
-from search import SearchRequest
+from search import SearchRequest, SearchResult
 from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.chain_paths import Cut
@@ -23,6 +23,31 @@ class Answer:
     configuration: Configuration
     cut: Cut
     estimate: Estimate
+
+
+def seconds_and_bytes(answers: Iterable[Answer]) -> list[tuple[float, int]]:
+    """Return each answer's step time and peak memory."""
+    return [(answer.estimate.step_s, answer.estimate.peak_bytes) for answer in answers]
+
+
+def best_within(limit_bytes: float, some: Iterable[tuple[float, float]]) -> float:
+    """Return the least step time of those that fit, infinity where none does."""
+    return min((step_s for step_s, peak in some if peak <= limit_bytes), default=float("inf"))
+
+
+def check_against(best_s: float, limit_bytes: float, result: SearchResult) -> float | None:
+    """Check a search's answer against the true best: it fits, its bound is below the best, and
+    it is within its gap of it. Return the gap, or None where rightly nothing was found.
+    """
+    if result.plan is None:
+        assert best_s == float("inf")
+        return None
+    assert result.certificate is not None
+    step_s, gap = result.plan.estimate["step_s"], result.certificate.gap
+    assert result.plan.estimate["peak_bytes"] <= limit_bytes
+    assert result.certificate.lower_bound_s <= best_s * (1 + 1e-9)
+    assert best_s * (1 - 1e-9) <= step_s <= best_s / (1 - gap) * (1 + 1e-9)
+    return gap
 
 
 def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
