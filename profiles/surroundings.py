@@ -96,7 +96,7 @@ def _launch(workers: WorkerGroup, session: Session) -> float | None:
     except ProbeFailed as error:
         session.skip("host time of one op", error)
         return None
-    return float(np.median([s for answer in answers for s in answer["seconds"]]))
+    return _median(answers, "seconds")
 
 
 def _steps(
@@ -128,14 +128,8 @@ def _steps(
             failed.add(key)
             session.skip(f"{work} over {num_tensors} tensors of {numel}", error)
             continue
-        median = float(np.median([s for answer in answers for s in answer["seconds"]]))
-        found.setdefault(key, []).append(median)
-    return tuple(
-        StepSample(
-            work=work, num_tensors=num_tensors, numel=numel, seconds=float(np.median(medians))
-        )
-        for (work, num_tensors, numel), medians in found.items()
-    )
+        found.setdefault(key, []).append(_median(answers, "seconds"))
+    return _step_samples(found)
 
 
 def _zero_work(
@@ -157,8 +151,19 @@ def _zero_work(
             session.skip(f"ZeRO of a block of {num_tensors} tensors of {numel}", error)
             return ()
         for work in get_args(ZeroWork):
-            median = float(np.median([s for answer in answers for s in answer[work]]))
-            found.setdefault((work, num_tensors, numel), []).append(median)
+            found.setdefault((work, num_tensors, numel), []).append(_median(answers, work))
+    return _step_samples(found)
+
+
+def _median(answers: Sequence[Mapping[str, Sequence[float]]], part: str) -> float:
+    """The median of all ranks' seconds."""
+    return float(np.median([seconds for answer in answers for seconds in answer[part]]))
+
+
+def _step_samples(
+    found: Mapping[tuple[StepWork, int, int], Sequence[float]],
+) -> tuple[StepSample, ...]:
+    """One sample for each work and shape, from the medians of its rounds."""
     return tuple(
         StepSample(
             work=work, num_tensors=num_tensors, numel=numel, seconds=float(np.median(medians))
