@@ -61,9 +61,9 @@ def find_traffic(
             continue
         other = target if source == here else source
         at, back_at = (taken, made) if source == here else (made, taken)
-        at.setdefault(other, {}).setdefault((_end(edge, other, home), False), []).append(edge)
+        end = _end(edge, other, home)
+        at.setdefault(other, {}).setdefault((end, False), []).append(edge)
         if edge.requires_grad:
-            end = _end(edge, other, home)
             back_at.setdefault(other, {}).setdefault((end, True), []).append(edge)
     orders: dict[int, list[Arrival]] = {}
     made_at: dict[Arrival, int] = {}

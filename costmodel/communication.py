@@ -58,21 +58,11 @@ class DataParallelSeconds:
         behind, on streams of their own; on a CPU the runtime waits for each, and in it for
         the slowest rank.
         """
-        if profile.cluster.device_type == "cpu":
-
-            def waited(seconds: Amount, compute_s: Amount) -> Amount:
-                more = profile.wait_seconds(compute_s, num_blocks)
-                return seconds + np.where(np.asarray(seconds) > 0, more, 0.0)
-
-            return DataParallelSeconds(
-                forward_s=waited(self.forward_s, forward_s) + self.host_forward_s,
-                backward_s=waited(self.backward_s, backward_s) + self.host_backward_s,
-                first_forward_s=waited(self.first_forward_s, forward_s),
-                last_backward_s=waited(self.last_backward_s, backward_s),
-                after_s=self.after_s,
-            )
 
         def exposed(seconds: Amount, compute_s: Amount) -> Amount:
+            if profile.cluster.device_type == "cpu":
+                more = profile.wait_seconds(compute_s, num_blocks)
+                return seconds + np.where(np.asarray(seconds) > 0, more, 0.0)
             return exposed_seconds(profile, seconds, compute_s, num_pieces=num_blocks)
 
         return DataParallelSeconds(

@@ -39,8 +39,8 @@ class SearchRequest:
     placement text) triples that every layout must respect.
     `precision` is what the graph was captured in, not searched; nor is `receive_ahead`, which
     plans take over. `balance`, if not empty, fixes the stages: so many blocks each, in order.
-    `offload` says what is on the host; ``auto``
-    tries that only where nothing fits without. `meshes` says whether stages share one dp and tp.
+    `offload` says what is on the host; ``auto`` tries that only where nothing fits without.
+    `meshes` says whether stages share one dp and tp.
     """
 
     num_devices: int
