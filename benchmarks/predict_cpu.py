@@ -5,8 +5,10 @@
 Profiles this machine as two ranks, predicts every plan, runs each for a few steps, and prints
 predicted against measured step time: the median error, the regret of the plan predicted
 fastest, and whether the truly fastest is among the predicted top three. Both the profile's
-workers and the runs are two processes of one thread each, all at work. Needs a quiet machine
-and about ten minutes; in shorter parts, of which each keeps what it found:
+workers and the runs are two processes of one thread each, all at work. A virtual machine's
+speed drifts over minutes: the profile's two fixed works are timed beside the runs, too, and
+what was predicted is told as well for the machine as slow as it was then. Needs a quiet
+machine and about ten minutes; in shorter parts, of which each keeps what it found:
 
     python -m benchmarks.predict_cpu --keep DIR --profile-only
     python -m benchmarks.predict_cpu --keep DIR --models gpt        # and deep, and wide
@@ -26,10 +28,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError
 from planner.plan import Plan, save_plan
+from profiles import Profile
+from profiles.families import pace_kind
+from profiles.records import PaceKind
+from profiles.visits import midmean, undisturbed_pace
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
@@ -38,9 +45,6 @@ MODELS = {
     "wide": {"hidden": 384, "layers": 2, "sequence": 64},
 }
 GLOBAL_BATCH = 16
-WARM_UP_STEPS = 4
-"""So many steps a new process takes until it has the memory it needs."""
-
 MODEL_FILE = """import torch
 from torch import nn
 from torch.nn import functional as F
@@ -87,61 +91,6 @@ def batch(size):
     return {{"ids": ids, "labels": ids}}
 """
 
-RUN_FILE = """import json, os, sys, time
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from planner.capture import capture_source, load_model_file
-from planner.plan import load_plan
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh
-from planner.runtime.workers import TIMELINE_DIR
-
-folder, steps, turns, jobs = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-torch.set_num_threads(1)
-source = load_model_file(folder / "model.py")
-graph = capture_source(source)
-plans = [load_plan(path) for path in sorted(folder.glob("plan-*.json"))]
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def run(turn, index):
-    plan = plans[index]
-    meeting = f"file://{folder}/meeting-{turn}-{index}"
-    dist.init_process_group("gloo", meeting, rank=rank, world_size=world_size)
-    torch.manual_seed(0)
-    mesh = build_mesh(plan, torch.device("cpu"))
-    if jobs:
-        os.environ[TIMELINE_DIR] = str(folder / f"jobs-{index:03}")
-    engine = Engine(plan, graph, source.build(), mesh)
-    data = source.batch(plan.global_batch)
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        float(engine.step(data))
-        seconds.append(time.perf_counter() - start)
-    with (folder / f"seconds-{rank}.jsonl").open("a") as log:
-        log.write(json.dumps([index, seconds]) + "\\n")
-    engine.close()
-
-
-order = list(range(len(plans)))
-for turn in range(turns):
-    for index in order if turn % 2 == 0 else order[::-1]:
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                run(turn, index)
-                code = 0
-            finally:
-                os._exit(code)
-        if os.waitpid(child, 0)[1]:
-            sys.exit(f"plan {index} failed")
-"""
-
 
 def plans_of(graph, model_file: Path) -> list[Plan]:
     """Return plans over dp, tp, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
@@ -184,17 +133,14 @@ def describe(plan: Plan) -> str:
 
 
 def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> None:
-    """Run every plan in turns, forwards and backwards through the list, as `planner launch`
-    does: every rank in a process of its own that has run nothing else. (After many engines a
-    process is a third slower, by what they left in its memory.) These are forked by two ranks
-    that have loaded what all need. The machine's speed drifts over minutes, so a plan's steps
-    are spread over the whole run. Leaves each step's seconds in the folder.
+    """Run every plan in turns, as `planner launch` does: see `predict_cpu_rank`. Leaves each
+    step's seconds in the folder.
     """
     for index, plan in enumerate(plans):
         save_plan(plan, folder / f"plan-{index:03}.json")
-    (folder / "run.py").write_text(RUN_FILE)
+    script = ROOT / "benchmarks" / "predict_cpu_rank.py"
     command = [sys.executable, "-m", "cli", "launch", "--device", "cpu",
-               str(folder / "plan-000.json"), str(folder / "run.py"), str(folder),
+               str(folder / "plan-000.json"), str(script), str(folder),
                str(options.steps), str(options.turns), str(int(options.jobs))]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, check=False)
@@ -202,15 +148,40 @@ def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> N
         print(f"stopped early: {done.stderr[-2000:]}", file=sys.stderr)
 
 
-def measured_step_s(folder: Path) -> dict[int, float]:
-    """Return each plan's step time, by its number: the median step of its least disturbed turn,
-    as what else happens on a machine only adds. The first steps of each turn are left out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """What a model's runs took: by plan, the median step of each turn; and seconds of the fixed
+    works beside all of them, by kind.
     """
-    turns: dict[int, list[float]] = {}
-    for line in (folder / "seconds-0.jsonl").read_text().splitlines():
-        index, seconds = json.loads(line)
-        turns.setdefault(index, []).append(statistics.median(seconds[WARM_UP_STEPS:]))
-    return {index: min(medians) for index, medians in turns.items()}
+
+    turns: dict[int, list[float]]
+    paces: dict[PaceKind, list[float]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Runs:
+        """Read the first rank's steps, as a step ends at once on both, and both ranks' paces."""
+        runs = cls(turns={}, paces={})
+        for rank in (0, 1):
+            for line in (folder / f"seconds-{rank}.jsonl").read_text().splitlines():
+                turn = json.loads(line)
+                if rank == 0:
+                    step_s = statistics.median(turn["seconds"])
+                    runs.turns.setdefault(turn["plan"], []).append(step_s)
+                for kind, seconds in turn["paces"].items():
+                    runs.paces.setdefault(kind, []).append(statistics.median(seconds))
+        return runs
+
+    def slowed(self, profile: Profile) -> Profile:
+        """Return the profile of the machine as slow as it was beside these runs, which is told
+        as the profile tells how slow it was beside its own visits.
+        """
+        slowdowns = {}
+        for kind, figure in profile.file.typical_slowdown.items():
+            own = [p for r in profile.ops if pace_kind(r.target) == kind for p in r.paces]
+            value = midmean(self.paces[kind]) / undisturbed_pace(own)
+            slowdowns[kind] = figure.model_copy(update={"value": value})
+        file = profile.file.model_copy(update={"typical_slowdown": slowdowns})
+        return Profile(file, profile.ops, profile.collectives)
 
 
 def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
@@ -229,36 +200,52 @@ def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
     return {kind: predicted_s / measured_s for kind, (predicted_s, measured_s) in by_kind.items()}
 
 
-def judge(model: str, profile, folder: Path, options: argparse.Namespace) -> list[dict]:
-    """Return predicted and measured step time of each plan of one model, run if need be."""
+def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespace) -> list[dict]:
+    """Return predicted and measured step time of each plan of one model, run if need be.
+
+    `measured_s` is of the least disturbed turn, as what else happens on a machine only adds;
+    `usual_s` the median of all turns; `predicted_then_s` of the machine as slow as it was then.
+    """
     from costmodel import CostCache, estimate
     from planner.capture import capture_source, load_model_file
 
     folder.mkdir(exist_ok=True)
     (folder / "model.py").write_text(MODEL_FILE.format(**MODELS[model]))
     graph = capture_source(load_model_file(folder / "model.py"))
-    costs = CostCache(graph, profile)
     plans = plans_of(graph, folder / "model.py")
     if not (folder / "seconds-0.jsonl").exists():
         run_plans(plans, folder, options)
+    runs = Runs.read(folder)
+    then = runs.slowed(profile)
+    for kind, figure in then.file.typical_slowdown.items():
+        known = profile.file.typical_slowdown[kind]
+        note(f"{model}: {kind} ops slowed x{figure.value:.2f} beside the runs, "
+             f"x{known.value:.2f} beside the profile")  # fmt: skip
+    costs, costs_then = CostCache(graph, profile), CostCache(graph, then)
     lines = []
-    for index, measured in sorted(measured_step_s(folder).items()):
+    for index, turns in sorted(runs.turns.items()):
         answer = estimate(graph, profile, plans[index], costs=costs)
-        lines.append(
-            {
-                "model": model,
-                "plan": describe(plans[index]),
-                "predicted_s": answer.step_s,
-                "measured_s": measured,
-                "error_pct": 100 * (answer.step_s / measured - 1),
-                "parts_s": answer.to_dict()["time"],
-                "job_ratios": job_ratios(folder, index, answer),
-            }
-        )
-        ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in lines[-1]["job_ratios"].items())
+        predicted_then_s = estimate(graph, then, plans[index], costs=costs_then).step_s
+        line = {
+            "model": model,
+            "plan": describe(plans[index]),
+            "predicted_s": answer.step_s,
+            "predicted_then_s": predicted_then_s,
+            "measured_s": min(turns),
+            "usual_s": statistics.median(turns),
+            "error_pct": 100 * (answer.step_s / min(turns) - 1),
+            "usual_error_pct": 100 * (answer.step_s / statistics.median(turns) - 1),
+            "error_then_pct": 100 * (predicted_then_s / statistics.median(turns) - 1),
+            "parts_s": answer.to_dict()["time"],
+            "job_ratios": job_ratios(folder, index, answer),
+        }
+        lines.append(line)
+        ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in line["job_ratios"].items())
         note(
-            f"{model:6}{describe(plans[index]):60}{answer.step_s * 1e3:9.1f} ms"
-            f"{measured * 1e3:9.1f} ms{lines[-1]['error_pct']:+8.1f}%{ratios}"
+            f"{model:6}{line['plan']:57}{1e3 * line['predicted_s']:8.1f} ms"
+            f"{1e3 * line['measured_s']:8.1f} ms{line['error_pct']:+7.1f}%"
+            f"{1e3 * line['usual_s']:8.1f} ms{line['usual_error_pct']:+7.1f}%"
+            f"{line['error_then_pct']:+7.1f}%{ratios}"
         )
     return lines
 
@@ -268,22 +255,35 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+ERRORS = ("error_pct", "usual_error_pct", "error_then_pct")
+
+
 def summarise(lines: list[dict]) -> dict:
-    """Return the figures by which the cost model is judged on this machine."""
-    regrets, top3 = [], []
-    for model in {line["model"] for line in lines}:
+    """Return the figures by which the cost model is judged on this machine, over all models and
+    of each.
+    """
+    models = {}
+    for model in dict.fromkeys(line["model"] for line in lines):
         mine = sorted(
             (line for line in lines if line["model"] == model), key=lambda x: x["predicted_s"]
         )
         fastest = min(mine, key=lambda x: x["measured_s"])
-        regrets.append(100 * (mine[0]["measured_s"] / fastest["measured_s"] - 1))
-        top3.append(fastest in mine[:3])
+        models[model] = {
+            **{f"median_{name}": _median_size(mine, name) for name in ERRORS},
+            "regret_pct": 100 * (mine[0]["measured_s"] / fastest["measured_s"] - 1),
+            "best_in_top3": fastest in mine[:3],
+        }
     return {
         "plans": lines,
-        "median_error_pct": statistics.median(abs(line["error_pct"]) for line in lines),
-        "mean_regret_pct": statistics.mean(regrets),
-        "best_in_top3": all(top3),
+        "models": models,
+        **{f"median_{name}": _median_size(lines, name) for name in ERRORS},
+        "mean_regret_pct": statistics.mean(found["regret_pct"] for found in models.values()),
+        "best_in_top3": all(found["best_in_top3"] for found in models.values()),
     }
+
+
+def _median_size(lines: list[dict], name: str) -> float:
+    return statistics.median(abs(line[name]) for line in lines)
 
 
 def measured_profile(folder: Path, budget_s: float):
@@ -311,8 +311,8 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a plan in each turn")
-    parser.add_argument("--turns", type=int, default=2, help="turns through all plans of a model")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a plan in each turn")
+    parser.add_argument("--turns", type=int, default=3, help="turns through all plans of a model")
     parser.add_argument("--budget", type=float, default=200.0, help="seconds for the profile")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--keep", type=Path, help="keep the profile and all runs here, for later")
@@ -339,11 +339,14 @@ def main() -> int:
     if options.json:
         print(json.dumps(summary, indent=1))
     else:
-        print(
-            f"median error {summary['median_error_pct']:.1f}%, "
-            f"mean regret {summary['mean_regret_pct']:.1f}%, "
-            f"fastest among predicted top 3: {summary['best_in_top3']}"
-        )
+        for name, found in (*summary["models"].items(), ("all", summary)):
+            regret = found.get("regret_pct", found.get("mean_regret_pct"))
+            print(
+                f"{name:5} median error {found['median_error_pct']:.1f}% of the least disturbed "
+                f"turn, {found['median_usual_error_pct']:.1f}% of the median turn, "
+                f"{found['median_error_then_pct']:.1f}% at the machine's pace then; "
+                f"regret {regret:.1f}%, fastest among predicted top 3: {found['best_in_top3']}"
+            )
     return 0
 
 

@@ -19,6 +19,7 @@ from profiles.records import (
     Lookup,
     OpQuery,
     OpRecord,
+    PaceKind,
     ProfileFile,
     StepWork,
 )
@@ -105,10 +106,12 @@ class Profile:
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return the time of one operator on one device, as slow as that typically is."""
         answer = self._op_model.seconds(query)
-        slowdown = self.file.typical_slowdown.get(pace_kind(query.target))
-        if slowdown is None:
-            return answer
-        return replace(answer, seconds=answer.seconds * slowdown.value)
+        return replace(answer, seconds=answer.seconds * self._slowdown(pace_kind(query.target)))
+
+    def _slowdown(self, kind: PaceKind) -> float:
+        """Return by how much work of a kind is typically slower than undisturbed."""
+        figure = self.file.typical_slowdown.get(kind)
+        return 1.0 if figure is None else figure.value
 
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective; `num_bytes` is the full tensor's size.
@@ -134,10 +137,13 @@ class Profile:
         """
         for fit in self.file.step_fits:
             if fit.work == work:
-                return Lookup(
-                    seconds=num_calls * fit.s_per_call
+                undisturbed_s = (
+                    num_calls * fit.s_per_call
                     + num_tensors * fit.s_per_tensor
-                    + num_bytes * fit.s_per_byte,
+                    + num_bytes * fit.s_per_byte
+                )
+                return Lookup(
+                    seconds=undisturbed_s * self._slowdown("light"),
                     source=f"{work}, {fit.origin}",
                     relative_error=fit.relative_error,
                 )

@@ -31,7 +31,7 @@ from profiles.records import (
 )
 from profiles.session import Session
 from profiles.surroundings import StepSample, Surroundings
-from profiles.visits import midmean, undisturbed_pace
+from profiles.visits import at_pace, midmean, undisturbed_pace
 
 
 def summarize(
@@ -84,7 +84,9 @@ def summarize(
             part: _measured(factor, "a long matmul chain beside an all-reduce of equal length")
             for part, factor in surroundings.overlap.items()
         },
-        step_fits=_step_fits(surroundings.steps),
+        step_fits=_step_fits(
+            surroundings.steps, undisturbed_pace(session.paces.get((device, "light"), ()))
+        ),
         collective_wait=_wait_fit(surroundings.waits),
         block_correction=_block_correction(eager, ops, model),
         compiled_block_correction=_block_correction(compiled, ops, model),
@@ -186,7 +188,8 @@ def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterR
     )
 
 
-def _step_fits(samples: Sequence[StepSample]) -> tuple[StepFit, ...]:
+def _step_fits(samples: Sequence[StepSample], undisturbed_s: float | None) -> tuple[StepFit, ...]:
+    """Return a line through each kind of work, at the undisturbed pace as ops are."""
     fits = []
     for work in get_args(StepWork):
         chosen = [sample for sample in samples if sample.work == work]
@@ -195,7 +198,8 @@ def _step_fits(samples: Sequence[StepSample]) -> tuple[StepFit, ...]:
         # Only what is done block by block has a time of its own for each call.
         call = float(work in get_args(ZeroWork))
         terms = np.array([[call, s.num_tensors, 4.0 * s.num_tensors * s.numel] for s in chosen])
-        line, residual = fit_nonnegative(terms, np.array([s.seconds for s in chosen]))
+        seconds = [midmean(at_pace(s.visits, s.paces, undisturbed_s)) for s in chosen]
+        line, residual = fit_nonnegative(terms, np.array(seconds))
         fits.append(
             StepFit(
                 work=work,

@@ -19,6 +19,7 @@ from profiles.topology import (
     describe_links,
     pairs_to_measure,
 )
+from profiles.visits import over_ranks
 from profiles.workers import ProbeFailed, WorkerGroup
 
 TIMEOUT_S = 60.0
@@ -28,7 +29,7 @@ STEP_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
 """(number of tensors, elements of each): many small ones and few large ones."""
 
 STEP_ROUNDS = 3
-"""Rounds over all step work; the median of a few moments is steadier than one moment."""
+"""Visits to each step work, in rounds: a few moments are steadier than one moment."""
 
 ZERO_SHAPES = ((1, 2**10), (16, 2**10), (1, 2**19), (16, 2**15))
 """The same for a block's parameters."""
@@ -38,12 +39,17 @@ _SAMPLING_S = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """Median seconds of one kind of work over `num_tensors` tensors of `numel` elements."""
+    """Seconds of one kind of work over `num_tensors` tensors of `numel` elements, in each visit.
+
+    `paces` are the light work's beside each visit, as the host's time for each tensor is what
+    most of it takes; empty on GPUs.
+    """
 
     work: StepWork
     num_tensors: int
     numel: int
-    seconds: float
+    visits: tuple[float, ...]
+    paces: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,7 @@ def _steps(
         for work in get_args(StepWork)
         if work not in get_args(ZeroWork) and (on_gpu or work not in HOST_COPIES)
     ]
-    found: dict[tuple[StepWork, int, int], list[float]] = {}
+    found: _Visits = {}
     failed = set()
     for _, work, (num_tensors, numel) in product(range(STEP_ROUNDS), kinds, STEP_SHAPES):
         key = work, num_tensors, numel
@@ -128,7 +134,7 @@ def _steps(
             failed.add(key)
             session.skip(f"{work} over {num_tensors} tensors of {numel}", error)
             continue
-        found.setdefault(key, []).append(_median(answers, "seconds"))
+        found.setdefault(key, []).append(_visit(answers, "seconds"))
     return _step_samples(found)
 
 
@@ -136,7 +142,7 @@ def _zero_work(
     workers: WorkerGroup, session: Session, report: Callable[[str], None]
 ) -> tuple[StepSample, ...]:
     """Measure FSDP2's own work for a block."""
-    found: dict[tuple[StepWork, int, int], list[float]] = {}
+    found: _Visits = {}
     for _, (num_tensors, numel) in product(range(STEP_ROUNDS), ZERO_SHAPES):
         report(f"ZeRO of a block of {num_tensors} tensors")
         task = {
@@ -151,8 +157,21 @@ def _zero_work(
             session.skip(f"ZeRO of a block of {num_tensors} tensors of {numel}", error)
             return ()
         for work in get_args(ZeroWork):
-            found.setdefault((work, num_tensors, numel), []).append(_median(answers, work))
+            found.setdefault((work, num_tensors, numel), []).append(_visit(answers, work))
     return _step_samples(found)
+
+
+_Visits = dict[tuple[StepWork, int, int], list[tuple[float, float | None]]]
+"""By work, number and size of tensors: seconds of each visit, and the pace beside it."""
+
+
+def _visit(
+    answers: Sequence[Mapping[str, Sequence[float]]], part: str
+) -> tuple[float, float | None]:
+    return over_ranks(
+        [float(np.median(answer[part])) for answer in answers],
+        [float(np.median(answer["light"])) for answer in answers if answer["light"]],
+    )
 
 
 def _median(answers: Sequence[Mapping[str, Sequence[float]]], part: str) -> float:
@@ -160,15 +179,17 @@ def _median(answers: Sequence[Mapping[str, Sequence[float]]], part: str) -> floa
     return float(np.median([seconds for answer in answers for seconds in answer[part]]))
 
 
-def _step_samples(
-    found: Mapping[tuple[StepWork, int, int], Sequence[float]],
-) -> tuple[StepSample, ...]:
-    """One sample for each work and shape, from the medians of its rounds."""
+def _step_samples(found: _Visits) -> tuple[StepSample, ...]:
+    """One sample for each work and shape, with the visits of its rounds."""
     return tuple(
         StepSample(
-            work=work, num_tensors=num_tensors, numel=numel, seconds=float(np.median(medians))
+            work=work,
+            num_tensors=num_tensors,
+            numel=numel,
+            visits=tuple(seconds for seconds, _ in visits),
+            paces=tuple(pace for _, pace in visits if pace is not None),
         )
-        for (work, num_tensors, numel), medians in found.items()
+        for (work, num_tensors, numel), visits in found.items()
     )
 
 

@@ -13,6 +13,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from planner.runtime.cores import available_cores, own_cores, stay_on
 from planner.runtime.gloo_threads import put_socket_threads_last
 from planner.runtime.heap import keep_freed_memory
-from profiles.clock import Clock, settle_clocks
+from profiles.clock import Clock, Pace, settle_clocks
 from profiles.collective_timing import time_collective
 from profiles.driver import driver_version
 from profiles.memory import allocator_overheads, load_training, used_bytes
@@ -81,6 +82,7 @@ class Worker:
         put_socket_threads_last()
         self.clock = Clock(self.device, own_core=device_type == "cpu" and _take_own_cores())
         self._timer = OpTimer(self.clock)
+        self._pace = Pace(self.clock)
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self._tasks: Mapping[str, Callable[[Any], Any]] = {
             "describe": lambda _: describe(self.device),
@@ -129,23 +131,36 @@ class Worker:
         )
 
     def _time_step_work(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        return time_step_work(
-            task["work"],
-            num_tensors=task["num_tensors"],
-            numel=task["numel"],
-            clock=self.clock,
-            seconds=task["seconds"],
+        return self._beside_paces(
+            partial(
+                time_step_work,
+                task["work"],
+                num_tensors=task["num_tensors"],
+                numel=task["numel"],
+                clock=self.clock,
+                seconds=task["seconds"],
+            )
         )
 
     def _time_zero_work(self, task: Mapping[str, Any]) -> Any:
         from profiles.zero_timing import time_zero_work  # loads the runtime, and so memory
 
-        return time_zero_work(
-            num_tensors=task["num_tensors"],
-            numel=task["numel"],
-            clock=self.clock,
-            seconds=task["seconds"],
+        return self._beside_paces(
+            partial(
+                time_zero_work,
+                num_tensors=task["num_tensors"],
+                numel=task["numel"],
+                clock=self.clock,
+                seconds=task["seconds"],
+            )
         )
+
+    def _beside_paces(self, timed: Callable[[], Mapping[Any, list[float]]]) -> dict[str, Any]:
+        """Return samples, and the core's paces before and after them."""
+        before = self._pace.take()
+        samples = timed()
+        after = self._pace.take()
+        return {**samples, **{kind: found + after[kind] for kind, found in before.items()}}
 
     def _memory(self, task: Mapping[str, Any]) -> dict[str, Any]:
         load_training(self.device)

@@ -55,7 +55,8 @@ class FakeWorkers:
                 return {"product": [1e-4], "light": [2e-4], **{name: [each] * 3 for name in names}}
             case "zero":
                 own_s = 1e-5 * task["num_tensors"] + 1e-10 * task["numel"]
-                return {work: [own_s] * 3 for work in get_args(ZeroWork)}
+                paces = {"product": [1e-4], "light": [2e-4]}
+                return {**paces, **{work: [own_s] * 3 for work in get_args(ZeroWork)}}
             case "waits":
                 return [(1e-3, 2e-4), (2e-3, 3e-4)]
             case "launch":
@@ -63,4 +64,5 @@ class FakeWorkers:
             case "collective":
                 return {"seconds": [1e-5 + task["num_bytes"] / 1e9] * 3}
             case "step":
-                return {"seconds": [1e-6 * task["num_tensors"] + 1e-9 * task["numel"]] * 3}
+                seconds = 1e-6 * task["num_tensors"] + 1e-9 * task["numel"]
+                return {"seconds": [seconds] * 3, "product": [1e-4], "light": [2e-4]}

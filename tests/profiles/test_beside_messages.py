@@ -48,19 +48,24 @@ def test_waits_come_with_the_compute_before_them(timed):
 
 
 def test_only_blocks_work_has_a_time_of_its_own_for_each_call():
-    """E: exact samples give back what they were made of."""
+    """E: exact samples give back what they were made of, at the undisturbed pace."""
     shapes = ((1, 2**10), (16, 2**10), (1, 2**19), (16, 2**15))
     samples = [
         StepSample(
             work=work,
             num_tensors=count,
             numel=numel,
-            seconds=call + 3e-6 * count + 1e-10 * 4 * count * numel,
+            # The machine was slower by as much as its pace says, at every visit by another.
+            visits=tuple(
+                slower * (call + 3e-6 * count + 1e-10 * 4 * count * numel)
+                for slower in (1.0, 1.3, 2.0)
+            ),
+            paces=(1e-4, 1.3e-4, 2e-4),
         )
         for work, call in (("adamw", 0.0), ("zero_gather", 2e-4))
         for count, numel in shapes
     ]
-    for fit in _step_fits(samples):
+    for fit in _step_fits(samples, 1e-4):
         assert fit.s_per_call == pytest.approx(2e-4 if fit.work == "zero_gather" else 0.0, abs=1e-9)
         assert fit.s_per_tensor == pytest.approx(3e-6, rel=1e-3)
         assert fit.s_per_byte == pytest.approx(1e-10, rel=1e-3)

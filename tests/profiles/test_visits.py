@@ -46,7 +46,7 @@ class Drifting(FakeWorkers):
 
     def call(self, task, *, timeout_s):
         answers = super().call(task, timeout_s=timeout_s)
-        if task["task"] != "op":
+        if task["task"] not in ("op", "step", "zero"):
             return answers
         factor = self._chance.choice(self.slowed)
         return [
@@ -81,3 +81,9 @@ def test_a_machine_that_drifts_gives_the_records_of_one_that_does_not(monkeypatc
     assert (slowdown.low, slowdown.high) == (pytest.approx(1.0), pytest.approx(1.5))
     answers = [profile.op_seconds(query).seconds for profile in (steady, drifting)]
     assert answers[1] / answers[0] == pytest.approx(slowdown.value, rel=1e-3)
+    for one, other in zip(steady.file.step_fits, drifting.file.step_fits, strict=True):
+        assert other.s_per_tensor == pytest.approx(one.s_per_tensor, rel=1e-3)
+        answers = [
+            profile.step_seconds(one.work, num_bytes=4e6).seconds for profile in (steady, drifting)
+        ]
+        assert answers[1] / answers[0] == pytest.approx(slowdowns["light"].value, rel=1e-3)
