@@ -21,6 +21,10 @@ ProfileOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu or cuda. Default: cuda if there is one, else cpu.")
 ]
+ClipOption = Annotated[
+    bool,
+    typer.Option(help="Count the clipping of gradients by their norm (apply's max_grad_norm)."),
+]
 TraceOption = Annotated[
     Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
 ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from cli.inputs import graph_of, graph_of_plan, profile_named
-from cli.options import ModelFile, PlanFile, ProfileOption, TraceOption
+from cli.options import ClipOption, ModelFile, PlanFile, ProfileOption, TraceOption
 from cli.output import check_writable, show_note, show_progress, show_results, write_trace
 from planner.errors import PlannerError
 
@@ -45,6 +45,7 @@ def estimate(
             "what lies between products were fused, as a compiler does."
         ),
     ] = "eager",
+    clip_gradients: ClipOption = False,
     batch: Annotated[
         Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
     ] = None,
@@ -56,15 +57,20 @@ def estimate(
     if batch is not None or out is not None:
         if batch is None or out is None or plan is not None or profile is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
-        if kernels != "eager":
-            raise PlannerError("rows say their kernels by `stack`; leave --kernels out")
+        if kernels != "eager" or clip_gradients:
+            raise PlannerError(
+                "rows say their software by `stack`; leave --kernels and --clip-gradients out"
+            )
         _estimate_rows(batch, out)
         return
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from planner.describe import describe_estimate
 
-    predicted = predict(plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels))
+    predicted = predict(
+        plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels),
+        clip_gradients=clip_gradients,
+    )  # fmt: skip
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
     show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
@@ -141,7 +147,13 @@ class Prediction:
 
 
 def predict(
-    plan: Path, model: Path, profile: str | None, *, doing: str, kernels: Kernels = "eager"
+    plan: Path,
+    model: Path,
+    profile: str | None,
+    *,
+    doing: str,
+    kernels: Kernels = "eager",
+    clip_gradients: bool = False,
 ) -> Prediction:
     """Price a plan file for a model file under a profile, with a progress bar."""
     from costmodel import CostCache
@@ -153,6 +165,9 @@ def predict(
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
-        costs = CostCache(graph, in_training(machine, loaded.world_size), kernels=kernels)
+        costs = CostCache(
+            graph, in_training(machine, loaded.world_size), kernels=kernels,
+            clips_gradients=clip_gradients,
+        )  # fmt: skip
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)

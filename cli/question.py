@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ProfileOption
+from cli.options import ClipOption, ProfileOption
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Question:
             help="Jobs ahead of which receives are posted: each costs a buffer; 0 hides none."
         ),
     ] = 2
+    clip_gradients: ClipOption = False
     offload: Annotated[
         str,
         typer.Option(
@@ -97,6 +98,7 @@ class Question:
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
             receive_ahead=self.receive_ahead,
+            clip_gradients=self.clip_gradients,
             **more,
         )
 

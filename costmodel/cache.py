@@ -18,10 +18,22 @@ from profiles import Profile
 
 
 class CostCache:
-    """Prices of a graph's block classes on one profile. Mutable: it remembers answers."""
+    """Prices of a graph's block classes on one profile. Mutable: it remembers answers.
 
-    def __init__(self, graph: ModelGraph, profile: Profile, *, kernels: Kernels = "eager") -> None:
+    Says also what kind of step is priced: its `kernels`, and whether it `clips_gradients`.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        profile: Profile,
+        *,
+        kernels: Kernels = "eager",
+        clips_gradients: bool = False,
+    ) -> None:
         self.graph, self.profile, self.kernels = graph, profile, kernels
+        self.clips_gradients = clips_gradients
+        self._batch_inputs: dict[frozenset[str], frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
@@ -102,6 +114,18 @@ class CostCache:
                 remade=ops_made_again(whole, local, recomputed),
             )
         return self._bytes[key]
+
+    def batch_inputs(self, block_index: int) -> frozenset[str]:
+        """Return the batch's tensors that a block asks for, itself or through preamble values."""
+        graph = self.graph
+        asked = frozenset(
+            name for name in graph.blocks[block_index].inputs if name not in graph.producer
+        )
+        if asked not in self._batch_inputs:
+            made = asked & set(graph.preamble.outputs)
+            through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
+            self._batch_inputs[asked] = (asked - made) | frozenset(through)
+        return self._batch_inputs[asked]
 
     def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
         """Return bytes of preamble values: per microbatch, and of those that are always the same.

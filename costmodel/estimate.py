@@ -6,26 +6,31 @@ where end(r) is the end of r's last job in the simulated table, sync(r) what r s
 exchange then with its dp replicas, and with stages that share parameters with its own, and
 optimizer(r) its parameter update. On the rank that ends last,
 
-    step_s = compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s + bubble_s
-             + optimizer_s + offload_s
+    step_s = inputs_s + compute_s + recompute_s + host_s + tp_comm_s + dp_comm_s + pp_comm_s
+             + bubble_s + clipping_s + optimizer_s + offload_s
 
-offload_s is by how much copies of activations lengthen jobs; pp_comm_s is what the step would
-gain if transfers between stages took no time; bubble_s is the rest of the time the rank waits
-for others.
+inputs_s is the batch's way onto the device of the first stage, for which the table waits
+(`costmodel.inputs`); offload_s is by how much copies of activations lengthen jobs; pp_comm_s is
+what the step would gain if transfers between stages took no time; bubble_s is the rest of the
+time the rank waits for others. Where gradients are clipped, all ranks wait for each other ahead
+of the optimizer (`costmodel.clipping`); the parts are then of the rank that is waited for, and
+clipping_s has what it waits for slower updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.communication import adamw_seconds
+from costmodel.clipping import ClipSeconds, clip_seconds, last_rank, norm_sum_seconds
+from costmodel.communication import MASTER_FACTOR, adamw_seconds
 from costmodel.in_training import in_training
+from costmodel.inputs import input_seconds
 from costmodel.memory import MemoryParts, kept_bytes
 from costmodel.offload import host_step_seconds, least_job_seconds
 from costmodel.plan_memory import plan_memory
@@ -52,14 +57,13 @@ class TimeParts:
     bubble_s: float
     optimizer_s: float
     offload_s: float = 0.0
+    inputs_s: float = 0.0
+    clipping_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return (
-            self.compute_s + self.recompute_s + self.host_s + self.tp_comm_s + self.dp_comm_s
-            + self.pp_comm_s + self.bubble_s + self.optimizer_s + self.offload_s
-        )  # fmt: skip
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +115,9 @@ def estimate(
     """Return what one step of a plan takes on a machine.
 
     `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
-    between calls, on the profile it was made with: `in_training(profile, plan.world_size)`
-    where not given. Raises ScheduleError when the plan's schedule can't be built.
+    between calls, on the profile it was made with (`in_training(profile, plan.world_size)`
+    where not given), and says whether gradients are clipped. Raises ScheduleError when the
+    plan's schedule can't be built.
     """
     costs = costs or CostCache(graph, in_training(profile, plan.world_size))
     profile = costs.profile
@@ -125,7 +130,7 @@ def estimate(
         for s, load in enumerate(price.loads)
     )
     return Estimate(
-        time=_time_parts(price, profile, timeline, table, at_least),
+        time=_time_parts(price, costs, timeline, table, at_least),
         memory=plan_memory(price, costs, timeline.schedule),
         timeline=timeline,
         flop=flop * plan.num_microbatches * plan.cp,
@@ -180,7 +185,7 @@ def _copies_beside_jobs(
 
 def _time_parts(
     price: PlanPrice,
-    profile: Profile,
+    costs: CostCache,
     timeline: Timeline,
     table: JobTable,
     at_least: tuple[np.ndarray, ...] | None,
@@ -195,25 +200,14 @@ def _time_parts(
         tied + sum(float(syncs[s].once_s) for s in stages)
         for tied, stages in zip(price.tied_s, stages_of, strict=True)
     ]
-    optimizer = []
-    for stages in stages_of:
-        replicas = plan.stage_dp(stages[0]) * plan.cp
-        step_seconds = host_step_seconds if plan.optimizer_on_host else adamw_seconds
-        optimizer.append(
-            step_seconds(
-                profile,
-                param_bytes=sum(float(loads[s].param_bytes) for s in stages)
-                / (replicas if plan.zero_stage else 1),
-                num_tensors=sum(int(loads[s].num_params) for s in stages),
-                sharded=plan.zero_stage > 0 and replicas > 1,
-                precision=plan.precision,
-            )
-        )
-    ends = [
-        end + sync + update
-        for end, sync, update in zip(timeline.rank_end_s, after, optimizer, strict=True)
-    ]
-    rank = max(range(plan.pp), key=ends.__getitem__)
+    ready = [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)]
+    updates = [_update_seconds(price, costs, stages) for stages in stages_of]
+    rank, clipping_s = last_rank(
+        ready,
+        [update.optimizer_s for update in updates],
+        [update.clip for update in updates] if costs.clips_gradients else (),
+        norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
+    )
     stages, m = stages_of[rank], plan.num_microbatches
     instant = replace(
         seconds,
@@ -257,7 +251,49 @@ def _time_parts(
         dp_comm_s=per_job + after[rank],
         pp_comm_s=pp_comm,
         bubble_s=idle - pp_comm,
-        optimizer_s=optimizer[rank],
+        optimizer_s=updates[rank].optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)
         offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
+        inputs_s=input_seconds(
+            costs,
+            [b for s in stages_of[plan.stages[0].pp_rank] for b in plan.stages[s].blocks],
+            microbatch_size=plan.stage_microbatch_size(0),
+            num_microbatches=m,
+        ),
+        clipping_s=clipping_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What a rank does at the end of a step: its optimizer, and clipping before it."""
+
+    optimizer_s: float
+    clip: ClipSeconds
+
+
+def _update_seconds(price: PlanPrice, costs: CostCache, stages: Sequence[int]) -> _Update:
+    """Return the update of the rank that has these stages."""
+    plan, profile = price.plan, costs.profile
+    replicas = plan.stage_dp(stages[0]) * plan.cp
+    sharded = plan.zero_stage > 0 and replicas > 1
+    param_bytes = sum(float(price.loads[s].param_bytes) for s in stages)
+    if plan.zero_stage:
+        param_bytes /= replicas
+    num_tensors = sum(int(price.loads[s].num_params) for s in stages)
+    step_seconds = host_step_seconds if plan.optimizer_on_host else adamw_seconds
+    return _Update(
+        optimizer_s=step_seconds(
+            profile,
+            param_bytes=param_bytes,
+            num_tensors=num_tensors,
+            sharded=sharded,
+            precision=plan.precision,
+        ),
+        clip=clip_seconds(
+            profile,
+            gradient_bytes=param_bytes * (MASTER_FACTOR if plan.precision == "bf16" else 1),
+            num_tensors=num_tensors,
+            on_host=plan.optimizer_on_host and sharded,
+        ),
     )

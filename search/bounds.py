@@ -18,7 +18,8 @@ some rank that keeps at least one microbatch of it. With `a` the bytes a chain k
 microbatch and stage s holding k_s microbatches at most, sum over s of kept_s >= a and
 kept_s <= L / k_s, so L >= a / sum(1 / k_s).
 
-Each bound is below the cost model's own answer, so pruning by it is safe.
+What the first stage loads of the batch ahead of its first job comes to each of these. Each bound
+is below the cost model's own answer, so pruning by it is safe.
 """
 
 from __future__ import annotations
@@ -98,13 +99,15 @@ class TableBounds:
 
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries can beat."""
-        return min(
+        least = min(
             self._least_of_any(
                 pp=shape.pp, m=shape.num_microbatches, recompute=shape.recompute,
                 exchange=self.exchange(shape.dp, shape.cp, zero),
             )
             for zero in shape.zeros
         )  # fmt: skip
+        m = shape.num_microbatches
+        return least + self.table.least_inputs_s(pp=shape.pp, num_microbatches=m)
 
     def least_step_s(self, configuration: Configuration) -> float:
         """Return a step time that no stage boundaries can beat, for `vpp` 1."""
@@ -118,7 +121,7 @@ class TableBounds:
             factor, firsts = pipeline_line(one.schedule, pp, m, part)
             total = self.block_seconds(one.recompute) + exchange.each_s(pp)
             bound = max(bound, total * factor - firsts * ahead.longest_s)
-        return bound
+        return bound + self.table.least_inputs_s(pp=pp, num_microbatches=m)
 
     def _least_of_any(self, *, pp: int, m: int, recompute: str, exchange: LeastExchange) -> float:
         """Return the first three bounds of the header."""

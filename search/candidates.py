@@ -92,7 +92,7 @@ class Candidates:
             graph=graph,
             profile=profile,
             solver=LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request)),
-            costs=CostCache(graph, profile),
+            costs=CostCache(graph, profile, clips_gradients=request.clip_gradients),
             model_file=request.model_file,
             precision=request.precision,
             receive_ahead=request.receive_ahead,

@@ -122,7 +122,8 @@ class EvenStages:
             # Whichever of a rank's stages its last backward is of.
             most_ahead = np.array([ahead[self.homes == rank].max() for rank in range(pp)])
             ends = np.maximum(ends, own - most_ahead + drain + np.ravel(tail_s)[0])
-        return float(ends.max())
+        m = one.num_microbatches
+        return float(ends.max()) + self.table.least_inputs_s(pp=pp, num_microbatches=m)
 
     def choices(
         self,

@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from costmodel import JobSeconds, build_job_table, simulate
+from costmodel.clipping import last_rank, norm_sum_seconds
 from costmodel.simulate import JobTable
 from costmodel.tied import exchange_seconds, gradient_bytes
 from planner.plan import Recompute
@@ -48,20 +49,30 @@ def quick_step_s(
     if key not in table.rank_ends:
         table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, again)
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
-    ends = []
+    ready, updates, clips = [], [], []
     for rank, end in enumerate(table.rank_ends[key]):
         mine = homes == rank
-        update = ranks.optimizer_s(
-            float(runs.param_bytes[mine].sum()), float(runs.num_params[mine].sum())
-        )
-        ends.append(end + float(runs.after_s[mine].sum()) + update)
+        held = float(runs.param_bytes[mine].sum()), float(runs.num_params[mine].sum())
+        ready.append(end + float(runs.after_s[mine].sum()))
+        updates.append(ranks.adamw_s(*held))
+        if table.costs.clips_gradients:
+            clips.append(ranks.clip_seconds(*held))
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
             seconds = _tied_s(one, table, size, abs(second - first))
-            ends[first] += seconds
-            ends[second] += seconds
-    return max(ends)
+            ready[first] += seconds
+            ready[second] += seconds
+    world = one.dp * one.cp * one.tp * one.pp
+    norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
+    last, clipping_s = last_rank(ready, updates, clips, norm_sum_s=norm_sum_s)
+    first_rank = [
+        block
+        for stage in np.flatnonzero(homes == homes[0])
+        for block in range(cut.cuts[stage], cut.cuts[stage + 1])
+    ]
+    inputs_s = table.inputs_s(first_rank, one.num_microbatches)
+    return inputs_s + ready[last] + clipping_s + updates[last]
 
 
 def _tied_s(one: Configuration, table: StageTable, param_bytes: float, pp_ranks: int) -> float:

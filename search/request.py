@@ -38,7 +38,8 @@ class SearchRequest:
     only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
     placement text) triples that every layout must respect.
     `precision` is what the graph was captured in, not searched; nor is `receive_ahead`, which
-    plans take over. `balance`, if not empty, fixes the stages: so many blocks each, in order.
+    plans take over, nor whether the script clips gradients (`clip_gradients`).
+    `balance`, if not empty, fixes the stages: so many blocks each, in order.
     `offload` says what is on the host; ``auto`` tries that only where nothing fits without.
     `meshes` says whether stages share one dp and tp.
     """
@@ -64,6 +65,7 @@ class SearchRequest:
     pins: tuple[tuple[int, str, str], ...] = ()
     precision: Precision = "model"
     receive_ahead: int = 2
+    clip_gradients: bool = False
     balance: tuple[int, ...] = ()
     offload: Offload = "auto"
     meshes: Meshes = "same"

@@ -7,7 +7,7 @@ length from the cost model's own `StageLoad` arithmetic; nothing is priced here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from costmodel.boundary import block_entry_seconds, output_placements
 from costmodel.cache import CostCache
+from costmodel.clipping import ClipSeconds, clip_seconds
 from costmodel.communication import (
     MASTER_FACTOR,
     DataParallelSeconds,
@@ -24,6 +25,7 @@ from costmodel.communication import (
     boundary_seconds,
     data_parallel_seconds,
 )
+from costmodel.inputs import input_seconds
 from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.topology import dp_group, hop_group, split_axes
 from planner.graph import ModelGraph
@@ -67,6 +69,7 @@ class StageTable:
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _bands: dict[Window, StageLoad] = field(default_factory=dict)
     _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
+    _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @property
     def graph(self) -> ModelGraph:
@@ -82,6 +85,23 @@ class StageTable:
     def num_blocks(self) -> int:
         """Number of blocks in the chain."""
         return len(self.graph.blocks)
+
+    def inputs_s(self, blocks: Iterable[int], num_microbatches: int) -> float:
+        """Return what the rank that has these blocks, the first among them, loads of a batch."""
+        return input_seconds(
+            self.costs,
+            blocks,
+            microbatch_size=self.microbatch_size,
+            num_microbatches=num_microbatches,
+        )
+
+    def least_inputs_s(self, *, pp: int, num_microbatches: int) -> float:
+        """Return what is loaded of a batch ahead of everything else, whatever the stages."""
+        blocks = range(self.num_blocks if pp == 1 else 1)
+        key = pp == 1, num_microbatches
+        if key not in self._least_inputs:
+            self._least_inputs[key] = self.inputs_s(blocks, num_microbatches)
+        return self._least_inputs[key]
 
     @cached_property
     def by_class(self) -> Mapping[int, ClassLayout]:
@@ -458,13 +478,33 @@ class RankStages:
         )
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
-        """Return the update of a rank that holds so many bytes in so many tensors."""
+        """Return the update of a rank that holds so many bytes in so many tensors, with what it
+        does itself about clipping if gradients are clipped.
+        """
+        update = self.adamw_s(param_bytes, num_params)
+        if not self.table.costs.clips_gradients:
+            return update
+        clip = self.clip_seconds(param_bytes, num_params)
+        return update + clip.norm_s + clip.scale_s
+
+    def adamw_s(self, param_bytes: float, num_params: float) -> float:
+        """Return the optimizer's step of a rank that holds so many bytes in so many tensors."""
         return adamw_seconds(
             self.table.profile,
             param_bytes=param_bytes / (self.dp * self.cp if self.zero else 1),
             num_tensors=int(num_params),
             sharded=bool(self.zero) and self.dp * self.cp > 1,
             precision=self.table.precision,
+        )
+
+    def clip_seconds(self, param_bytes: float, num_params: float) -> ClipSeconds:
+        """Return what a rank does about clipping that holds so many bytes in so many tensors."""
+        shards = self.dp * self.cp if self.zero else 1
+        return clip_seconds(
+            self.table.profile,
+            gradient_bytes=param_bytes * gradient_factor(self.table.precision) / shards,
+            num_tensors=int(num_params),
+            on_host=self.table.on_host.optimizer and shards > 1,
         )
 
     def _replica_seconds(

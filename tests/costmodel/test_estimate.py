@@ -96,8 +96,11 @@ LAYOUTS = [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2, "zero": 3}]
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=str)
 def test_parts_add_up_to_the_step(graph, profile, degrees):
     """M16: an estimate is a sum of named parts, none negative, and not below the table's end."""
-    result = estimate(graph, profile, make_plan(graph, **degrees))
+    costs = CostCache(graph, profile, clips_gradients=True)
+    result = estimate(graph, profile, make_plan(graph, **degrees), costs=costs)
     parts = result.to_dict()["time"]
+    assert parts["inputs_s"] > 0
+    assert parts["clipping_s"] > 0
     assert sum(parts.values()) == pytest.approx(result.step_s)
     assert min(parts.values()) >= -1e-12
     assert result.step_s >= result.timeline.makespan_s

@@ -67,5 +67,8 @@ def test_the_bound_is_close_for_equal_stages(candidates, schedule):
     assert step_s == pytest.approx(
         candidates.estimate(candidates.plan(one, table, cut)).step_s, rel=1e-9
     )
-    assert cut.value <= step_s * (1 + 1e-9)
-    assert (cut.value >= 0.97 * step_s) == (schedule not in LOOSE)
+    # What is loaded ahead of the first job comes to both, to the chain's own value later.
+    loaded = table.least_inputs_s(pp=PP, num_microbatches=one.num_microbatches)
+    bound, step_s = cut.value - loaded * (vpp > 1), step_s - loaded
+    assert bound <= step_s * (1 + 1e-9)
+    assert (bound >= 0.97 * step_s) == (schedule not in LOOSE)
