@@ -82,6 +82,17 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
 
 
+def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] | None:
+    """Return the runs of every cut that may have a path of at most `ceiling`; None: no cut."""
+    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if problem.cuts:
+        return fixed_windows(problem.cuts)
+    if stages > n or longest * stages < n:
+        return None
+    reach = np.minimum(even_reach(n, longest), _reach_within(problem, ceiling))
+    return stage_windows(reach, stages)
+
+
 def _better(one: Solved, other: Solved) -> Solved:
     cut = min((s.cut for s in (one, other) if s.cut), key=lambda cut: cut.value, default=None)
     return Solved(cut=cut, fits=one.fits or other.fits)
@@ -150,6 +161,16 @@ def _sweep(
         value, step = _fold(lane, lane.own(first_tail), value)
         steps.append(step)
     return value, steps
+
+
+def chain_values(
+    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+) -> list[Floats]:
+    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
+    values = [_end_of(problem)]
+    for lane in reversed(lanes[1:]):
+        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
+    return [np.zeros(0), *reversed(values)]
 
 
 def _end_of(problem: ChainProblem) -> Floats:

@@ -8,10 +8,11 @@ included:
     path = forward part of before + m t + wait + end
 
     wait    any schedule  0
-            1F1B          max(0, after - w f) + max(0, after - w b)     (when m > w + 1)
-                          with w = in_flight(s) - 1: the first backward returns `after` seconds
-                          after the first forward, w more forwards fit in between; the last
-                          backward likewise
+            1F1B          max(0, after - w f) + max(0, after - w b)
+                          with w = min(m, in_flight(s)) - 1: the first backward returns `after`
+                          seconds after the first forward, w more forwards fit in between; the
+                          last backward likewise. The larger of the two where all forwards come
+                          first (m <= in_flight(s))
             FThenB        after
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
@@ -261,11 +262,15 @@ class Paths:
             last_ahead = (problem.before_w[-1] - problem.before_w)[end]
             ahead = np.minimum(last_ahead, depth * problem.block_weight_s.max())
             warmup = problem.in_flight[stage] - 1
+            if m == 1:
+                ahead = last_ahead
             if problem.family == "FThenB":
-                until = until + after - (ahead if m > 1 else last_ahead)
-            elif m > warmup + 1:
-                until = until + np.maximum(0.0, after - ahead - warmup * f)
-                until += np.maximum(0.0, after - last_ahead - warmup * b)
+                until = until + after - ahead
+            else:
+                between = min(warmup, m - 1)
+                first = np.maximum(0.0, after - ahead - between * f)
+                last = np.maximum(0.0, after - last_ahead - between * b)
+                until = until + (first + last if m > warmup + 1 else np.maximum(first, last))
         return Lane(
             first_start=int(start[0]),
             last_start=int(start[-1]),

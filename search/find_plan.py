@@ -6,8 +6,9 @@ that is no smaller than the one before; the last one is the cost model's estimat
 
 Configurations wait in a heap by their bound, so when the smallest bound is no less than the
 best estimate the search ends and the best is proved, except for what gate 2 leaves open: other
-boundaries of an estimated configuration may take as little as its DP bound. The smallest of
-those is the certificate's lower bound.
+boundaries of an estimated configuration may take as little as its DP bound. Those are simulated
+in the order of their bounds (`other_cuts`); where some are left, the smallest bound of these is
+the certificate's lower bound.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from search.gates import NO_FASTER, TOO_LARGE, Progress, first_gate, run_gates
 from search.host_room import host_holds, too_large_for_host
 from search.nothing_fits import explain_nothing_fits, find_leanest
 from search.on_host import tiers
+from search.other_cuts import close_gap
 from search.own_mesh_walk import search_own_meshes
 from search.request import Certificate, SearchRequest, SearchResult
 from search.runners_up import find_runners_up
@@ -102,6 +104,7 @@ def search_among(
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
+    search.other_cuts = close_gap(search)
     if request.meshes == "own":
         considered += search_own_meshes(search, shapes, progress)
     if search.best is None:
@@ -159,6 +162,9 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
     if beaten:
         search.pruned[BEATEN] += beaten
     lower = min([search.best_s, *search.open_bounds, *(() if ended else left)])
+    cuts_proof = _PROVED[search.request.solver]
+    if search.other_cuts:
+        cuts_proof += f"; {search.other_cuts} more cuts simulated"
     return Certificate(
         best_s=search.best_s,
         lower_bound_s=min(lower, search.best_s),
@@ -168,7 +174,7 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
         pruned=tuple(sorted(search.pruned.items())),
         proved_by=(
             ("degrees, microbatches and schedules", "branch and bound"),
-            ("stage boundaries", _PROVED[search.request.solver]),
+            ("stage boundaries", cuts_proof),
             *[("stages' own meshes", "branch and bound")] * (search.request.meshes == "own"),
             ("placements in blocks", search.candidates.solver.proof),
             (

@@ -283,7 +283,11 @@ def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
         search.simulated -= 1
         _cut_again(search, entry, cut, done)
         return
-    search.open_bounds.append(bound)
+    one = entry.configuration
+    if one.pp > 1 and one.vpp == 1 and search.request.solver == "dp" and not entry.is_careful:
+        search.open_cuts.append(entry)
+    else:
+        search.open_bounds.append(bound)
     if is_slower:
         search.losers.append((step_s, next(search.ticket), entry))
         return
@@ -303,10 +307,7 @@ def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
     if entry.refusals == _MOST_REFUSALS + _MOST_CAREFUL_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
-    one, plan = entry.configuration, done.plan
-    live = in_flight_of(one) if one.vpp == 1 else ()
-    tables = (entry.table,) * len(plan.stages)
-    too_large = too_large_stages(plan, done.answer, cut, live, search.memory_limit_bytes, tables)
+    too_large = too_large_of(search, entry, cut, done)
     search.push(
         replace(
             entry,
@@ -316,6 +317,15 @@ def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
             is_careful=entry.refusals >= _MOST_REFUSALS,
         )
     )
+
+
+def too_large_of(search: Walk, entry: Entry, cut: Cut, done: Finished) -> tuple[TooLarge, ...]:
+    """Return the stages of a priced cut that are too large."""
+    one, plan = entry.configuration, done.plan
+    live = in_flight_of(one) if one.vpp == 1 else ()
+    tables = (entry.table,) * len(plan.stages)
+    limit = search.memory_limit_bytes
+    return tuple(too_large_stages(plan, done.answer, cut, live, limit, tables))
 
 
 def too_large_stages(

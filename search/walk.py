@@ -64,9 +64,12 @@ class Walk:
     """State of one search; mutable because branch and bound is a walk.
 
     `pipelines` and `other_schedules` are put off until what is quicker to price is searched.
+    `open_bounds` are step times that something left open may have, `open_cuts` priced
+    configurations of which other cuts may be as fast as their bound.
     `per_sample` are the least seconds of a sample through all blocks by (cp, tp), and
     `least_per_sample` those with what was never priced at its bound; `left_out` counts
-    configurations that a time limit left without a price.
+    configurations that a time limit left without a price, `other_cuts` cuts simulated beside
+    each configuration's best.
     """
 
     candidates: Candidates
@@ -83,10 +86,12 @@ class Walk:
     other_schedules: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
+    open_cuts: list[Entry] = field(default_factory=list)
     per_sample: dict[tuple[int, int], float] = field(default_factory=dict)
     least_per_sample: dict[tuple[int, int], float] = field(default_factory=dict)
     left_out: int = 0
     simulated: int = 0
+    other_cuts: int = 0
     best: Finished | None = None
     stopped_early: str = ""
 

@@ -35,16 +35,18 @@ def ask(**choices):
 def test_selective_recompute_is_between_none_and_full(gpt):
     """G5, M27: each kind in bytes and in seconds; where none does not fit, the search takes
     the cheapest that does."""
+    half = len(gpt.blocks) // 2
+    fixed = {"pp": 2, "tp": 1, "microbatch_size": 1, "schedule": "fthenb", "zero": 0}
+    fixed["balance"] = (half, len(gpt.blocks) - half)
     plans = {
-        kind: find_plan(gpt, MACHINE, ask(recompute=kind, pp=2, schedule="fthenb")).plan
+        kind: find_plan(gpt, MACHINE, ask(recompute=kind, **fixed)).plan
         for kind in ("none", "selective", "full")
     }
     step = {kind: plan.estimate["step_s"] for kind, plan in plans.items()}
     peak = {kind: plan.estimate["peak_bytes"] for kind, plan in plans.items()}
     assert step["none"] < step["selective"] < step["full"]
     assert peak["none"] > peak["selective"] > peak["full"]
-    limit = peak["selective"]
-    free = find_plan(gpt, MACHINE, ask(pp=2, schedule="fthenb", memory_limit_bytes=limit)).plan
+    free = find_plan(gpt, MACHINE, ask(memory_limit_bytes=peak["selective"], **fixed)).plan
     assert free is not None
     assert free.estimate["step_s"] <= step["selective"]
     assert "selective" in {stage.recompute for stage in free.stages}

@@ -117,9 +117,9 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     ids=["quick", "whole"],
 )
 def test_the_best_equals_trying_everything(instances, names):
-    """No plan that fits beats the answer by more than its gap, the bound is never above the
-    optimum, and where the search says that nothing fits nothing does. CP-SAT and brute force
-    find the same stage boundaries, recursive bisection none better."""
+    """No plan that fits beats the answer by more than its gap, which nearly always is 0, the bound
+    is never above the optimum, and where the search says that nothing fits nothing does. CP-SAT
+    and brute force find the same stage boundaries, recursive bisection none better."""
     rng = np.random.default_rng(31)
     gaps, losses, unfit = [], [], 0
     for number in range(instances):
@@ -152,4 +152,4 @@ def test_the_best_equals_trying_everything(instances, names):
         f"largest gap is {max(gaps):.2%}, and {np.mean(np.array(losses) < 1e-9):.1%} are the very "
         f"best plan (largest loss {max(losses):.2%})"
     )
-    assert proved >= 0.5
+    assert proved >= 0.99

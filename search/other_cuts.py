@@ -1,0 +1,207 @@
+"""The cuts of a configuration beside its best one, by bound: what closes a search's gap.
+
+The chain DP finds the cut of the least path (`chain_paths`), which may simulate slower than
+another. `OtherCuts` lists all cuts of a chain in the order of their paths, best first:
+
+    f(cuts so far) = max(their paths, V[s, k])        V of `chain_dp`, with stage 0's tail
+
+V is exact, so f of a partial list is the path of its best completion, none is followed in vain
+and each step takes O(n) beside one pass of the chain DP for every first cut that comes up.
+`close_gap` simulates those whose path is under the best step time, the configuration of the
+least bound first, until none is left (the best is proved) or its share of work is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+
+import numpy as np
+
+from search.chain_dp import chain_values, reach_windows
+from search.chain_paths import ChainProblem, Cut, Floats, TooLarge, lanes_of
+from search.gates import price, too_large_of
+from search.walk import Entry, Walk
+
+_MOST_WORK = 200_000
+"""Of one search, in simulated jobs: a few tenths of a second."""
+_LEAST_WORK = 200
+"""What the shortest simulation costs, in jobs."""
+_CELLS_PER_JOB = 200
+"""Runs of the chain DP looked at in the time of one simulated job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _FirstCut:
+    """A chain whose stage 0 ends at a given block: paths by stage, and V of each stage."""
+
+    paths: tuple[Floats, ...]
+    values: tuple[Floats, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Partial:
+    """The first stages of a cut."""
+
+    first: _FirstCut
+    cuts: tuple[int, ...]
+    choices: tuple[int, ...]
+    value: float
+
+
+class OtherCuts:
+    """All cuts of a problem whose path is under a ceiling, in the order of their paths."""
+
+    def __init__(self, problem: ChainProblem, ceiling: float) -> None:
+        self._problem, self._ceiling = problem, ceiling
+        self._heap: list[tuple[float, int, int, int | _Partial]] = []
+        self._ticket = count()
+        windows = reach_windows(problem, ceiling)
+        self._lanes = lanes_of(problem, windows) if windows else []
+        self.cells = sum(lane.until.size for lane in self._lanes)
+        if not self._lanes:
+            return
+        first = self._lanes[0]
+        self._ends = first.end[:, 0]
+        self._tail = first.tail[:, 0] + problem.first_weight_s[self._ends]
+        values = chain_values(problem, self._lanes, first_tail=None)
+        bare = first.own(None)[:, :, 0].min(axis=0)
+        bounds = np.maximum(bare, values[1][self._ends]) + self._tail
+        for row in np.flatnonzero(bounds < ceiling).tolist():
+            self._push(float(bounds[row]), row)
+
+    @property
+    def bound(self) -> float:
+        """The path of the next cut is no shorter; infinity when there is none."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def advance(self) -> Cut | None:
+        """Take one step towards the next cut; return it when it is complete."""
+        _, _, _, node = heapq.heappop(self._heap)
+        if isinstance(node, int):
+            self._open(node)
+            return None
+        if len(node.choices) == self._problem.num_stages:
+            return Cut(cuts=node.cuts, choices=node.choices, value=node.value)
+        self._extend(node)
+        return None
+
+    def is_costly(self) -> bool:
+        """Whether the next step is a pass of the chain DP."""
+        return bool(self._heap) and isinstance(self._heap[0][3], int)
+
+    def _push(self, value: float, node: int | _Partial) -> None:
+        # Of equal paths the longest list first, so that a cut is complete soon.
+        depth = 0 if isinstance(node, int) else len(node.choices)
+        heapq.heappush(self._heap, (value, -depth, next(self._ticket), node))
+
+    def _open(self, row: int) -> None:
+        """Begin all cuts whose stage 0 ends where this row of its lane does."""
+        first_tail = float(self._tail[row])
+        first = _FirstCut(
+            paths=tuple(lane.own(first_tail) for lane in self._lanes),
+            values=tuple(chain_values(self._problem, self._lanes, first_tail=first_tail)),
+        )
+        root = _Partial(first=first, cuts=(0,), choices=(), value=0.0)
+        self._extend(root, rows=slice(row, row + 1))
+
+    def _extend(self, node: _Partial, rows: slice = slice(None)) -> None:
+        """Put each run that may come next behind a partial cut."""
+        stage = len(node.choices)
+        lane, paths = self._lanes[stage], node.first.paths[stage]
+        column = node.cuts[-1] - lane.first_start
+        ends = lane.end[rows, column]
+        own = np.maximum(paths[:, rows, column], node.value)
+        bounds = np.maximum(own, node.first.values[stage + 1][ends])
+        for choice, row in np.argwhere(bounds < self._ceiling).tolist():
+            self._push(
+                float(bounds[choice, row]),
+                _Partial(
+                    first=node.first,
+                    cuts=(*node.cuts, int(ends[row])),
+                    choices=(*node.choices, choice),
+                    value=float(own[choice, row]),
+                ),
+            )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Open:
+    """A configuration whose other cuts may be faster than the best; `cuts` when looked at."""
+
+    entry: Entry
+    refused: list[TooLarge] = field(default_factory=list)
+    cuts: OtherCuts | None = None
+
+    @property
+    def bound(self) -> float:
+        """A step time that none of its cuts left can beat."""
+        return max(self.entry.bound, self.cuts.bound if self.cuts else 0.0)
+
+
+def close_gap(search: Walk) -> int:
+    """Simulate other cuts of configurations left open; return how many were simulated.
+
+    What is still open afterwards joins `open_bounds`.
+    """
+    heap = [(one.bound, next(search.ticket), _Open(entry=one)) for one in search.open_cuts]
+    heapq.heapify(heap)
+    work, tried = 0.0, 0
+    while heap and work < _MOST_WORK and not search.out_of_time():
+        bound, _, one = heapq.heappop(heap)
+        if bound >= search.best_s * (1.0 - search.request.max_gap):
+            search.open_bounds.append(bound)
+            break
+        if one.cuts is None:
+            one.cuts = OtherCuts(_problem_of(search, one.entry), search.best_s)
+            work += one.cuts.cells / _CELLS_PER_JOB
+        else:
+            work += one.cuts.cells / _CELLS_PER_JOB if one.cuts.is_costly() else 1
+            cut = one.cuts.advance()
+            if cut is not None and not _is_refused(cut, one.refused):
+                configuration = one.entry.configuration
+                jobs = 2 * configuration.pp * configuration.num_microbatches
+                work += max(jobs, _LEAST_WORK)
+                tried += 1
+                _try(search, one, cut)
+        if one.bound < search.best_s:
+            heapq.heappush(heap, (one.bound, next(search.ticket), one))
+    search.open_bounds += [bound for bound, _, _ in heap[:1]]
+    return tried
+
+
+def _problem_of(search: Walk, entry: Entry) -> ChainProblem:
+    return search.candidates.problem(
+        entry.configuration, entry.table, search.memory_limit_bytes, refused=entry.refused
+    )
+
+
+def _try(search: Walk, one: _Open, cut: Cut) -> None:
+    """Simulate a cut; if it may be the best, estimate it, and remember what does not fit."""
+    entry = one.entry
+    step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
+    if step_s >= search.best_s * (1 - 1e-9):
+        return
+    done = price(search, entry, cut)
+    if done.answer.peak_bytes > search.memory_limit_bytes:
+        one.refused += too_large_of(search, entry, cut, done)
+        return
+    search.finished.append(done)
+    if done.answer.step_s < search.best_s:
+        search.best = done
+
+
+def _is_refused(cut: Cut, refused: Sequence[TooLarge]) -> bool:
+    """Whether some stage of a cut is known not to fit."""
+    stages = list(pairwise(cut.cuts))
+    for one in refused:
+        first, end = stages[one.stage]
+        if cut.choices[one.stage] != one.choice:
+            continue
+        if (first, end) == (one.first, one.end) or (
+            one.and_longer and first <= one.first and end >= one.end
+        ):
+            return True
+    return False
