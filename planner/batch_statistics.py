@@ -1,18 +1,20 @@
-"""Layers that compute statistics over the batch, which change when the batch is cut.
+"""What computes across the samples of a batch, and so changes when the batch is cut.
 
 A BatchNorm in training normalises by the mean and variance of the samples it sees: under a
 plan, those of one microbatch on one dp replica. So a plan that cuts the batch trains a
 slightly different model than one device does on the whole batch. Nothing can change that
 short of communication between microbatches that run one after the other; the *running*
 statistics, which evaluation uses, can be made those of the whole batch (`deferred`,
-`planner.runtime.batch_norm`).
+`planner.runtime.batch_norm`). A contrastive loss compares each sample with each other one of
+its batch: under such a plan, with those of its own microbatch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.graph import Block, ModelGraph, Op, Program, Ref
+from planner.graph import Affine, Block, ModelGraph, Op, Program, Ref, TensorMeta
 from planner.plan import Plan
 
 _TARGET = "aten.batch_norm.default"
@@ -20,7 +22,7 @@ _RUNNING_MEAN, _RUNNING_VAR, _TRAINING, _MOMENTUM = 3, 4, 5, 6
 
 
 class BatchStatisticsWarning(UserWarning):
-    """A plan cuts the batch of a model with layers that compute statistics over it."""
+    """A plan cuts the batch of a model that computes across its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +53,63 @@ def batch_norms(graph: ModelGraph) -> tuple[BatchNorm, ...]:
     )
 
 
-def cut_batch_message(graph: ModelGraph, plan: Plan) -> str | None:
-    """Return what to tell a user whose plan cuts a batch over which statistics are computed."""
-    modules = list(dict.fromkeys(norm.module for norm in batch_norms(graph)))
-    num_parts = plan.num_microbatches * plan.dp
-    if not modules or num_parts == 1:
-        return None
-    named = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" * (len(modules) > 3))
-    return (
-        f"BatchNorm {named}: the plan cuts a batch of {plan.global_batch} samples into "
-        f"{num_parts} parts (dp={plan.dp}, num_microbatches={plan.num_microbatches}), each "
-        f"normalised by the statistics of its own {plan.microbatch_size}, so training differs "
-        "from one device; planner.apply(..., deferred_batch_norm=True) makes the running "
-        "statistics those of the whole batch, a larger microbatch or GroupNorm lessens the rest"
+def pairing_ops(program: Program) -> tuple[Op, ...]:
+    """Return the ops that compare samples with each other, as a contrastive loss does.
+
+    That is where two sizes of a tensor that gradients flow through begin to grow with the batch.
+    """
+    return tuple(
+        op
+        for op in program.ops
+        if any(_pairs_samples(program.tensor[name]) for name in op.outputs)
+        and not any(_pairs_samples(program.tensor[name]) for name in op.inputs)
     )
+
+
+def cut_batch_message(
+    graph: ModelGraph, plan: Plan, *, deferred_batch_norm: bool = False
+) -> str | None:
+    """Return what to tell a user whose plan cuts a batch that the model computes across.
+
+    Whoever asked for deferred statistics knows of BatchNorm.
+    """
+    num_parts = plan.num_microbatches * plan.dp
+    if num_parts == 1:
+        return None
+    cut = (
+        f"the plan cuts a batch of {plan.global_batch} samples into {num_parts} parts "
+        f"(dp={plan.dp}, num_microbatches={plan.num_microbatches})"
+    )
+    messages = []
+    norms = list(dict.fromkeys(norm.module for norm in batch_norms(graph)))
+    if norms and not deferred_batch_norm:
+        messages.append(
+            f"BatchNorm {_few(norms)}: {cut}, each normalised by the statistics of its own "
+            f"{plan.microbatch_size}, so training differs from one device; "
+            "planner.apply(..., deferred_batch_norm=True) makes the running statistics those of "
+            "the whole batch, a larger microbatch or GroupNorm lessens the rest"
+        )
+    pairs = [
+        f"{op.target.split('.')[1]} in block {block.name}"
+        for block in graph.blocks
+        for op in pairing_ops(graph.classes[block.class_index])
+    ]
+    if pairs:
+        messages.append(
+            f"samples are compared with each other ({_few(pairs)}): {cut}, and each meets only "
+            f"the {plan.microbatch_size} of its own, so training differs from one device; "
+            "a larger microbatch (--microbatch-size) lessens that"
+        )
+    return "; ".join(messages) or None
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
+
+
+def _pairs_samples(meta: TensorMeta) -> bool:
+    growing = [s for s in meta.shape if isinstance(s, Affine) and s.per_sample]
+    return meta.requires_grad and len(growing) > 1
 
 
 def deferred(program: Program) -> Program:

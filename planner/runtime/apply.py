@@ -34,7 +34,7 @@ def apply_plan(
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     graph = shared_capture(plan, model, loss, mesh)
-    message = None if deferred_batch_norm else cut_batch_message(graph, plan)
+    message = cut_batch_message(graph, plan, deferred_batch_norm=deferred_batch_norm)
     if message is not None and dist.get_rank() == 0:
         warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
     engine = Engine(

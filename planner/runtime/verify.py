@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.batch import call_with_batch, flatten_batch, loss_of, unflatten_batch
+from planner.batch_statistics import pairing_ops
 from planner.blocks import mutates
 from planner.errors import PlanError
 from planner.graph import ModelGraph
@@ -193,8 +194,8 @@ def compare_with_one_process(
         reference = _OneProcess(module, source, piece_size, smaller)
         if piece_size is not None:
             notes.append(
-                "the model updates buffers from batch statistics, so the one process also "
-                "went microbatch by microbatch"
+                "the model computes across samples (statistics of the batch, or samples compared "
+                "with each other), so the one process also went microbatch by microbatch"
             )
         engine = make_engine(
             smaller,
@@ -217,21 +218,23 @@ def _shortened(plan: Plan) -> Plan:
 
 
 def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
-    """The samples at a time that ops see which update buffers from them; None: no such ops.
+    """The samples at a time that ops see which compute across them; None: no such ops.
 
     Raises PlanError where that is not one number, which no one process can repeat.
     """
-    writing = [
+    across = [
         block
         for block in graph.blocks
-        if any(mutates(op) for op in graph.classes[block.class_index].ops)
+        for program in [graph.classes[block.class_index]]
+        if any(mutates(op) for op in program.ops) or pairing_ops(program)
     ]
-    sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in writing}
+    sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in across}
     if len(sizes) > 1:
         raise PlanError(
-            f"blocks {writing[0].name} to {writing[-1].name} update buffers from batch statistics, "
-            f"and their stages, of different dp, see {' and '.join(map(str, sorted(sizes)))} "
-            "samples at a time; give those stages the same tp to verify the plan"
+            f"blocks {across[0].name} to {across[-1].name} compute across samples (statistics of "
+            "the batch, or samples compared with each other), and their stages, of different dp, "
+            f"see {' and '.join(map(str, sorted(sizes)))} samples at a time; give those stages "
+            "the same tp to verify the plan"
         )
     return sizes.pop() if sizes else None
 
@@ -370,17 +373,25 @@ def _difference(found: Mapping[str, Any], expected: Mapping[str, Any], step: int
 
 
 def _module_sizes(sizes: Mapping[str, float]) -> dict[str, float]:
-    """For each tensor, the largest size in the innermost module that holds another one."""
+    """For each tensor, the largest size in the innermost module that holds another one.
+
+    A module whose gradients are all no more than the rounding of its parent's is none to
+    measure by: nothing but rounding reaches it (queries and keys that attend to one position).
+    """
     members: dict[str, list[float]] = {}
     for name, size in sizes.items():
         parts = name.split(".")
         for depth in range(len(parts)):
             members.setdefault(".".join(parts[:depth]), []).append(size)
+    most = {module: max(held) for module, held in members.items()}
 
     def largest(name: str) -> float:
         module = name.rpartition(".")[0]
-        while module and len(members[module]) == 1:
-            module = module.rpartition(".")[0]
-        return max(members[module])
+        while module:
+            parent = module.rpartition(".")[0]
+            if len(members[module]) > 1 and most[module] > _ROUNDING * most[parent]:
+                break
+            module = parent
+        return most[module]
 
     return {name: largest(name) for name in sizes}

@@ -16,10 +16,12 @@ from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
+from planner.runtime import verify
 from planner.runtime.engine import Engine
 from planner.runtime.mesh import build_mesh
 from planner.sharding import propagate_graph
 from planner.sharding.pins import parse_pin
+from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -217,3 +219,35 @@ def test_layers_in_evaluation_mode_are_no_matter():
     model.stages.eval()
     graph = capture_module(model, batch(2), batch(3), name="convnet")
     assert cut_batch_message(graph, default_plan(graph, num_microbatches=4)) is None
+
+
+class Contrast(nn.Module):
+    """Two views of each sample, which shall be nearer to each other than to all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        similar = self.left(x) @ self.right(x).T
+        return F.cross_entropy(similar, torch.arange(len(x), device=x.device))
+
+
+def test_samples_compared_with_each_other_are_warned_of():
+    """P33: a contrastive loss changes with the microbatch, too; attention does not."""
+    graph = capture_module(
+        Contrast(), {"x": torch.randn(2, 8)}, {"x": torch.randn(3, 8)}, name="contrast"
+    )
+    plan = default_plan(graph, microbatch_size=2, num_microbatches=3)
+    for deferred in (False, True):
+        message = cut_batch_message(graph, plan, deferred_batch_norm=deferred)
+        assert message is not None
+        assert "compared with each other (matmul in block " in message
+        assert "each meets only the 2 of its own" in message
+    assert (
+        cut_batch_message(graph, default_plan(graph, microbatch_size=6, num_microbatches=1)) is None
+    )
+    assert verify._piece_size(graph, plan) == 2
+    model = tiny_models()["gpt"]
+    attends = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+    assert cut_batch_message(attends, default_plan(attends, num_microbatches=4)) is None

@@ -137,6 +137,13 @@ def test_terms_that_cancel_are_not_a_difference():
     assert verify._difference(expected | {"a.bias": 2e-12}, expected, 0).relative > 1e-9
 
 
+def test_a_module_of_nothing_but_rounding_is_no_measure():
+    """X13: keys of one position have no gradient; what is left of it is rounding of its terms."""
+    expected = {"layer.k.weight": 4e-17, "layer.k.bias": 2e-17, "layer.v.weight": 0.9}
+    assert verify._difference(expected | {"layer.k.bias": -2e-17}, expected, 0).relative < 1e-10
+    assert verify._difference(expected | {"layer.k.bias": 1e-12}, expected, 0).relative > 1e-9
+
+
 class Casting(nn.Module):
     """What real models do: upcast inside, and drop out."""
 
