@@ -107,11 +107,11 @@ DEVICES = tuple(
         ("P100",            A100_PCIE, "P100",             21,   0.73,  16,   56,   16,   None),
         ("MI355",           B200,      "MI355X",           2500, 8.0,   288,  256,  538,  None),
         ("MI350",           B200,      "MI350X",           2300, 8.0,   288,  256,  538,  None),
-        ("MI325",           H100,      "MI325X",           1307, 6.0,   256,  304,  448,  None),
-        ("MI300",           H100,      "MI300X",           1307, 5.3,   192,  304,  448,  None),
+        ("MI325",           H100,      "MI325X",           854,  6.0,   256,  304,  448,  None),
+        ("MI300",           H100,      "MI300X",           854,  5.3,   192,  304,  448,  None),
         ("MI2[15]0",        A100,      "MI250X, one die",  191,  1.6,   64,   110,  200,  None),
         ("GAUDI3",          H100,      "Gaudi 3",          1835, 3.7,   128,  64,   600,  None),
-        ("GAUDI",           A100,      "Gaudi 2",          432,  2.45,  96,   24,   262,  None),
+        ("GAUDI",           H100,      "Gaudi 2",          432,  2.45,  96,   24,   262,  None),
         ("TPUV?6E|TRILLIUM", H100,     "TPU v6e",          918,  1.64,  32,   None, 224,  None),
         ("TPUV?5P",         H100,      "TPU v5p",          459,  2.765, 95,   None, 300,  None),
         ("TPUV?5E",         H100,      "TPU v5e",          197,  0.819, 16,   None, 100,  None),
@@ -121,7 +121,9 @@ DEVICES = tuple(
 """Data sheets of NVIDIA, AMD, Intel and Google; multiprocessors are AMD's compute units and
 Intel's tensor cores; of an MI200, a rank has one of the two dies. Products of the
 B200's kind are limited by power: the B300's peaks are the B200's times the ratio of their
-boards' (1100 to 1000 W; GB300 to GB200: 1400 to 1200 W)."""
+boards' (1100 to 1000 W; GB300 to GB200: 1400 to 1200 W). So are the MI300's, to under half of its
+sheet: its peak is the H100's times what large products reached on both (620 to 718 TFLOP/s;
+SemiAnalysis, MI300X vs H100 vs H200 benchmark, December 2024)."""
 # fmt: on
 
 

@@ -16,9 +16,11 @@ BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown", "auto", "d
 
 _STACKS = (
     (r"deepspeed.*(zero.?3|stage.?3)|zero.?3", "deepspeed-zero3"),
-    (r"megatron.?deepspeed|bigscience", "megatron-deepspeed"),
-    (r"nemo|bridge|mcore|megatron.?core|transformer.?engine|\bte\b|neox", "megatron-te"),
-    (r"fsdp|titan|foundry|mosaic|composer|lightning|hugging|accelerate", "fsdp-flash"),
+    (r"deepspeed|bigscience|neox", "megatron-deepspeed"),
+    (r"nemo|bridge|mcore|\bcore|transformer.?engine|\bte\b|megascale", "megatron-te"),
+    (r"fsdp|titan|foundry|mosaic|composer|lightning|litgpt|hugging|accelerate", "fsdp-flash"),
+    (r"\bddp\b|pytorch|nanogpt|llm\.c|olmo|jax|maxtext|paxml|levanter|\bxla\b", "fsdp-flash"),
+    (r"nanotron|picotron|interne?vo|internlm|colossal|nnscaler|galvatron", "eager-flash"),
     (r"megatron", "megatron-classic"),
 )
 _DTYPES = (

@@ -81,6 +81,7 @@ def run_of(row: Mapping[str, Any]) -> tuple[RunRow, Profile, DeviceRates]:
     """
     run = parse_row(row)
     profile, rates, assumed = machine_of(row)
+    run = _made_to_fit(run, _room(row, profile))
     assumed = (*run.assumed, *assumed)
     if run.dtype not in rates.peak_flop_per_s:
         wider = next(name for name in WIDER if name in rates.peak_flop_per_s)
@@ -91,8 +92,7 @@ def run_of(row: Mapping[str, Any]) -> tuple[RunRow, Profile, DeviceRates]:
 
 def _fits(row: Mapping[str, Any], run: RunRow, profile: Profile) -> str:
     """Return whether a run fits, or what it needs for that of what its row leaves open."""
-    room = _device_bytes(row, profile) - profile.context_bytes
-    room /= 1 + profile.allocator_overhead_fraction
+    room = _room(row, profile)
 
     def fits(variant: RunRow) -> bool:
         return estimate_run_memory(variant).total <= room
@@ -110,6 +110,24 @@ def _fits(row: Mapping[str, Any], run: RunRow, profile: Profile) -> str:
         if fits(variant):
             return f"yes, with {name.removeprefix(' and ')}"
     return "no"
+
+
+def _room(row: Mapping[str, Any], profile: Profile) -> float:
+    """Bytes of tensors that the row's device has room for."""
+    room = _device_bytes(row, profile) - profile.context_bytes
+    return room / (1 + profile.allocator_overhead_fraction)
+
+
+def _made_to_fit(run: RunRow, room: float) -> RunRow:
+    """Return a run with the largest microbatch of halves that fits, where its row left that open;
+    as it is where none does.
+    """
+    tried = run
+    while estimate_run_memory(tried).total > room:
+        if not tried.assumed_to_be("micro_batch") or tried.micro_batch == 1:
+            return run
+        tried = tried.assuming(micro_batch=-(-tried.micro_batch // 2))
+    return tried
 
 
 def _device_bytes(row: Mapping[str, Any], profile: Profile) -> float:

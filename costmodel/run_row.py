@@ -9,15 +9,9 @@ from typing import Any
 
 from costmodel.named_models import model_of_size, named_model, params_in_name
 from costmodel.row_cells import Cells, RowError, real
-from costmodel.row_words import dtype_of, gated_of, recompute_of, schedule_of, stack_of, zero_of
-from costmodel.stacks import (
-    DEEPSPEED_ZERO3,
-    FSDP_FLASH,
-    MEGATRON_CLASSIC,
-    MEGATRON_DEEPSPEED,
-    MEGATRON_TE,
-    Stack,
-)
+from costmodel.row_stack import seq_len_of, stack_of_row
+from costmodel.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
+from costmodel.stacks import FSDP_FLASH, Stack
 from costmodel.transformer import Split, TransformerShape
 
 MODEL_BYTES_PER_DEVICE = 40e9
@@ -74,6 +68,16 @@ class RunRow:
             ep=self.ep,
         )
 
+    def assumed_to_be(self, column: str) -> bool:
+        """Whether a column was filled in."""
+        return any(text.startswith(f"{column}=") for text in self.assumed)
+
+    def assuming(self, **columns: Any) -> RunRow:
+        """Return the run with other values of columns that were filled in."""
+        told = [text for text in self.assumed if text.partition("=")[0] not in columns]
+        told += [f"{name}={value}" for name, value in columns.items()]
+        return replace(self, **columns, assumed=tuple(told))
+
     @property
     def hides_hops(self) -> bool:
         """Whether what stages send each other goes beside the work of other virtual stages."""
@@ -92,7 +96,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     divide.
     """
     cells = Cells(row)
-    stack = _stack(cells)
+    stack = stack_of_row(cells)
     shape = _shape(cells, stack)
     tp, cp, pp, dp = _layout(cells, shape, stack)
     _check_divides("tp", tp, "heads", shape.heads)
@@ -159,36 +163,6 @@ def _zero_stage(cells: Cells, stack: Stack) -> int:
     return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
 
 
-def _stack(cells: Cells) -> Stack:
-    stack = stack_of(cells.text("stack"))
-    if stack is None:
-        stack = _usual_stack(cells)
-        cells.assume("stack", stack.name)
-    zero_stage = zero_of(cells.raw("zero_stage"))
-    if stack is MEGATRON_CLASSIC and zero_stage:
-        # Megatron's own distributed optimizer came later; ZeRO then was DeepSpeed's.
-        stack = DEEPSPEED_ZERO3 if zero_stage == 3 else MEGATRON_DEEPSPEED
-        cells.assume("stack", stack.name)
-    return stack
-
-
-def _usual_stack(cells: Cells) -> Stack:
-    """Transformer Engine came with Hopper; before it, attention was unfused.
-
-    Gated models and long sequences came with fused attention, whatever the device; ZeRO 3 with
-    it is FSDP. A stack nobody named is not taken to recompute unless the row says so.
-    """
-    gpu = cells.text("gpu").upper()
-    modern = bool(gated_of(cells.text("gated_ffn"))) or (_seq_len(cells) or 0) > 2048
-    if not any(word in gpu for word in ("V100", "A100", "A800")) or modern:
-        return FSDP_FLASH if zero_of(cells.raw("zero_stage")) == 3 else MEGATRON_TE
-    return replace(MEGATRON_CLASSIC, recompute="none")
-
-
-def _seq_len(cells: Cells) -> int | None:
-    return cells.given("seq_len", thousand=1024)
-
-
 def _shape(cells: Cells, stack: Stack) -> TransformerShape:
     known = named_model(cells.text("model"))
 
@@ -239,7 +213,7 @@ def _shape(cells: Cells, stack: Stack) -> TransformerShape:
         ffn_hidden=ffn_hidden,
         gated=gated,
         vocab=cells.number("vocab", usual("vocab", 51200)),
-        seq_len=_seq_len(cells) or cells.assume("seq_len", stack.seq_len),
+        seq_len=seq_len_of(cells) or cells.assume("seq_len", stack.seq_len),
         head_dim=head_dim or max(1, hidden // heads),
         num_experts=num_experts,
         experts_per_token=picked,
@@ -307,9 +281,10 @@ def _schedule(cells: Cells, *, layers: int, pp: int, interleaves: bool) -> tuple
         return "1f1b", 1
     if vpp is None:
         splits = schedule == "interleaved-1f1b" and layers // pp >= 2
-        usual = _usual_vpp(layers // pp) if interleaves and layers % pp == 0 else 1
+        # The embedding and the head may each take a layer's place.
+        dealt = next((n for n in (layers, layers + 2) if n % pp == 0), 0)
+        usual = _usual_vpp(dealt // pp) if interleaves and dealt else 1
         vpp = cells.assume("vpp", 2 if splits else 1 if schedule else usual)
-    # The embedding and the head may each take a layer's place.
     if pp * vpp > layers + 2:
         raise RowError(f"pp*vpp = {pp * vpp} is more than layers={layers} with embedding and head")
     if schedule in (None, "1f1b") and vpp > 1:

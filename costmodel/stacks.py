@@ -149,7 +149,26 @@ FSDP_FLASH = Stack(
 """PyTorch FSDP with flash attention: parameters gathered layer by layer ahead of their use, by
 hooks that issue about as many ops as the layer does."""
 
+EAGER_FLASH = replace(
+    FSDP_FLASH,
+    name="eager-flash",
+    zero_stage=1,
+    overlaps_gathers=False,
+    overlaps_dp=False,
+    selective_skips_layers=False,
+    seq_len=4096,
+)
+"""Frameworks of research groups, with flash attention and a distributed optimizer: portable and
+eager kernels, every collective in the way of compute."""
+
 STACKS = {
     stack.name: stack
-    for stack in (MEGATRON_CLASSIC, MEGATRON_DEEPSPEED, DEEPSPEED_ZERO3, MEGATRON_TE, FSDP_FLASH)
+    for stack in (
+        MEGATRON_CLASSIC,
+        MEGATRON_DEEPSPEED,
+        DEEPSPEED_ZERO3,
+        MEGATRON_TE,
+        FSDP_FLASH,
+        EAGER_FLASH,
+    )
 }

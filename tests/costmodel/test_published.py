@@ -14,7 +14,13 @@ from costmodel.rates import FITTED, load_rates
 from costmodel.row_files import estimate_file, read_rows
 from costmodel.rows import estimate_rows, predict_row
 from costmodel.run_memory import layer_activation_bytes, layers_in_flight
-from costmodel.stacks import FSDP_FLASH, MEGATRON_CLASSIC, MEGATRON_TE
+from costmodel.stacks import (
+    EAGER_FLASH,
+    FSDP_FLASH,
+    MEGATRON_CLASSIC,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_TE,
+)
 from costmodel.transformer import Split, TransformerShape
 from planner.errors import PlannerError, ProfileError
 from planner.schedule import build_schedule, in_flight
@@ -184,6 +190,48 @@ def test_transformer_engine_deals_virtual_stages(changed, vpp):
     """Of about four layers, where the batch divides and the row names neither vpp nor schedule."""
     row = {**ROW, "stack": "megatron-te", "schedule": "", "vpp": ""}
     assert parse_row({**row, **changed}).vpp == vpp
+
+
+def test_embedding_and_head_take_layers_places():
+    """Llama 3's 126 layers on 16 ranks: 128 places are dealt, in stages of 4."""
+    row = {**ROW, "stack": "megatron-te", "schedule": "", "vpp": "", "layers": "126", "pp": "16",
+           "gpus": "64"}  # fmt: skip
+    assert parse_row({**row, "global_batch": "64"}).vpp == 2
+    assert parse_row({**row, "global_batch": "68"}).vpp == 1
+
+
+@pytest.mark.parametrize(
+    ("stack", "changed", "meant"),
+    [
+        ("Megatron-LM", {}, MEGATRON_CLASSIC),
+        ("Megatron-LM", {"gpu": "H100"}, MEGATRON_TE),
+        ("Megatron-LM", {"gated_ffn": "SwiGLU"}, MEGATRON_TE),
+        ("Megatron-LM (flash attention)", {}, MEGATRON_TE),
+        ("megatron-classic", {"gpu": "H100"}, MEGATRON_CLASSIC),
+        ("GPT-NeoX", {}, MEGATRON_DEEPSPEED),
+        ("GPT-NeoX", {"seq_len": "8k"}, EAGER_FLASH),
+        ("DeepSpeed ZeRO-3", {"zero_stage": "3", "kv_heads": "4"}, FSDP_FLASH),
+        ("DeepSpeed", {"zero_stage": "3", "gpu": "H100"}, FSDP_FLASH),
+        ("other", {"gpu": "H100"}, EAGER_FLASH),
+        ("other", {"model": "llama2-7b", "gated_ffn": ""}, EAGER_FLASH),
+        ("", {"gpu": "H100"}, MEGATRON_TE),
+    ],
+)
+def test_a_framework_is_what_it_was_at_the_time(stack, changed, meant):
+    """Attention is fused on later devices, in gated models, with shared keys, in long sequences."""
+    assert parse_row({**ROW, "stack": stack, **changed}).stack is meant
+
+
+def test_an_open_microbatch_is_one_that_fits():
+    """Of FSDP all samples of a rank go at once, if they fit; the microbatch is then said."""
+    row = {**ROW, "stack": "FSDP", "gpus": "8", "model": "llama2-7b", "seq_len": "4096", "tp": "1",
+           "pp": "1", "dp": "8", "global_batch": "256", "micro_batch": "", "zero_stage": "3",
+           "recompute": "none"}  # fmt: skip
+    sizes = ("layers", "hidden", "heads", "ffn_hidden", "gated_ffn", "vocab")
+    (line,) = estimate_rows([{**row, **dict.fromkeys(sizes, "")}])
+    assert "micro_batch=2;" in line["assumed"]
+    assert line["predicted_fits"] == "yes"
+    assert line["predicted_peak_mem_gib"] < 80
 
 
 @pytest.mark.parametrize(
