@@ -93,12 +93,12 @@ def search_among(
             started=started,
             every_size=every_size,
         )
-        # What is plain first, to have something for the others to beat.
+        # What is quick to cut first, to have something for the others to beat.
         considered = 0
         for with_cp in (False, True):
             some = [shape for shape in shapes if (shape.cp > 1) == with_cp]
             considered += first_gate(search, some, progress)
-            for put_off in (search.pipelines, search.other_schedules):
+            for put_off in (search.even_pipelines, search.free_pipelines):
                 search.open(put_off)
                 run_gates(search, progress)
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.

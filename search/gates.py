@@ -32,9 +32,6 @@ from search.walk import BEATEN, Entry, Finished, Unopened, Walk
 
 Progress = Callable[[float, str], None]
 
-PLAIN = ("1f1b", 1)
-"""The schedule and vpp of pipelines that are searched first, for the others to beat."""
-
 _MOST_REFUSALS = 48
 """How often a configuration is cut again when its estimate is over the memory limit."""
 _MOST_CAREFUL_REFUSALS = 8
@@ -157,9 +154,9 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     if not zeros:
         return False
     bound = bounds.least_step_of_shape(shape)
-    plain = tuple(option for option in shape.options if option == PLAIN)
-    other = tuple(option for option in shape.options if option != PLAIN)
-    for options, put_off in ((plain, search.pipelines), (other, search.other_schedules)):
+    even = tuple(option for option in shape.options if option[1] > 1)
+    free = tuple(option for option in shape.options if option[1] == 1)
+    for options, put_off in ((even, search.even_pipelines), (free, search.free_pipelines)):
         if options:
             part = Unopened(
                 shape=replace(shape, zeros=zeros, options=options), table=table, bound=bound

@@ -35,13 +35,14 @@ from profiles import Group, Profile
 from search.chain_windows import Window
 from search.on_host import NOTHING, OnHost
 from search.rank_bytes import RankBytes
+from search.run_kinds import Indices, Repetition, RunKinds
 from search.runs import Runs, distinct, used_fields
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 _MOST_KEPT_RUNS = 100_000
-"""Loads kept by a table, in runs: about 20 MB."""
+"""Runs of windows and their kinds that a table keeps: a few MB."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,7 +68,7 @@ class StageTable:
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
-    _bands: dict[Window, StageLoad] = field(default_factory=dict)
+    _kinds: dict[Window, tuple[RunKinds, StageLoad]] = field(default_factory=dict)
     _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
 
@@ -233,14 +234,27 @@ class StageTable:
             frozen_bytes=total.frozen_bytes + self.once_bytes.max(initial=0.0),
         )
 
-    def band(self, window: Window) -> StageLoad:
-        """Return the loads of a window's runs, in its shape; the last ones asked are kept."""
-        if window not in self._bands:
-            if sum(load.param_bytes.size for load in self._bands.values()) > _MOST_KEPT_RUNS:
-                self._bands.clear()
+    def kinds(self, window: Window) -> tuple[RunKinds, StageLoad]:
+        """Return the kinds of a window's runs and their loads; the last ones asked are kept."""
+        if window not in self._kinds:
+            if sum(kinds.of.size for kinds, _ in self._kinds.values()) > _MOST_KEPT_RUNS:
+                self._kinds.clear()
                 self.replica_seconds.clear()
-            self._bands[window] = self.runs.loads(window.start, window.end)
-        return self._bands[window]
+            kinds = self._repetition.kinds(window)
+            self._kinds[window] = kinds, self.runs.loads(kinds.start, kinds.end)
+        return self._kinds[window]
+
+    @cached_property
+    def _repetition(self) -> Repetition:
+        """Where equal blocks follow each other, with equal values arriving and leaving."""
+        n = self.num_blocks
+        arriving = self._arrivals.reshape(-1, n + 1)
+        columns = [getattr(self.blocks, f.name) for f in used_fields()]
+        rows = np.stack([*columns, *arriving[:, :-1], *arriving[:, 1:]], axis=1)
+        labels = np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+        tied = sorted({block for i, j, _ in self.ties for block in (i, j)})
+        labels[tied] = -1 - np.arange(len(tied))
+        return Repetition(labels)
 
     @cached_property
     def runs(self) -> Runs:
@@ -296,10 +310,10 @@ class StageTable:
             self._hops[hop] = there, back
         return self._hops[hop]
 
-    def receive_bytes(self, window: Window) -> Floats:
+    def receive_bytes(self, start: Indices, end: Indices) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""
         there, back = self._arrivals[:, 0]
-        return there[window.start] + back[window.end]
+        return there[start] + back[end]
 
     def most_edge_bytes(self, first: int, end: int, *, in_flight: int) -> float:
         """Return the most that a run needs and longer ones that hold it may not.
@@ -360,26 +374,53 @@ class StageRuns:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBand:
-    """A band (see `chain_dp.Band`) for one dp degree and ZeRO stage."""
+    """A band (see `chain_paths.Band`) for one dp degree and ZeRO stage.
 
+    `load`, `bare` (what replicas exchange, as exposed) and `update_s` have an entry for each of
+    the `kinds` of runs.
+    """
+
+    kinds: RunKinds
     load: StageLoad
-    forward_s: Floats
-    backward_s: Floats
-    tail_s: Floats
-    receive_bytes: Floats
+    bare: DataParallelSeconds
+    update_s: Floats
     stages: RankStages
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """Forward seconds, the same for all choices."""
+        seconds = self.load.forward_s + self.load.comm_forward_s + self.bare.forward_s
+        spread = self._spread(seconds)
+        return np.broadcast_to(spread, (len(self.stages.choices), *spread.shape))
+
+    @cached_property
+    def backward_s(self) -> Floats:
+        """Backward seconds by choice."""
+        load = self.load
+        seconds = load.backward_s + load.comm_backward_s + self.bare.backward_s
+        again = np.stack([again_seconds(load, choice) for choice in self.stages.choices])
+        return self._spread(seconds + again)
+
+    @cached_property
+    def tail_s(self) -> Floats:
+        """Seconds after the last job."""
+        return self._spread(self.bare.once_s + self.update_s)
+
+    def _spread(self, of_kinds: Any) -> Any:
+        """Lay what is known of kinds out over the window."""
+        return of_kinds[..., self.kinds.of]
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """About the bytes of a rank holding each run with this many microbatches in flight."""
-        return self._bytes[choice].guess(in_flight)
+        return self._spread(self._bytes[choice].guess(in_flight))
 
     def least_bytes(self, in_flight: int, choice: int) -> Floats:
         """What a rank holding each run needs at least."""
-        return self._bytes[choice].least(in_flight)
+        return self._spread(self._bytes[choice].least(in_flight))
 
     def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
         """Whether `least_bytes` are within a limit."""
-        return self._bytes[choice].may_fit(in_flight, limit_bytes)
+        return self._spread(self._bytes[choice].may_fit(in_flight, limit_bytes))
 
     @cached_property
     def _bytes(self) -> tuple[RankBytes, ...]:
@@ -397,7 +438,7 @@ class RankBand:
                 profile=stages.table.profile,
                 precision=stages.table.precision,
                 on_host=stages.table.on_host,
-                receive_bytes=self.receive_bytes,
+                receive_bytes=stages.table.receive_bytes(self.kinds.start, self.kinds.end),
                 batch_bytes=stages.batch_bytes,
                 splits_backward=stages.splits_backward,
             )
@@ -431,26 +472,15 @@ class RankStages:
 
     def band(self, window: Window) -> RankBand:
         """Return the costs of every run of a window."""
-        load = self.table.band(window)
-        exchange, update = self._replica_seconds(window, load)
-        forward = load.forward_s + load.comm_forward_s
-        backward = load.backward_s + load.comm_backward_s
+        kinds, load = self.table.kinds(window)
+        exchange, update_s = self._replica_seconds(window, load)
         bare = exchange.hidden_behind(
-            self.table.profile, forward_s=forward, backward_s=backward, num_blocks=load.num_blocks
+            self.table.profile,
+            forward_s=load.forward_s + load.comm_forward_s,
+            backward_s=load.backward_s + load.comm_backward_s,
+            num_blocks=load.num_blocks,
         )
-        return RankBand(
-            load=load,
-            forward_s=np.stack([forward + bare.forward_s] * len(self.choices)),
-            backward_s=np.stack(
-                [
-                    backward + bare.backward_s + again_seconds(load, choice)
-                    for choice in self.choices
-                ]
-            ),
-            tail_s=bare.once_s + update,
-            receive_bytes=self.table.receive_bytes(window),
-            stages=self,
-        )
+        return RankBand(kinds=kinds, load=load, bare=bare, update_s=update_s, stages=self)
 
     def runs(self, cuts: Sequence[int]) -> StageRuns:
         """Return what the stages between these cuts take."""

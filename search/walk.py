@@ -63,7 +63,8 @@ class Finished:
 class Walk:
     """State of one search; mutable because branch and bound is a walk.
 
-    `pipelines` and `other_schedules` are put off until what is quicker to price is searched.
+    Pipelines are put off until what is quicker to price is searched: those with virtual stages,
+    which have one even cut, and then those whose boundaries are free.
     `open_bounds` are step times that something left open may have, `open_cuts` priced
     configurations of which other cuts may be as fast as their bound.
     `per_sample` are the least seconds of a sample through all blocks by (cp, tp), and
@@ -82,8 +83,8 @@ class Walk:
     pruned: Counter[str] = field(default_factory=Counter)
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
-    pipelines: list[Unopened] = field(default_factory=list)
-    other_schedules: list[Unopened] = field(default_factory=list)
+    even_pipelines: list[Unopened] = field(default_factory=list)
+    free_pipelines: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
     open_cuts: list[Entry] = field(default_factory=list)

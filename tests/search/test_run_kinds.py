@@ -1,0 +1,76 @@
+"""Runs that are alike are priced once: a chain's repetition, and that no run costs otherwise."""
+
+import numpy as np
+import pytest
+
+from search import SearchRequest
+from search.candidates import Candidates
+from search.chain_windows import Window
+from search.run_kinds import Repetition
+from search.space import recompute_choices
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.search.machine import Machine
+
+WHOLE = "abcabcabcx"
+
+
+@pytest.mark.parametrize(
+    ("chain", "found"),
+    [
+        ("xaaaaaay", (1, 7, 1)),
+        ("xxababababy", (2, 10, 2)),
+        (WHOLE, (0, 9, 3)),
+        ("abcdefghij", (0, 0, 1)),
+        ("a", (0, 0, 1)),
+    ],
+)
+def test_repetition_found(chain, found):
+    """M17: the longest part of a chain that repeats itself, blocks in turn included."""
+    one = Repetition(np.array([ord(letter) for letter in chain]))
+    assert (one.first, one.last, one.period) == found
+
+
+def test_every_run_is_one_of_its_kind():
+    """M17: a run and the one that stands for its kind are made of the same blocks in order, and
+    kinds grow with the length of a chain while its runs grow with the square."""
+    counts = {}
+    for repeats in (10, 20):
+        chain = "x" + "ab" * repeats + "yz"
+        one = Repetition(np.array([ord(letter) for letter in chain]))
+        window = Window.all_runs(len(chain), len(chain))
+        kinds = one.kinds(window)
+        for row, column in np.argwhere(window.valid).tolist():
+            start, end = column, int(window.end[row, column])
+            kind = kinds.of[row, column]
+            assert chain[start:end] == chain[kinds.start[kind] : kinds.end[kind]]
+        counts[repeats] = len(kinds.start)
+    assert counts[20] < 2.2 * counts[10] < len(chain) ** 2 / 4
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_costs_of_kinds_are_those_of_runs(zero):
+    """M17: the band of a window is the same whether equal runs are told apart or not."""
+    model = tiny_models()["gpt"]
+    graph = capture_module(
+        model.build(), model.batch(2), model.batch(3), loss=model.loss, name="gpt"
+    )
+    request = SearchRequest(num_devices=4, global_batch=8)
+    candidates = Candidates.of(graph, Machine(devices_per_node=4), request)
+    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.dp == 2)
+    table = candidates.tables(2, shape.microbatch_size)[0]
+    stages = table.with_replicas(dp=2, cp=1, zero=zero, choices=recompute_choices("mixed"))
+    window = Window.all_runs(table.num_blocks, table.num_blocks)
+    folded = stages.band(window)
+    assert folded.kinds.start.size < window.valid.sum()
+    table._kinds.clear()
+    table.replica_seconds.clear()
+    table._repetition = Repetition(np.arange(table.num_blocks))
+    plain = stages.band(window)
+    assert plain.kinds.start.size >= window.valid.sum()
+    for name in ("forward_s", "backward_s", "tail_s"):
+        mine, theirs = (np.where(window.valid, getattr(b, name), 0) for b in (folded, plain))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12, err_msg=name)
+    for choice in range(3):
+        mine, theirs = (np.where(window.valid, b.peak_bytes(2, choice), 0) for b in (folded, plain))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12)
