@@ -25,7 +25,8 @@ import numpy as np
 from costmodel.communication import BUCKET_BYTES, Amount, copies_s_per_byte, exposed_seconds
 from costmodel.topology import dp_group
 from search.chain_paths import Floats
-from search.stage_table import StageTable, gradient_factor
+from search.rank_stages import gradient_factor
+from search.stage_table import StageTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

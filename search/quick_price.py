@@ -20,8 +20,9 @@ from costmodel.tied import exchange_seconds, gradient_bytes
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from search.chain_paths import Cut
+from search.rank_stages import StageRuns
 from search.space import Configuration
-from search.stage_table import StageRuns, StageTable
+from search.stage_table import StageTable
 
 
 def quick_step_s(
