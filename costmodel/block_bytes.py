@@ -19,6 +19,9 @@ from planner.units import DTYPE_BYTES
 from planner.weight_products import deferrable_products
 
 
+_COPIED = frozenset({"buffer", "constant"})
+
+
 class Edge(NamedTuple):
     """A value a block takes or makes: bytes, whether a gradient belongs to it, whether the
     block keeps it for its backward, and which of its inputs it is a view of, if any.
@@ -74,9 +77,10 @@ class Backwards:
         wide: int = 1,
         shared: frozenset[str] = frozenset(),
         adds_products: bool = True,
+        staying: frozenset[str] = frozenset(),
     ) -> BackwardWalk:
         """Return the walk of `liveness.backward_walk`."""
-        key = first, held, leaves, split, wide, shared, adds_products
+        key = first, held, leaves, split, wide, shared, adds_products, staying
         if key not in self._walks:
             self._walks[key] = backward_walk(
                 self._program,
@@ -89,6 +93,7 @@ class Backwards:
                 shared=shared,
                 adds_products=adds_products,
                 results=self._results,
+                staying=staying,
             )
         return self._walks[key]
 
@@ -99,12 +104,17 @@ def block_bytes(
     """Return what a bound local program holds; `remade` names the ops that run again when
     `recompute` is "selective".
     """
-    saved = saved_tensors(program, device_type=device_type)
+    # A second run gets buffers and constants as copies, which only its graph holds.
+    held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
+    saved = saved_tensors(program, device_type=device_type, held_anyway=held_anyway)
     there = _held(program, saved, recompute, remade)
     aside = saved_tensors(
-        program, device_type=device_type, aside=frozenset(deferrable_products(program))
+        program,
+        device_type=device_type,
+        aside=frozenset(deferrable_products(program)),
+        held_anyway=held_anyway,
     )
-    if aside.kept == saved.kept:
+    if aside.by_op == saved.by_op:
         return there
     return replace(there, aside=_held(program, aside, recompute, remade))
 
@@ -130,7 +140,8 @@ def _held(
             program, saved, roots=inner, extra=left, there=frozenset(roots), stops=True,
             skipped=frozenset() if recompute == "full" else _others(program, remade),
         )  # fmt: skip
-        second_rise = second.rise_bytes
+        copied = (name for name in program.params if program.tensor[name].kind in _COPIED)
+        second_rise = second.rise_bytes + sum(_bytes(program, name) for name in copied)
         made_again = sum(left.values()) + sum(every[root] for root in inner - frozenset(roots))
     first = forward_walk(program, saved, roots=frozenset(roots), extra=kept_extra)
     edges = {storage[name].root for name in program.outputs}

@@ -246,6 +246,7 @@ def backward_walk(
     shared: frozenset[str] = frozenset(),
     adds_products: bool = True,
     results: frozenset[str] = frozenset(),
+    staying: frozenset[str] = frozenset(),
 ) -> BackwardWalk:
     """Run a program's backward.
 
@@ -255,7 +256,8 @@ def backward_walk(
     parameters that are `shared` with another block stay in both. `held`: outputs whose gradients
     somebody else holds. `leaves`: inputs that keep their gradients, in buffers of their own.
     `split`: weight gradients are put aside. `results`: storages that a call of the block holds
-    until the first op that kept anything has run backward.
+    until the first op that kept anything has run backward. `staying`: outputs that somebody
+    else keeps alive.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
@@ -273,11 +275,11 @@ def backward_walk(
     keeps = (op.name for op in program.ops if saved.kept[op.name] != Kept())
     first_saver = next(keeps, None)
     never_freed = {storage[name].root for name in program.inputs}
-    never_freed |= {
-        storage[product[0].name].root
-        for product in products.values()
-        if _is_held_as_given(product[0].name, program, saved)
-    }
+    never_freed |= {storage[name].root for name in staying}
+    for x, *given, _ in products.values():
+        if _is_held_as_given(x.name, program, saved):
+            never_freed.add(storage[x.name].root)
+        never_freed.update(storage[ref.name].root for ref in given if isinstance(ref, Ref))
     laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
     there: dict[str, int] = {}
     made: set[str] = set()
@@ -360,11 +362,13 @@ def _put_aside(
     given_by: Mapping[int, str],
 ) -> Aside:
     x, weight, bias, _ = product
-    root = saved.storages.storage[x.name]
     buffer, size = grads.buffer_of(op.outputs[0])
-    held = ((root.root, root.num_bytes),) if root.kind not in HELD_ANYWAY else ()
-    if not _is_held_as_given(x.name, program, saved):
-        held = ((f"rows of {op.name}", _bytes(program, x.name)),)
+    as_given = _is_held_as_given(x.name, program, saved)
+    given = [ref.name for ref in (x if as_given else None, weight, bias) if ref is not None]
+    roots = dict.fromkeys(saved.storages.storage[name] for name in given)
+    held = [(root.root, root.num_bytes) for root in roots if root.kind not in HELD_ANYWAY]
+    if not as_given:
+        held.append((f"rows of {op.name}", _bytes(program, x.name)))
     made_from = saved.storages.storage[weight.name]
     return Aside(
         held=(*held, (f"gradient {given_by.get(buffer, buffer)}", size)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Literal
 
 from costmodel.cache import CostCache
@@ -90,7 +91,15 @@ def _sharded(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> Sh
         padded = sum(
             size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params.values()
         )
-        return Unit(padded, whole, walk.wide * whole, walk.wide * padded, has_input_gradient)
+        last, _ = [*params.values()][-1]
+        return Unit(
+            gathered_bytes=padded,
+            gradient_bytes=whole,
+            sum_bytes=walk.wide * whole,
+            message_bytes=walk.wide * padded,
+            has_input_gradient=has_input_gradient,
+            last_part=Fraction(last, whole),
+        )
 
     return ShardedStage(
         blocks=tuple(map(unit, owned, early)),

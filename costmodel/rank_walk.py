@@ -175,7 +175,7 @@ class _Play:
         self._holders: dict[tuple, int] = {}
         self._bytes: dict[tuple, int] = {}
         self._kept = self._buffers = self._gradients = 0
-        self._own: dict[tuple[int, int], tuple[int, list[tuple]]] = {}
+        self._own: dict[tuple[int, int], tuple[int, dict[str, tuple], list[tuple]]] = {}
         self._aside: dict[tuple[int, int], tuple[tuple[Aside, ...], list[tuple]]] = {}
         self._forwards: dict[int, ForwardBytes] = {}
         self._backwards: dict[tuple, BackwardBytes] = {}
@@ -288,7 +288,7 @@ class _Play:
         return self._forwards[key]
 
     def _backward_bytes(
-        self, job: Job, received: Mapping[str, int], *, first: bool
+        self, job: Job, received: Mapping[str, int], *, first: bool, staying: frozenset[str]
     ) -> BackwardBytes:
         walk, stage = self._walk(job), self._stages[job.stage_index]
         sharded = stage.sharded is not None
@@ -296,10 +296,15 @@ class _Play:
         num_aside = len(walk.blocks) if split or job in self.last_gradients else 1
         if not split and not stage.sends_first:
             num_aside = 0
-        key = id(walk), first, num_aside, split
+        key = id(walk), first, num_aside, split, staying
         if key not in self._backwards:
             self._backwards[key] = walk.backward(
-                received, first=first, num_aside=num_aside, flush=not split, sharded=sharded
+                received,
+                first=first,
+                num_aside=num_aside,
+                flush=not split,
+                sharded=sharded,
+                staying=staying,
             )
         return self._backwards[key]
 
@@ -314,14 +319,15 @@ class _Play:
         done = self._forward_bytes(self._walk(job))
         rise = done.rise_bytes if s not in self._sharded else self._sharded[s].forward(done)
         height = rise, self._kept, self._gradients, self._buffers
-        keys = [self._value(s, name, m) for name in done.kept]
-        for key, size in zip(keys, done.kept.values(), strict=True):
-            self._hold(key, size)
+        kept = {name: self._value(s, name, m) for name in done.kept}
+        for name, key in kept.items():
+            self._hold(key, done.kept[name])
+        leaves = []
         for message in stage.incoming:
             key = self._value(s, message.name, m)
             if message.requires_grad:  # the leaf where its gradient will be left
                 self._hold(key, message.taken_bytes)
-                keys.append(key)
+                leaves.append(key)
             self._release(key)
         copies = self._walk(job).sent_copies
         for message in stage.outgoing:
@@ -332,9 +338,10 @@ class _Play:
             key = ("copy", *value) if message.name in copies else value
             self._put(job, message, key, message.sent_bytes, is_grad=False)
         self._kept += done.kept_bytes + stage.loss_bytes
-        self._own[s, m] = done.kept_bytes, keys
+        self._own[s, m] = done.kept_bytes, kept, leaves
         sides = {self._value(s, name, m) for name in self._walk(job).side}
-        shared = {key: self._bytes[key] for key in {*keys} - sides if key in self._bytes}
+        held = {*kept.values(), *leaves} - sides
+        shared = {key: self._bytes[key] for key in held if key in self._bytes}
         sent = sum(shared.pop(key, 0) for _, _, key in self._leaving)
         self.movable[s, m] = done.kept_bytes + sum(shared.values()), sent
         return height
@@ -358,12 +365,17 @@ class _Play:
         if stage.sharded is None or stage.sharded.keeps_sums:
             self._begun.add(s)
         split = job.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
-        done = self._backward_bytes(job, received, first=first)
+        own_bytes, kept, leaves = self._own.pop((s, m))
+        staying = frozenset(
+            name
+            for name, key in kept.items()
+            if name not in stage.walk.arriving and self._holders[key] > 1
+        )
+        done = self._backward_bytes(job, received, first=first, staying=staying)
         rise = done.rise_bytes
         if s in self._sharded:
             rise = self._sharded[s].backward(done, is_last=job in self.last_backwards)
         height = max(ahead, (rise, self._kept, self._gradients, self._buffers), key=sum)
-        own_bytes, keys = self._own.pop((s, m))
         if split:
             waiting = [
                 (self._value(s, name, m) if name in stage.walk.arriving else (s, m, name), size)
@@ -373,7 +385,7 @@ class _Play:
                 self._hold(key, size)
             self._aside[s, m] = done.aside, [key for key, _ in waiting]
         self._kept -= own_bytes
-        for key in keys:
+        for key in (*kept.values(), *leaves):
             self._release(key)
         for message in stage.outgoing:
             if message.requires_grad:

@@ -20,7 +20,7 @@ from costmodel.storage import (
     map_storages,
     reshaped_strides,
 )
-from planner.graph import Op, Program
+from planner.graph import Op, Program, Ref
 from planner.units import DTYPE_BYTES
 from planner.weight_products import LARGE_BYTES
 
@@ -61,13 +61,18 @@ class SavedTensors:
 
 
 def saved_tensors(
-    program: Program, *, device_type: str = "cuda", aside: frozenset[str] = frozenset()
+    program: Program,
+    *,
+    device_type: str = "cuda",
+    aside: frozenset[str] = frozenset(),
+    held_anyway: frozenset[str] = HELD_ANYWAY,
 ) -> SavedTensors:
     """Return what the backward of a bound program needs from its forward.
 
     `device_type` picks between kernels that keep different things (dropout on CPU keeps its
     noise in the input's dtype, on a GPU one byte an element). `aside` names products whose weight
-    gradients are put aside: they keep their input as it was given.
+    gradients are put aside: they keep all they were given, as it was given. `held_anyway` are
+    kinds of tensors that are there whether kept or not.
     """
     storages = map_storages(program)
     context = _Context(program=program, storages=storages, device_type=device_type, aside=aside)
@@ -79,7 +84,7 @@ def saved_tensors(
         first = []
         for name in kept.tensors:
             storage = storages.storage[name]
-            if storage.root not in seen and storage.kind not in HELD_ANYWAY:
+            if storage.root not in seen and storage.kind not in held_anyway:
                 seen.add(storage.root)
                 first.append(storage)
         if first or kept.extra_bytes:
@@ -122,6 +127,8 @@ def _kept(op: Op, context: _Context) -> Kept:
     if not any(context.needs_grad(name) for name in op.outputs):
         return Kept()
     name = base_name(op.target)
+    if op.name in context.aside:
+        return Kept(tensors=op.inputs)
     if name in _KEEP_NOTHING or op.outputs[0] in context.storages.views:
         return Kept()
     rule = _RULES.get(name.rstrip("_") if not name.startswith("_") else name)
@@ -181,7 +188,7 @@ def _rows_linear(op: Op, context: _Context) -> Kept:
     x, weight = op.inputs[:2]
     kept = _linear(op, context)
     shape = context.shape(x)
-    as_given = op.name in context.aside or context.num_bytes(weight) >= LARGE_BYTES
+    as_given = context.num_bytes(weight) >= LARGE_BYTES
     if x not in kept.tensors or as_given or has_rows(shape, context.storages.strides[x]):
         return kept
     others = tuple(name for name in kept.tensors if name != x)
@@ -234,7 +241,7 @@ def _embedding(op: Op, context: _Context) -> Kept:
 
 
 def _layer_norm(op: Op, context: _Context) -> Kept:
-    """Input, mean and reciprocal deviation, one of each per normalised row."""
+    """Inputs, mean and reciprocal deviation, one of each per normalised row."""
     return _norm(op, context, statistics=2)
 
 
@@ -247,7 +254,7 @@ def _norm(op: Op, context: _Context, *, statistics: int) -> Kept:
     shape = context.shape(source)
     normalised = op.args[1] if isinstance(op.args[1], tuple) else (shape[-1],)
     rows = prod(shape[: len(shape) - len(normalised)])
-    return Kept(tensors=(source,), extra_bytes=statistics * rows * context.stat_bytes(source))
+    return Kept(tensors=op.inputs, extra_bytes=statistics * rows * context.stat_bytes(source))
 
 
 def _dropout(op: Op, context: _Context) -> Kept:
@@ -305,17 +312,20 @@ def _divide_by_count(op: Op, context: _Context) -> Kept:
 
 
 def _group_norm(op: Op, context: _Context) -> Kept:
-    """Input, mean and reciprocal deviation of each group of each sample."""
+    """Inputs, mean and reciprocal deviation of each group of each sample."""
     source, groups = op.inputs[0], int(op.args[1])  # type: ignore[arg-type]
     rows = context.shape(source)[0] * groups
-    return Kept(tensors=(source,), extra_bytes=2 * rows * context.stat_bytes(source))
+    return Kept(tensors=op.inputs, extra_bytes=2 * rows * context.stat_bytes(source))
 
 
 def _batch_norm(op: Op, context: _Context) -> Kept:
-    """Input, and in training the batch's mean and reciprocal deviation of each channel."""
+    """Input, weight and running statistics, and in training the batch's mean and reciprocal
+    deviation of each channel.
+    """
     source = op.inputs[0]
     channels = context.shape(source)[1] if bool(op.args[5]) else 0
-    return Kept(tensors=(source,), extra_bytes=2 * channels * context.stat_bytes(source))
+    kept = tuple(ref.name for ref in (*op.args[:2], *op.args[3:5]) if isinstance(ref, Ref))
+    return Kept(tensors=kept, extra_bytes=2 * channels * context.stat_bytes(source))
 
 
 def _max_pool(op: Op, context: _Context) -> Kept:

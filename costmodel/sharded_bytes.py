@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes
@@ -19,8 +20,8 @@ from costmodel.stage_bytes import BackwardBytes, ForwardBytes
 
 class Unit(NamedTuple):
     """Parameters gathered together: bytes of all of them, of their gradients as autograd makes
-    them and as they are summed, and of the message that takes the sums; and whether an input of
-    their block needs a gradient.
+    them and as they are summed, and of the message that takes the sums; whether an input of
+    their block needs a gradient; and the last parameter's part of the gradients.
     """
 
     gathered_bytes: int
@@ -28,6 +29,7 @@ class Unit(NamedTuple):
     sum_bytes: int
     message_bytes: int
     has_input_gradient: bool
+    last_part: Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +241,11 @@ class ShardedBytes:
             self._gathered.discard(index)
         self._sum_message = index
         self._note()
+        reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes
         self._fresh.discard(index)
         self._summed.discard(index)
-        copy = unit.message_bytes if self._stage.copies_to_reduce else 0
-        self._note(self._shard_bytes(index) + copy)
+        # The last gradient copied into the message is let go when its sum is there.
+        beside = int(reduced * unit.last_part)
+        beside += unit.message_bytes if self._stage.copies_to_reduce else 0
+        self._note(self._shard_bytes(index) + beside)
         self._sharded.add(index)

@@ -180,6 +180,7 @@ class StageWalk:
         num_aside: int = 0,
         flush: bool = False,
         sharded: bool = False,
+        staying: frozenset[str] = frozenset(),
     ) -> BackwardBytes:
         """Return a backward job; `received` are the gradients that other stages sent, by value.
 
@@ -187,14 +188,16 @@ class StageWalk:
         gradients of parameters stay. The first `num_aside` blocks put their weight gradients
         aside, for another job or, with `flush`, for the end of this one. Where parameters are
         `sharded`, a block's gradients are as wide as those and, once it has made them, not
-        counted here (`costmodel.sharded_bytes`).
+        counted here (`costmodel.sharded_bytes`). `staying` are values that others keep alive.
         """
         wide = 1 if sharded else self.wide
         stays = first and not sharded
         turns: list[Turn] = []
         let_go: dict[int, list[str]] = {}
-        for name, keeper in self._keepers(self._roots).items():
-            if name not in self.arriving:
+        root = self._roots
+        keepers = self._keepers(root)
+        for name, keeper in keepers.items():
+            if name not in self.arriving and name not in staying:
                 let_go.setdefault(keeper, []).append(name)
         grads, peak = self._sent_back(received)
         put_aside = {f"gradient {name}" for name in received if name not in self.sent_copies}
@@ -217,11 +220,16 @@ class StageWalk:
                 split=index < num_aside,
                 wide=wide,
                 adds_products=not sharded,
+                staying=frozenset(
+                    local
+                    for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
+                    if root[name] in staying or root[name] in put_aside
+                ),
                 shared=frozenset(p for p, name in block.params.items() if self.is_shared(name)),
             )
             height = max(height, live + grads.live + walk.rise_bytes)
             live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
-            live -= sum(self._sizes[name] for name in let_go.get(index, ()))
+            live -= sum(self._sizes[n] for n in let_go.get(index, ()) if n not in put_aside)
             for param in walk.made:
                 name, size = block.params[param], block.bytes.params[param]
                 if not self.is_shared(name):
@@ -236,9 +244,12 @@ class StageWalk:
                     live -= size
                     left += wide * size if stays else 0
                     live += wide * size if stays else 0
-            named = [_named(one, block, index, self._roots) for one in walk.aside]
+            named = [_named(one, block, index, root) for one in walk.aside]
             for name, size in held_aside(named).items():
-                live += 0 if name in put_aside or name in self.arriving else size
+                # (What a block before keeps too has not been let go yet.)
+                is_there = name in self.arriving or name in staying
+                is_there = is_there or name in put_aside or keepers.get(name, index) < index
+                live += 0 if is_there else size
                 put_aside.add(name)
             aside += named
             beside = live + self._hand_on(block, walk, grads)

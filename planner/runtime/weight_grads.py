@@ -162,6 +162,7 @@ class _Product(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         weight, transposed, rows = ctx.weight, ctx.transposed, _rows(grad)
+        ctx.weight = None  # nodes outlive what they saved: to the end of their stage's backward
         return (
             _input_gradient(rows, weight, x, transposed=transposed) if needs_x else None,
             _weight_gradient(weight, _rows(x), rows, transposed=transposed)
@@ -191,6 +192,7 @@ class _DeferredProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         weight, bias, transposed, pending = ctx.held
+        ctx.held = None  # nodes outlive what they saved: to the end of their stage's backward
         rows = _rows(grad)
         # Detached: with its past, x would keep alive all of the stage that was before it.
         pending.append(Pending(weight, bias, transposed, _rows(x.detach()), rows))
