@@ -44,8 +44,8 @@ from search.stage_table import StageTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ahead:
-    """What may come after gradients are sent on: of all blocks but the first, the most of one
-    block, and the largest part of one block's seconds.
+    """What may come after gradients are sent on: of all blocks but the first together, of one of
+    them at most, and the largest part of any block's seconds.
     """
 
     after_first_s: float
@@ -92,7 +92,7 @@ class TableBounds:
             whole = self.table.forward_s + self.table.backward_s
             self._ahead[key] = _Ahead(
                 after_first_s=float(seconds[1:].sum()),
-                longest_s=float(seconds.max()),
+                longest_s=float(seconds[1:].max(initial=0.0)),
                 part=float((seconds / np.where(seconds > 0, whole, 1.0)).max()),
             )
         return self._ahead[key]

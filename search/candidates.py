@@ -38,7 +38,7 @@ from search.space import Configuration, Refusals, Shape, list_shapes, recompute_
 from search.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
-_FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB"}
+_FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +216,12 @@ class Candidates:
             block_backward_s=table.backward_s + again,
             block_weight_s=table.ahead_s(zero=one.zero, choices=choices),
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
+            back_hop_s=table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
             family=known,
+            start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),
             cuts=self.cuts,

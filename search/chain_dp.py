@@ -103,7 +103,7 @@ def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
     if not np.isfinite(bound):
         return np.full(problem.num_blocks + 1, problem.num_blocks)
     least = problem.num_microbatches * (problem.before_f + problem.before_b)
-    budget = bound * (1 + 1e-12) - problem.before_f
+    budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
     return np.searchsorted(least, least + budget, side="right") - 1
 
 

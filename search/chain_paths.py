@@ -3,9 +3,9 @@
 `path` is the length of a chain of jobs that every run of the schedule must pass, one after the
 other. With t = f + b a stage's seconds per microbatch, m microbatches, and `before`, `after`
 the seconds that one microbatch spends in earlier and later stages, hops and both directions
-included:
+included, and `start` what is loaded before the first job:
 
-    path = forward part of before + m t + wait + end
+    path = start + forward part of before + m t + wait + end
 
     wait    any schedule  0
             1F1B          max(0, after - w f) + max(0, after - w b)
@@ -14,6 +14,7 @@ included:
                           last backward likewise. The larger of the two where all forwards come
                           first (m <= in_flight(s))
             FThenB        after
+            serial        (m - 1) before + m after: one microbatch at a time
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
                           travels back to stage 0, whose tail follows. It leaves each stage
@@ -45,7 +46,7 @@ from search.chain_windows import Window
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-FAMILIES = ("any", "1F1B", "FThenB", "split")
+FAMILIES = ("any", "1F1B", "FThenB", "serial", "split")
 """What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
 
 
@@ -112,9 +113,9 @@ class ChainProblem:
 
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
     block_weight_s (n): the most of its backward that may come after its gradient is sent on.
-    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0); the
-    gradient costs the same on the way back. in_flight (S): microbatches a stage keeps at most.
-    most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
+    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
+    back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at most.
+    start_s: what is loaded before the first job. most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
     that are fixed, so that recompute alone is chosen (empty: free). refused: what is known not
     to fit beside what `Band.fits` tells. first_choices: what stage 0 may choose (empty: all); where
     tails differ by choice, these share one. With `is_careful` a run fits if `Band.peak_bytes`
@@ -126,10 +127,12 @@ class ChainProblem:
     block_backward_s: Floats
     block_weight_s: Floats
     hop_s: Floats
+    back_hop_s: Floats
     in_flight: tuple[int, ...]
     num_microbatches: int
     memory_limit_bytes: float
     family: str = "any"
+    start_s: float = 0.0
     choices: tuple[str, ...] = ("none",)
     most_blocks: int | None = None
     cuts: tuple[int, ...] = ()
@@ -168,6 +171,11 @@ class ChainProblem:
         """Most seconds of the blocks before each cut that may come after gradients are sent."""
         return np.concatenate([[0.0], np.cumsum(self.block_weight_s)])
 
+    @cached_property
+    def most_sent_ahead(self) -> float:
+        """The most that a stage but stage 0 puts aside in any but its last backward."""
+        return float(self.block_weight_s[1:].max(initial=0.0))
+
     @property
     def first_weight_s(self) -> Floats:
         """What of `before_w` a path's `back` leaves to stage 0's tail, by where stage 0 ends."""
@@ -182,6 +190,11 @@ class ChainProblem:
     def least_hop(self) -> float:
         """The cheapest hop anywhere inside the chain."""
         return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+
+    @cached_property
+    def least_back_hop(self) -> float:
+        """The cheapest hop of a gradient anywhere inside the chain."""
+        return float(self.back_hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,23 +263,30 @@ class Paths:
         start, end = self.window.start[0, starts], self.end[rows, starts]
         f, b = self.band.forward_s[part], self.band.backward_s[part]
         # The hop next to the stage is known; farther ones cost at least the cheapest.
-        far_in, far_out = max(0, stage - 1) * problem.least_hop, (depth - 1) * problem.least_hop
-        hops_in = problem.hop_s[start] + far_in if stage else 0.0
+        nearer, farther = max(0, stage - 1), max(0, depth - 1)
+        hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
+        hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
         before_f, before_b = problem.before_f[start], problem.before_b[start]
-        until = m * self._seconds[part] + (before_f + hops_in)
-        back = before_b + hops_in - problem.before_w[end]
+        until = m * self._seconds[part] + (problem.start_s + before_f + hops_in)
+        back = before_b + hops_back - problem.before_w[end]
         if problem.family == "split":
-            back = (before_b - m * b) / 2 + hops_in if stage else np.zeros(())
-        elif depth and problem.family in ("1F1B", "FThenB"):
-            after = (problem.after + 2 * (problem.hop_s + far_out))[end]
+            back = (before_b - m * b) / 2 + hops_back if stage else np.zeros(())
+        elif problem.family != "any":
+            hops_out = problem.hop_s + farther * problem.least_hop
+            hops_out += problem.back_hop_s + farther * problem.least_back_hop
+            after = (problem.after + hops_out * (depth > 0))[end]
             last_ahead = (problem.before_w[-1] - problem.before_w)[end]
-            ahead = np.minimum(last_ahead, depth * problem.block_weight_s.max())
-            warmup = problem.in_flight[stage] - 1
+            ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
             if m == 1:
                 ahead = last_ahead
             if problem.family == "FThenB":
                 until = until + after - ahead
+            elif problem.family == "serial":
+                most = (problem.num_stages - 1) * problem.most_sent_ahead
+                again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
+                until = until + (m - 1) * again + m * after - last_ahead
             else:
+                warmup = problem.in_flight[stage] - 1
                 between = min(warmup, m - 1)
                 first = np.maximum(0.0, after - ahead - between * f)
                 last = np.maximum(0.0, after - last_ahead - between * b)

@@ -75,7 +75,7 @@ class Mix:
             part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
             if part < 1.0:
                 factor, firsts = pipeline_line(self.one.schedule, pp, m, part)
-                bound = max(bound, block.sum() * factor - firsts * ahead.max())
+                bound = max(bound, block.sum() * factor - firsts * ahead[1:].max(initial=0.0))
         return float(bound)
 
 

@@ -115,6 +115,8 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
         block_backward_s=np.min([one.block_backward_s for one in problems], axis=0),
         block_weight_s=np.max([one.block_weight_s for one in problems], axis=0),
         hop_s=np.min([one.hop_s for one in problems], axis=0),
+        back_hop_s=np.min([one.back_hop_s for one in problems], axis=0),
+        start_s=min(one.start_s for one in problems),
         choices=problems[0].choices * len(problems),
         most_blocks=None if None in most else max(one or 0 for one in most),
     )

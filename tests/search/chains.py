@@ -81,6 +81,7 @@ def chain(
         block_backward_s=stages.backward_s.min(axis=0),
         block_weight_s=ahead * stages.backward_s[0],
         hop_s=hops,
+        back_hop_s=hops / 2,
         in_flight=tuple(in_flight),
         num_microbatches=m,
         memory_limit_bytes=limit,

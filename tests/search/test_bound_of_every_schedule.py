@@ -15,9 +15,9 @@ from tests.captures import capture_module
 from tests.search.machine import Machine
 
 PP, MICROBATCHES, LAYERS = 4, 32, 16
-LOOSE = {"eager_1f1b", "fold_all_in_all_out", "fold_first_in_first_out", "naive"}
-"""Of these the bound knows the work and the way of the first microbatch only: 3.03, 4.4, 8.5 and
-69% below the simulator here, where 3% is the goal."""
+LOOSE = {"fold_all_in_all_out", "fold_first_in_first_out"}
+"""Of these the bound knows the work and the way of the first microbatch only: 4.2 and 8.1% below
+the simulator here, where 3% is the goal."""
 
 MACHINE = Machine(intra_bytes_per_s=1e15, alpha_s=0.0, max_devices=PP)
 
@@ -46,7 +46,7 @@ def candidates():
 
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_the_bound_is_close_for_equal_stages(candidates, schedule):
-    """E, X1: never above the simulated step, and within 3% of it but for the four of `LOOSE`."""
+    """E, X1: never above the simulated step, and within 3% of it but for those of `LOOSE`."""
     vpp = 2 if SCHEDULES[schedule].max_vpp != 1 else 1
     request = SearchRequest(
         num_devices=PP, global_batch=MICROBATCHES, microbatch_size=1, pp=PP, vpp=vpp,
@@ -67,8 +67,5 @@ def test_the_bound_is_close_for_equal_stages(candidates, schedule):
     assert step_s == pytest.approx(
         candidates.estimate(candidates.plan(one, table, cut)).step_s, rel=1e-9
     )
-    # What is loaded ahead of the first job comes to both, to the chain's own value later.
-    loaded = table.least_inputs_s(pp=PP, num_microbatches=one.num_microbatches)
-    bound, step_s = cut.value - loaded * (vpp > 1), step_s - loaded
-    assert bound <= step_s * (1 + 1e-9)
-    assert (bound >= 0.97 * step_s) == (schedule not in LOOSE)
+    assert cut.value <= step_s * (1 + 1e-9)
+    assert (cut.value >= 0.97 * step_s) == (schedule not in LOOSE)

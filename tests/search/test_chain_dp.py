@@ -47,7 +47,13 @@ def test_smallest_peak_equals_brute_force():
 
 @pytest.mark.parametrize(
     ("family", "schedule"),
-    [("1F1B", "1f1b"), ("FThenB", "fthenb"), ("split", "zb_h1"), ("any", "1f1b")],
+    [
+        ("1F1B", "1f1b"),
+        ("FThenB", "fthenb"),
+        ("serial", "naive"),
+        ("split", "zb_h1"),
+        ("any", "1f1b"),
+    ],
 )
 def test_the_bound_is_never_above_the_simulator(family, schedule):
     """X1: what the DP minimises is a lower bound of the simulated step, and a close one."""
@@ -64,6 +70,7 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
             for first, end, c in zip(found.cuts, found.cuts[1:], found.choices, strict=False)
         ]
         hops = [float(problem.hop_s[first]) for _, _, first in runs]
+        backs = [float(problem.back_hop_s[first]) for _, _, first in runs]
         half = [float(band.backward_s[run]) / 2 for run in runs]
         # Stages that recompute send nothing ahead, others the first block's or all of it.
         weights = problem.block_weight_s
@@ -79,7 +86,7 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
                 backward_input_s=tuple(half),
                 backward_weight_s=tuple(half),
                 receive_forward_s=tuple(hops),
-                receive_backward_s=(*hops[1:], 0.0),
+                receive_backward_s=(*backs[1:], 0.0),
                 sends_ahead_s=first,
                 last_sends_ahead_s=whole,
             ),
@@ -88,7 +95,7 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
         step_s = max(e + t for e, t in zip(timeline.rank_end_s, tails, strict=True))
         assert found.value <= step_s * (1 + 1e-9)
         ratios.append(found.value / step_s)
-    assert np.mean(ratios) > (0.93 if family in ("1F1B", "FThenB") else 0.7)
+    assert np.mean(ratios) > (0.7 if family in ("any", "split") else 0.93)
 
 
 def test_equal_stages_give_the_textbook_step_time():
