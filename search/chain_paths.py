@@ -114,12 +114,13 @@ class ChainProblem:
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
     block_weight_s (n): the most of its backward that may come after its gradient is sent on.
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
-    back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at most.
-    start_s: what is loaded before the first job. most_blocks: no run of more blocks fits the memory (None: not known). cuts: stage boundaries
-    that are fixed, so that recompute alone is chosen (empty: free). refused: what is known not
-    to fit beside what `Band.fits` tells. first_choices: what stage 0 may choose (empty: all); where
-    tails differ by choice, these share one. With `is_careful` a run fits if `Band.peak_bytes`
-    do, which refuses most of what does not fit, and perhaps what does.
+    back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at
+    most. start_s: what is loaded before the first job. most_blocks: no run of more blocks fits
+    the memory (None: not known). cuts: stage boundaries that are fixed, so that recompute alone
+    is chosen (empty: free). refused: what is known not to fit beside what `Band.fits` tells.
+    first_choices: what stage 0 may choose (empty: all); where tails differ by choice, these share
+    one. With `is_careful` a run fits if `Band.peak_bytes` do, which refuses most of what does not
+    fit, and perhaps what does.
     """
 
     stages: Stages
