@@ -1,8 +1,9 @@
 """Predictions against published, measured runs: error, bias, ranking and regret by source.
 
-    python benchmarks/accuracy.py [measured.csv] [--json] [--held-out] [--fit PROFILE]
+    python benchmarks/accuracy.py [measured.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
 
-Rows are those of dense pre-training with a full layout. The measured step time is the
+Rows are those of dense pre-training with a full layout; with `--experts` those of mixtures of
+experts instead, to which nothing is fitted. The measured step time is the
 printed one, else it follows from tokens or samples per second, else from TFLOP/s by the
 source's own definition. `--held-out` fits each device again without a source, and without a
 fifth of all rows, and prints how well those are predicted then. `--fit` adjusts a shipped
@@ -88,8 +89,11 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     return None
 
 
-def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
-    """Return usable rows, and how many rows of each source were not, by reason."""
+def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[str, int]]:
+    """Return usable rows, and how many rows of each source were not, by reason.
+
+    Rows of mixtures of experts leave columns to the model's name, and need not be complete.
+    """
     cases, refused = [], defaultdict(int)
     for row in read_rows(path):
         notes = row["notes"].lower()
@@ -97,9 +101,9 @@ def load_cases(path: Path) -> tuple[list[Case], dict[str, int]]:
             if any(word in notes for word in NOT_PRETRAINING):
                 raise PlannerError("not pre-training")
             run, profile, rates = run_of(row)
-            if run.shape.num_experts > 1:
-                raise PlannerError("a mixture of experts")
-            if not all(row[name] for name in FULL_LAYOUT):
+            if (run.shape.num_experts > 1) != experts:
+                raise PlannerError("a dense model" if experts else "a mixture of experts")
+            if not experts and not all(row[name] for name in FULL_LAYOUT):
                 raise PlannerError("the layout is not complete")
         except PlannerError as error:
             refused[f"{row['source_id']}: {error}"] += 1
@@ -243,18 +247,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="?", type=Path, default=DEFAULT_ROWS)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--experts", action="store_true", help="rows of mixtures of experts")
     parser.add_argument("--fit", metavar="PROFILE", help="fit and write a profile's training rates")
     parser.add_argument(
         "--held-out", action="store_true", help="fit without each source and fifth, and predict it"
     )
     options = parser.parse_args()
     try:
-        cases, refused = load_cases(options.rows)
+        cases, refused = load_cases(options.rows, experts=options.experts)
     except PlannerError as error:
         print(error, file=sys.stderr)
         return 2
     if not cases:
         print(f"no usable row in {options.rows}: {'; '.join(sorted(refused))}", file=sys.stderr)
+        return 2
+    if options.experts and (options.fit or options.held_out):
+        print("nothing is fitted to rows with experts; leave --fit or --held-out out",
+              file=sys.stderr)  # fmt: skip
         return 2
     if options.fit:
         name = load_profile(options.fit).name

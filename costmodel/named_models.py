@@ -13,7 +13,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModel:
     """Columns of a model. Experts' `ffn_hidden` is one expert's, and `experts_per_token` those
-    the router picks; `shared_experts` see every token.
+    the router picks; `shared_experts` see every token. `query_rank`, `key_rank` and `rope_dim` are
+    latent attention's (`costmodel.transformer.TransformerShape`).
     """
 
     layers: int
@@ -27,6 +28,9 @@ class NamedModel:
     num_experts: int = 1
     experts_per_token: int = 1
     shared_experts: int = 0
+    query_rank: int = 0
+    key_rank: int = 0
+    rope_dim: int = 0
 
 
 def _model(
@@ -40,6 +44,7 @@ def _model(
     head_dim: int | None = None,
     *,
     experts: tuple[int, int, int] = (1, 1, 0),
+    latent: tuple[int, int, int] = (0, 0, 0),
 ) -> NamedModel:
     return NamedModel(
         layers=layers,
@@ -53,16 +58,25 @@ def _model(
         num_experts=experts[0],
         experts_per_token=experts[1],
         shared_experts=experts[2],
+        query_rank=latent[0],
+        key_rank=latent[1],
+        rope_dim=latent[2],
     )
 
 
-# Experts: routed, picked for a token, shared. DeepSeek's latent attention is taken as plain
-# attention with the mean width of its keys and values.
+# Experts: routed, picked for a token, shared. Latent attention: ranks of queries and of keys and
+# values, and what keys are wider than values. Layers whose feed-forward is dense are taken to be as
+# wide as the experts of a token, as they are within a few percent.
 # fmt: off
 NAMED = (
     (r"deepseekv3|deepseekr1",
-     _model(61, 7168, 128, 128, 2048, 1, 129280, 160, experts=(256, 8, 1))),
-    (r"deepseekv2", _model(60, 5120, 128, 128, 1536, 1, 102400, 160, experts=(160, 6, 2))),
+     _model(61, 7168, 128, 128, 2048, 1, 129280, 128, experts=(256, 8, 1), latent=(1536, 512, 64))),
+    (r"kimik2",
+     _model(61, 7168, 64, 64, 2048, 1, 163840, 128, experts=(384, 8, 1), latent=(1536, 512, 64))),
+    (r"deepseekv2lite|moonlight",
+     _model(27, 2048, 16, 16, 1408, 1, 102400, 128, experts=(64, 6, 2), latent=(0, 512, 64))),
+    (r"deepseekv2",
+     _model(60, 5120, 128, 128, 1536, 1, 102400, 128, experts=(160, 6, 2), latent=(1536, 512, 64))),
     (r"mixtral8x22b", _model(56, 6144, 48, 8, 16384, 1, 32768, experts=(8, 2, 0))),
     (r"mixtral", _model(32, 4096, 32, 8, 14336, 1, 32000, experts=(8, 2, 0))),
     (r"qwen3235b", _model(94, 4096, 64, 4, 1536, 1, 151936, 128, experts=(128, 8, 0))),

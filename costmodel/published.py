@@ -21,6 +21,7 @@ from costmodel.run_row import RowError, RunRow, parse_row
 from costmodel.stacks import Stack
 from costmodel.topology import axis_group, dp_group, hop_group, tp_group
 from costmodel.transformer import (
+    BUSIEST_RANK,
     Seconds,
     embedding_seconds,
     forward_kernels,
@@ -313,7 +314,7 @@ def _layer_ep_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> floa
     tokens = run.micro_batch * shape.seq_len / run.cp
     if run.sequence_parallel:
         tokens /= run.tp
-    num_bytes = 2 * tokens * shape.experts_per_token * shape.hidden
+    num_bytes = 2 * tokens * shape.experts_per_token * shape.hidden * BUSIEST_RANK
     return 2 * _collective(profile, rates, "all_to_all", num_bytes, group)
 
 

@@ -105,6 +105,9 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     ep = cells.given("ep", least=0) or 1
     if shape.num_experts > 1:
         _check_divides("ep", ep, "num_experts", shape.num_experts)
+    if ep > dp * cp and ep % tp == 0:
+        # Experts lie on tp ranks too, each whole on one: as much as when tp splits them.
+        ep //= tp
     batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
     interleaves = stack.interleaves and batch % (dp * micro_batch * pp) == 0
     schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp, interleaves=interleaves)
@@ -218,6 +221,9 @@ def _shape(cells: Cells, stack: Stack) -> TransformerShape:
         num_experts=num_experts,
         experts_per_token=picked,
         shared_experts=(usual("shared_experts", 0) or 0) if is_moe else 0,
+        query_rank=usual("query_rank", 0) or 0,
+        key_rank=usual("key_rank", 0) or 0,
+        rope_dim=usual("rope_dim", 0) or 0,
     )
 
 

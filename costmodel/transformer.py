@@ -16,6 +16,14 @@ from costmodel.stacks import Stack
 ROUTER_KERNELS = 20
 """Launches of a router, and of putting tokens in the order of their experts and back."""
 
+EXPERT_KERNELS = 2
+"""Launches of each expert on a rank: its products are kernels of their own."""
+
+
+BUSIEST_RANK = 1.1
+"""Tokens of the rank whose experts got most over the mean, for which all others wait: routers are
+taught to pick evenly and nearly do. Chosen from published runs, whose bias it halves."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
@@ -24,6 +32,10 @@ class TransformerShape:
     `head_dim` 0 means hidden / heads. With `num_experts`, each layer's feed-forward is that many
     of which the router picks `experts_per_token`, beside `shared_experts` that see every token;
     `ffn_hidden` is the width of one.
+
+    With `key_rank`, attention is latent (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and
+    values are made from so many columns, queries from `query_rank` (0: from all), and keys are
+    `rope_dim` wider than values.
     """
 
     layers: int
@@ -38,6 +50,9 @@ class TransformerShape:
     num_experts: int = 1
     experts_per_token: int = 1
     shared_experts: int = 0
+    query_rank: int = 0
+    key_rank: int = 0
+    rope_dim: int = 0
 
     @property
     def head_width(self) -> int:
@@ -51,8 +66,27 @@ class TransformerShape:
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the joint query, key and value projection."""
-        return self.attention_width + 2 * self.kv_heads * self.head_width
+        """Columns of queries, keys and values together."""
+        turned = 2 * self.heads * self.rope_dim
+        return self.attention_width + 2 * self.kv_heads * self.head_width + turned
+
+    @property
+    def score_width(self) -> float:
+        """Columns of a key and of a value of all heads, their mean."""
+        return self.heads * (self.head_width + self.rope_dim / 2)
+
+    def attention_matrices(self, tp: int = 1) -> list[tuple[int, int]]:
+        """Return columns and inner length of attention's products on one of `tp` ranks."""
+        out = (self.hidden, self.attention_width // tp)
+        if not self.key_rank:
+            return [(self.qkv_width // tp, self.hidden), out]
+        keys = self.heads * (self.head_width + self.rope_dim) // tp
+        return [
+            (self.query_rank + self.key_rank + self.rope_dim, self.hidden),
+            (keys, self.query_rank or self.hidden),
+            (2 * self.attention_width // tp, self.key_rank),
+            out,
+        ]
 
     @property
     def used_experts(self) -> int:
@@ -62,7 +96,7 @@ class TransformerShape:
     @property
     def attention_params(self) -> int:
         """Matrix parameters of a layer's attention."""
-        return self.hidden * (self.qkv_width + self.attention_width)
+        return sum(columns * inner for columns, inner in self.attention_matrices())
 
     @property
     def expert_params(self) -> int:
@@ -91,7 +125,7 @@ class TransformerShape:
 
     def layer_flop(self) -> float:
         """Model flop of one layer for one sample, forward and backward, full attention."""
-        scores = 12.0 * self.seq_len**2 * self.attention_width
+        scores = 12.0 * self.seq_len**2 * self.score_width
         return 6.0 * self.used_params * self.seq_len + scores
 
     def model_flop(self) -> float:
@@ -127,8 +161,7 @@ def layer_seconds(
     tokens = split.micro_batch * shape.seq_len // split.cp
     # Rows, columns, inner length and number of like products.
     products = [
-        (tokens, shape.qkv_width // split.tp, shape.hidden, 1),
-        (tokens, shape.hidden, shape.attention_width // split.tp, 1),
+        *((tokens, columns, inner, 1) for columns, inner in shape.attention_matrices(split.tp)),
         *_feed_forward_products(shape, split, tokens),
     ]
     forward = backward = 0.0
@@ -150,13 +183,13 @@ def layer_seconds(
 def _feed_forward_products(
     shape: TransformerShape, split: Split, tokens: int
 ) -> list[tuple[int, int, int, int]]:
-    """Products of the feed-forward; experts get equal shares of the tokens of their ep ranks."""
+    """Products of the feed-forward; of experts, those of the rank that got most tokens."""
     wide = (2 if shape.gated else 1) * shape.ffn_hidden // split.tp
     narrow = shape.ffn_hidden // split.tp
     if shape.num_experts == 1:
         return [(tokens, wide, shape.hidden, 1), (tokens, shape.hidden, narrow, 1)]
     local = max(1, shape.num_experts // split.ep)
-    rows = max(1, tokens * shape.experts_per_token // local)
+    rows = max(1, round(BUSIEST_RANK * tokens * shape.experts_per_token / local))
     both = [(rows, wide, shape.hidden, local), (rows, shape.hidden, narrow, local)]
     if shape.shared_experts:
         both.append((tokens, shape.shared_experts * wide, shape.hidden, 1))
@@ -172,7 +205,7 @@ def _attention_seconds(
     batch, s = split.micro_batch, shape.seq_len
     if stack.flash_attention:
         # Causal: half of the scores; under cp each rank has its share of the rows.
-        flop = 2.0 * batch * heads * s * s * head_dim / split.cp
+        flop = 2.0 * batch * s * s * shape.score_width / split.tp / split.cp
         vendor = stack.vendor_attention
         return (
             rates.attention_seconds(flop, vendor=vendor),
@@ -206,7 +239,9 @@ def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
     kernels = stack.forward_kernels
     if not stack.flash_attention and not softmax_is_fused(shape, split):
         kernels += 6
-    return kernels + (ROUTER_KERNELS if shape.num_experts > 1 else 0)
+    if shape.num_experts > 1:
+        kernels += ROUTER_KERNELS + EXPERT_KERNELS * max(1, shape.num_experts // split.ep)
+    return kernels
 
 
 def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[float, float, int]:
@@ -232,8 +267,10 @@ def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[fl
     backward = 2 * 6 * rows + residuals + 1.7 * activation + layout + joined
     casts = 0.0
     if split.dtype.startswith(("float8", "float4")):
-        # Each operand of the four products is read in 16 bits and written in 8, twice.
-        width = 2 * shape.hidden + (shape.attention_width + used) / split.tp
+        # Each operand of the four products is read in 16 bits and written in 8, twice; a token's
+        # once for each of its experts.
+        copies = 1 + shape.experts_per_token
+        width = copies * shape.hidden + (shape.attention_width + used) / split.tp
         casts = 4 * tokens * width
     factor = stack.pointwise_factor
     return factor * forward + casts, factor * backward + casts, 8

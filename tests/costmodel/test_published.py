@@ -393,6 +393,34 @@ MIXTRAL = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "whole", "used"),
+    [("DeepSeek-V3", 671, 37), ("DeepSeek-V2", 236, 21), ("DeepSeek-V2-Lite", 15.7, 2.4),
+     ("Kimi-K2", 1026, 32)],
+)  # fmt: skip
+def test_latent_attention_has_the_parameters_it_is_known_for(name, whole, used):
+    """Billions of parameters, and of those that one token is multiplied with: the authors'."""
+    shape = parse_row({"model": name, "gpu": "H100", "tp": "1", "pp": "1", "dp": "64"}).shape
+    ends = 2 * shape.embedding_params
+    assert (shape.num_params + shape.embedding_params) / 1e9 == pytest.approx(whole, rel=0.06)
+    assert (shape.layers * shape.used_params + ends) / 1e9 == pytest.approx(used, rel=0.13)
+
+
+def test_latent_attention_multiplies_its_own_matrices():
+    """Its products on one of two ranks: down for both, up and out split over heads."""
+    shape = replace(GPT3, query_rank=1536, key_rank=512, rope_dim=64)
+    assert shape.attention_matrices(2) == [
+        (1536 + 512 + 64, 12288), (96 * (128 + 64) // 2, 1536), (12288, 512), (12288, 6144)
+    ]  # fmt: skip
+    assert shape.score_width == 96 * (192 + 128) / 2
+
+
+def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
+    row = {**ROW, "num_experts": "8", "experts_per_token": "2", "dp": "4", "pp": "1", "vpp": "1"}
+    assert parse_row({**row, "ep": "8"}).ep == 4
+    assert parse_row({**row, "ep": "4"}).ep == 4
+
+
 def test_experts_cost_what_their_tokens_do():
     """Mixtral-8x7B: 46.7e9 parameters, 12.9e9 of them used by a token (its paper, section 2)."""
     run = parse_row(MIXTRAL)
