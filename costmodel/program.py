@@ -118,8 +118,12 @@ def price_program(
         backward_ops = min(backward_ops, forward_ops)
     forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
     backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
-    forward_comm_s += profile.wait_seconds(forward.device_s + forward.host_s, forward_waits)
-    backward_comm_s += profile.wait_seconds(backward.device_s + backward.host_s, backward_waits)
+    forward_comm_s += profile.wait_seconds(
+        forward.device_s + forward.host_s, forward_waits, inside=True
+    )
+    backward_comm_s += profile.wait_seconds(
+        backward.device_s + backward.host_s, backward_waits, inside=True
+    )
     again = [op for op in local.ops if op.name in remade]
     again_views = sum(op_work(op, tensor).num_bytes == 0 for op in again)
     second = _with_host(profile, "forward", remade_s, kernels, ops=len(again), views=again_views)

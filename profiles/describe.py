@@ -77,7 +77,8 @@ def _machine(profile: Profile) -> Any:
     wait = file.collective_wait
     if wait is not None:
         part = f"{wait.s_per_compute_s:.1%} of the compute before"
-        line = f"{format_seconds(wait.s_per_call)} + {part}"
+        around = format_seconds(wait.s_per_redistribution)
+        line = f"{format_seconds(wait.s_per_call)} + {part}; {around} more inside a block"
         table.add_row("waits at a collective", line, f"{wait.origin}: {wait.detail}")
     return table
 

@@ -159,17 +159,20 @@ class Profile:
             relative_error=0.3,
         )
 
-    def wait_seconds(self, compute_s: Amount, num_collectives: Amount) -> Amount:
+    def wait_seconds(
+        self, compute_s: Amount, num_collectives: Amount, *, inside: bool = False
+    ) -> Amount:
         """Return by how much so many collectives, spread over seconds of compute, take longer
         than one after another, as ranks wait for each other; 0 if not measured.
 
-        Numbers or arrays.
+        Numbers or arrays. `inside` a block comes what the runtime does around each.
         """
         fit = self.file.collective_wait
         if fit is None:
             return 0.0 * num_collectives
         among = compute_s * fit.s_per_compute_s * (num_collectives > 0)
-        return num_collectives * fit.s_per_call + among
+        around = fit.s_per_redistribution if inside else 0.0
+        return num_collectives * (fit.s_per_call + around) + among
 
     def optimizer_seconds(
         self, *, param_bytes: float, num_tensors: int, sharded: bool = False

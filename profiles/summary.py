@@ -214,18 +214,19 @@ def _step_fits(samples: Sequence[StepSample], undisturbed_s: float | None) -> tu
     return tuple(fits)
 
 
-def _wait_fit(waits: Sequence[tuple[float, float]]) -> WaitFit | None:
+def _wait_fit(waits: Sequence[tuple[float, float, float]]) -> WaitFit | None:
     if not waits:
         return None
     from scipy.optimize import nnls
 
     # (Least squares: a short wait is lost in noise, and may come out below nothing.)
-    terms = np.array([[1.0, compute_s] for compute_s, _ in waits])
-    line, _ = nnls(terms, np.array([wait_s for _, wait_s in waits]))
-    lengths = ", ".join(f"{compute_s * 1e3:.1f}" for compute_s, _ in waits)
+    terms = np.array([[1.0, compute_s] for compute_s, _, _ in waits])
+    line, _ = nnls(terms, np.array([wait_s for _, wait_s, _ in waits]))
+    lengths = ", ".join(f"{compute_s * 1e3:.1f}" for compute_s, _, _ in waits)
     return WaitFit(
         s_per_call=line[0],
         s_per_compute_s=line[1],
+        s_per_redistribution=max(0.0, float(np.median([inside_s for _, _, inside_s in waits]))),
         origin="measured",
         detail=f"all-reduces after {lengths} ms of a layer over those one after another",
     )

@@ -2,13 +2,16 @@
 
 FSDP2 runs Python hooks around every block's forward and backward, copies shards into one
 message, what was gathered out of it, and gradients into another, and frees and makes whole
-weights. Here blocks that compute nothing are sharded as the runtime shards a stage, and their
-messages are left out; what they take beyond the same blocks unsharded is FSDP2's:
+weights. Here small blocks are sharded as the runtime shards a stage, and their messages are
+left out; what they take beyond the same blocks unsharded is FSDP2's:
 
     zero_forward    forward of a block whose weights are whole
     zero_backward   backward that keeps weights and gradients whole
     zero_reduce     backward that reduces gradients and gives whole weights up
-    zero_gather     weights made whole again
+    zero_gather     weights made whole again, in a forward
+
+The blocks compute a little between FSDP2's parts, as it makes them dearer: Python and its data
+have left the core's own caches when their turn comes again.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional as F
 
 from planner.runtime import zero
 from profiles.clock import Clock
@@ -31,6 +35,9 @@ from profiles.timing import LEAST_SAMPLES
 
 BLOCKS = 4
 """What FSDP2 does once for all blocks is small beside what it does for so many."""
+
+ROWS, WIDTH = 64, 192
+"""Of a block's compute: half a millisecond, and more data than a core's first cache holds."""
 
 
 def time_zero_work(
@@ -49,8 +56,6 @@ def time_zero_work(
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(_NoMessage())  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(_NoMessage())  # type: ignore[arg-type]
-    gather = partial(_gather, sharded)
-    gather()
     samples: dict[StepWork, list[float]] = {
         "zero_forward": [],
         "zero_backward": [],
@@ -62,27 +67,30 @@ def time_zero_work(
     while len(samples["zero_gather"]) < LEAST_SAMPLES or time.perf_counter() < deadline:
         bare_forward, bare_backward = _passes(plain, clock)
         zero.before_backward(sharded, 1, is_last=False)
-        forward, backward = _passes(sharded, clock)
+        gather, backward = _passes(sharded, clock)  # the last backward gave whole weights up
         zero.before_backward(sharded, 1, is_last=True)
-        _, reduce = _passes(sharded, clock)
+        forward, reduce = _passes(sharded, clock)
+        samples["zero_gather"].append(max(0.0, gather - forward) / BLOCKS)
         samples["zero_forward"].append(max(0.0, forward - bare_forward) / BLOCKS)
         samples["zero_backward"].append(max(0.0, backward - bare_backward) / BLOCKS)
         samples["zero_reduce"].append(max(0.0, reduce - bare_backward) / BLOCKS)
-        samples["zero_gather"].append(clock.time_compute(gather)[0] / BLOCKS)
     # The first round sets everything up.
     return {work: found[1:] for work, found in samples.items()}
 
 
 class _Block(nn.Module):
-    """A block that computes nothing, and whose parameters get gradients all the same."""
+    """A block that computes with none of its parameters, which get gradients all the same."""
 
     def __init__(self, num_tensors: int, numel: int) -> None:
         super().__init__()
         self.params = nn.ParameterList(nn.Parameter(torch.ones(numel)) for _ in range(num_tensors))
         self.gradients: list[Tensor] = []
+        self._up, self._down = torch.randn(4 * WIDTH, WIDTH), torch.randn(WIDTH, 4 * WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _GradientsAtHand.apply(x, self, *self.params)
+        x = _GradientsAtHand.apply(x, self, *self.params)
+        inner = F.gelu(F.linear(F.layer_norm(x, (WIDTH,)), self._up))
+        return x + F.linear(inner, self._down)
 
 
 class _Blocks(nn.Module):
@@ -113,20 +121,14 @@ class _GradientsAtHand(torch.autograd.Function):
 def _passes(model: _Blocks, clock: Clock) -> tuple[float, float]:
     """Return seconds of a forward and of a backward; gradients are made before, and forgotten."""
     num_tensors, numel = model.form
-    x = torch.ones(1, requires_grad=True)
+    x = torch.ones(ROWS, WIDTH, requires_grad=True)
     for block in model.blocks:
         block.gradients = [torch.ones(numel) for _ in range(num_tensors)]  # type: ignore[assignment]
     forward, y = clock.time_compute(partial(model, x))
-    backward, _ = clock.time_compute(partial(y.backward, torch.ones(1)))
+    backward, _ = clock.time_compute(partial(y.backward, torch.ones_like(y)))
     for param in model.parameters():
         param.grad = None
     return forward, backward
-
-
-def _gather(model: _Blocks) -> None:
-    for block in model.blocks:
-        assert isinstance(block, FSDPModule)
-        block.unshard()
 
 
 class _NoMessage:

@@ -76,6 +76,9 @@ def test_collectives_wait_for_the_slowest_rank(plain):
     waiting = _with(plain, collective_wait=wait)
     assert waiting.wait_seconds(2.0, 3) == pytest.approx(1.003)
     assert waiting.wait_seconds(2.0, 0) == 0.0
+    around = _with(plain, collective_wait=wait.model_copy(update={"s_per_redistribution": 1e-2}))
+    assert around.wait_seconds(2.0, 3) == waiting.wait_seconds(2.0, 3)
+    assert around.wait_seconds(2.0, 3, inside=True) == pytest.approx(1.033)
     asked = {"zero_stage": 3, "param_bytes": 1e3, "num_blocks": 3}
     raw = data_parallel_seconds(waiting, Group(ranks_per_node=2), **asked)
     amid = raw.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3)

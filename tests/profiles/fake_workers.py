@@ -58,7 +58,7 @@ class FakeWorkers:
                 paces = {"product": [1e-4], "light": [2e-4]}
                 return {**paces, **{work: [own_s] * 3 for work in get_args(ZeroWork)}}
             case "waits":
-                return [(1e-3, 2e-4), (2e-3, 3e-4)]
+                return [(1e-3, 2e-4, 1e-4), (2e-3, 3e-4, 1e-4)]
             case "launch":
                 return {"seconds": [5e-6] * 3}
             case "collective":

@@ -1,5 +1,6 @@
 """What is timed beside messages: FSDP2's own work, and ranks that wait for each other."""
 
+from statistics import median
 from typing import get_args
 
 import pytest
@@ -18,7 +19,7 @@ def _timed() -> tuple[dict, list]:
     torch.set_num_threads(1)
     clock = Clock(torch.device("cpu"))
     small, large = (
-        time_zero_work(num_tensors=8, numel=numel, clock=clock, seconds=0.05)
+        time_zero_work(num_tensors=8, numel=numel, clock=clock, seconds=0.3)
         for numel in (2**6, 2**18)
     )
     return {"small": small, "large": large}, time_waits(clock)
@@ -36,13 +37,13 @@ def test_every_part_of_fsdps_work_is_timed(timed):
             assert set(samples) == set(get_args(ZeroWork))
             assert all(len(found) >= 1 for found in samples.values())
         for work in ("zero_gather", "zero_reduce"):
-            assert min(zero["large"][work]) > 2 * min(zero["small"][work])
+            assert median(zero["large"][work]) > 2 * median(zero["small"][work])
         assert max(zero["small"]["zero_forward"]) > 5e-6
 
 
 def test_waits_come_with_the_compute_before_them(timed):
     for _, waits in timed:
-        lengths = [compute_s for compute_s, _ in waits]
+        lengths = [compute_s for compute_s, _, _ in waits]
         assert lengths == sorted(lengths)
         assert all(compute_s > 0 for compute_s in lengths)
 
@@ -73,7 +74,9 @@ def test_only_blocks_work_has_a_time_of_its_own_for_each_call():
 
 def test_waits_are_a_line_in_the_compute():
     """E: a short wait that comes out below nothing by noise does not hide the long ones."""
-    fit = _wait_fit([(0.5e-3, -50e-6), (2e-3, 200e-6), (8e-3, 800e-6)])
+    waits = [(0.5e-3, -50e-6, 1e-4), (2e-3, 200e-6, 2e-4), (8e-3, 800e-6, 9e-4)]
+    fit = _wait_fit(waits)
     assert fit is not None
+    assert fit.s_per_redistribution == pytest.approx(2e-4)
     assert fit.s_per_compute_s == pytest.approx(0.1, rel=0.05)
     assert _wait_fit(()) is None
