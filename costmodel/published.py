@@ -16,19 +16,26 @@ from dataclasses import dataclass, fields
 from math import ceil, log2
 
 from costmodel.kernels import DeviceRates
+from costmodel.run_exchange import (
+    end_of_step_seconds,
+    gather_seconds,
+    hop_seconds,
+    layer_cp_seconds,
+    layer_ep_seconds,
+    layer_tp_seconds,
+    skew_seconds,
+)
 from costmodel.run_memory import RunMemory, run_memory
 from costmodel.run_row import RowError, RunRow, parse_row
 from costmodel.stacks import Stack
-from costmodel.topology import axis_group, dp_group, hop_group, tp_group
 from costmodel.transformer import (
-    BUSIEST_RANK,
     Seconds,
     embedding_seconds,
     forward_kernels,
     head_seconds,
     layer_seconds,
 )
-from profiles import Group, Profile
+from profiles import Profile
 
 __all__ = ["RowError", "RunEstimate", "RunRow", "estimate_run", "estimate_run_memory", "parse_row"]
 
@@ -86,11 +93,11 @@ class _Microbatch:
 def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstimate:
     """Return the step time of a run on a machine."""
     layer = layer_seconds(run.shape, run.split, rates, run.stack)
-    layer_tp = _layer_tp_seconds(run, profile, rates, layer)
-    hop = _hop_seconds(run, profile, rates)
-    gather = _gather_seconds(run, profile, rates) if run.zero_stage == 3 else 0.0
-    layer_cp = _layer_cp_seconds(run, profile, rates, layer)
-    layer_ep = _layer_ep_seconds(run, profile, rates)
+    layer_tp = layer_tp_seconds(run, profile, rates, layer)
+    hop = hop_seconds(run, profile, rates)
+    gather = gather_seconds(run, profile, rates) if run.zero_stage == 3 else 0.0
+    layer_cp = layer_cp_seconds(run, profile, rates, layer)
+    layer_ep = layer_ep_seconds(run, profile, rates)
     layers = _layers_of_ranks(run)
     by_rank = {
         rank: _microbatch(
@@ -104,7 +111,7 @@ def estimate_run(run: RunRow, profile: Profile, rates: DeviceRates) -> RunEstima
     ends_s = sum(by_rank[rank].total_s for rank in {0, run.pp - 1})
     others_s = ends_s + inner_s - slowest.total_s
     m = run.num_microbatches
-    dp_s, optimizer_s = _end_of_step(run, profile, rates, slowest)
+    dp_s, optimizer_s = end_of_step_seconds(run, profile, rates, compute_s=slowest.compute_s)
     bubble_s = _bubble_seconds(run, others_s, hop)
     nodes = ceil(run.gpus / profile.cluster.devices_per_node)
     working_s = m * (slowest.compute_s + slowest.host_s + slowest.recompute_s) + bubble_s
@@ -150,7 +157,7 @@ def _microbatch(
     if run.tp > 1:
         kernels += TP_COLLECTIVES * layers
     # What ranks wait for each other grows with their number, whoever is the limit.
-    skew = TP_COLLECTIVES * layers * _skew_seconds(run, rates)
+    skew = TP_COLLECTIVES * layers * skew_seconds(run, rates)
     tp_once = layers * layer_tp
     # The lookup sums its rows over tp ranks, and the head does so in backward.
     tp_ends = layer_tp / 2 * (first + last)
@@ -264,128 +271,6 @@ def _recomputed_seconds(run: RunRow, layer: Seconds) -> float:
         if not run.stack.flash_attention:
             return layer.attention_forward_s
     return 0.0
-
-
-def _layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: Seconds) -> float:
-    """Exposed tensor-parallel collectives of one layer's forward (its backward has as many)."""
-    if run.tp == 1:
-        return 0.0
-    group = tp_group(profile.cluster, tp=run.tp)
-    num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden // run.cp
-    if run.sequence_parallel:
-        one = _collective(profile, rates, "all_gather", num_bytes, group)
-        one += _collective(profile, rates, "reduce_scatter", num_bytes, group)
-    else:
-        one = _collective(profile, rates, "all_reduce", num_bytes, group)
-    total = 2 * one
-    if run.stack.overlaps_tp:
-        return rates.exposed_seconds(total, behind_s=0.5 * layer.forward_s)
-    return total
-
-
-def _layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: Seconds) -> float:
-    """Exposed exchange of keys and values of one layer, forward and backward.
-
-    Every rank sees those of all cp ranks in the forward, again in the backward, and sends
-    their gradients back. They go round a ring while attention to those at hand is computed,
-    so all but the last part of each round is hidden behind as much attention.
-    """
-    if run.cp == 1:
-        return 0.0
-    group = axis_group(profile.cluster, size=run.cp, stride=run.tp)
-    shape = run.shape
-    width = shape.qkv_width - shape.attention_width
-    num_bytes = 2 * run.micro_batch * shape.seq_len * width / run.tp
-    once = _collective(profile, rates, "all_gather", num_bytes, group)
-
-    def exposed(seconds: float, attention_s: float) -> float:
-        return max(seconds / run.cp, seconds - attention_s)
-
-    there = layer.attention_forward_s
-    return exposed(once, there) + exposed(2 * once, 2.5 * there)
-
-
-def _layer_ep_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
-    """Tokens sent to their experts and back, once; a backward sends as many."""
-    if run.ep == 1:
-        return 0.0
-    group = axis_group(profile.cluster, size=run.ep, stride=run.tp)
-    shape = run.shape
-    tokens = run.micro_batch * shape.seq_len / run.cp
-    if run.sequence_parallel:
-        tokens /= run.tp
-    num_bytes = 2 * tokens * shape.experts_per_token * shape.hidden * BUSIEST_RANK
-    return 2 * _collective(profile, rates, "all_to_all", num_bytes, group)
-
-
-def _skew_seconds(run: RunRow, rates: DeviceRates) -> float:
-    """Return what tp ranks wait for the last of them at a collective that nothing overlaps."""
-    return 0.0 if run.sequence_parallel else rates.skew_s * log2(run.tp)
-
-
-def _collective(
-    profile: Profile, rates: DeviceRates, kind: str, num_bytes: float, group: Group
-) -> float:
-    part = rates.network_efficiency
-    if group.num_nodes == 1:
-        part = rates.link_efficiency * rates.link_scale
-    return profile.collective_seconds(kind, num_bytes, group).seconds / part
-
-
-def _hop_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
-    if run.pp == 1:
-        return 0.0
-    group = hop_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp, pp=run.pp)
-    num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden / run.cp
-    sent = _collective(profile, rates, "send_recv", num_bytes / run.tp, group)
-    if run.tp > 1 and not run.sequence_parallel:
-        # Each tp rank sends its part of what they all hold, and they gather it again
-        # (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-        tp = tp_group(profile.cluster, tp=run.tp)
-        sent += _collective(profile, rates, "all_gather", num_bytes, tp)
-    return sent
-
-
-def _gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
-    """One all-gather of a layer's 16-bit weights over the dp ranks."""
-    group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
-    if group.num_nodes > 1 and not run.stack.uses_all_links:
-        group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
-    num_bytes = 2 * run.shape.held_params(run.ep) / run.tp
-    return _collective(profile, rates, "all_gather", num_bytes, group)
-
-
-def _end_of_step(
-    run: RunRow, profile: Profile, rates: DeviceRates, slowest: _Microbatch
-) -> tuple[float, float]:
-    """Exposed gradient exchange, and the optimizer, of the rank with the most parameters."""
-    shape = run.shape
-    per_rank = shape.layers / run.pp
-    params = (shape.held_params(run.ep) * per_rank + shape.embedding_params) / run.tp
-    owned = params
-    if run.zero_stage:
-        # Between them, dp ranks have all experts.
-        owned = (shape.held_params() * per_rank + shape.embedding_params) / run.tp
-        owned /= run.dp * run.cp
-    group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
-    optimizer = rates.pass_seconds(run.stack.optimizer_pass_bytes * owned, 20)
-    dp_s = 0.0
-    if run.dp * run.cp > 1 and run.zero_stage < 3:
-        num_bytes = run.stack.reduced_bytes * params
-        if run.zero_stage == 0:
-            dp_s = _collective(profile, rates, "all_reduce", num_bytes, group)
-        else:
-            scatter = _collective(profile, rates, "reduce_scatter", num_bytes, group)
-            gather = _collective(profile, rates, "all_gather", 2 * params, group)
-            dp_s = scatter + gather
-        if run.stack.overlaps_dp:
-            dp_s = rates.exposed_seconds(dp_s, behind_s=slowest.compute_s)
-    if run.pp > 1:
-        # The embedding is on the first and on the last rank; their gradients are summed.
-        tied = axis_group(profile.cluster, size=2, stride=run.dp * run.cp * run.tp)
-        num_bytes = run.stack.reduced_bytes * run.shape.embedding_params / run.tp
-        dp_s += _collective(profile, rates, "all_reduce", num_bytes, tied)
-    return dp_s, optimizer
 
 
 def estimate_run_memory(run: RunRow) -> RunMemory:
