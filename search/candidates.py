@@ -319,6 +319,20 @@ class Candidates:
         bound = stages.step_bound(one, hops, [names[choice] for choice in choices])
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
+    def too_large_ranks(
+        self,
+        configuration: Configuration,
+        table: StageTable,
+        cut: Cut,
+        memory_limit_bytes: float,
+    ) -> tuple[TooLarge, ...]:
+        """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
+        one = configuration
+        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
+        return self.even_stages(one, table).too_large(
+            one, cut.choices, schedule, memory_limit_bytes
+        )
+
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
         return quick_step_s(configuration, table, cut, recompute_choices(configuration.recompute))

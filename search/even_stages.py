@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from costmodel import StageLoad
 from costmodel.memory import kept_bytes
 from planner.plan import Recompute
-from planner.schedule import find_schedule, stage_to_pp_rank
+from planner.schedule import Schedule, find_schedule, most_kept, stage_to_pp_rank
 from search.chain_paths import Floats, TooLarge
 from search.rank_bytes import RankBytes
 from search.space import Configuration, recompute_choices
@@ -150,6 +150,38 @@ class EvenStages:
             return None
         return tuple(np.argmax(fits, axis=0)[self.homes].tolist())
 
+    def too_large(
+        self,
+        configuration: Configuration,
+        choices: Sequence[int],
+        schedule: Schedule,
+        memory_limit_bytes: float,
+    ) -> tuple[TooLarge, ...]:
+        """Return a stage of each rank that cannot hold its own as the job table has them under way.
+
+        That is what each stage keeps while its microbatches are, where `least_bytes` knows how
+        many but not of which stages.
+        """
+        one = configuration
+        if self.table.on_host.activations:
+            return ()
+        names = [recompute_choices(one.recompute)[choice] for choice in choices]
+        by_name = {name: self._kept_by_stage(name) for name in set(names)}
+        kept = [float(by_name[name][stage]) for stage, name in enumerate(names)]
+        held = np.array(most_kept(schedule, kept))
+        needed = self._rank(one).holding(held, has_gradients=False)
+        homes = self.homes.tolist()
+        first = [homes.index(rank) for rank in range(self.pp)]
+        return tuple(
+            TooLarge(
+                stage=first[rank],
+                first=self.cuts[first[rank]],
+                end=self.cuts[first[rank] + 1],
+                choice=choices[first[rank]],
+            )
+            for rank in np.flatnonzero(needed > memory_limit_bytes).tolist()
+        )
+
     def least_bytes(self, configuration: Configuration, live: Sequence[int], choice: int) -> Floats:
         """Return what each rank needs at least under a recompute choice.
 
@@ -157,7 +189,14 @@ class EvenStages:
         holds (`live`), each keeping what the stage of the rank that keeps least does.
         """
         one = configuration
-        rank = RankBytes(
+        held = self.table.on_host.live(np.asarray(live, dtype=float))
+        kept = held * self._least_held(recompute_choices(one.recompute)[choice])
+        return self._rank(one).holding(kept, has_gradients=False)
+
+    def _rank(self, configuration: Configuration) -> RankBytes:
+        """The ranks with nothing but their parameters."""
+        one = configuration
+        return RankBytes(
             load=StageLoad(param_bytes=self._param_bytes),
             num_microbatches=one.num_microbatches,
             recompute="none",
@@ -167,9 +206,6 @@ class EvenStages:
             precision=self.table.precision,
             on_host=self.table.on_host,
         )
-        held = self.table.on_host.live(np.asarray(live, dtype=float))
-        kept = held * self._least_held(recompute_choices(one.recompute)[choice])
-        return rank.holding(kept, has_gradients=False)
 
     @cached_property
     def _param_bytes(self) -> Floats:
@@ -178,9 +214,13 @@ class EvenStages:
     def _least_held(self, choice: Recompute) -> Floats:
         """Bytes that each stage of a rank keeps of one microbatch at least."""
         if choice not in self._kept:
-            load = self.table.blocks
-            kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
             held = np.full(self.pp, np.inf)
-            np.minimum.at(held, self.homes, np.add.reduceat(kept, self._first))
+            np.minimum.at(held, self.homes, self._kept_by_stage(choice))
             self._kept[choice] = held
         return self._kept[choice]
+
+    def _kept_by_stage(self, choice: Recompute) -> Floats:
+        """Bytes that each stage keeps of one microbatch at least; neighbours may share outputs."""
+        load = self.table.blocks
+        kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
+        return np.add.reduceat(kept, self._first)

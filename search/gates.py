@@ -267,6 +267,12 @@ def only_cut(search: Walk, entry: Entry) -> Cut | None:
 
 def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
     """Simulate; estimate in full, memory included, what might be the best, or leave a gap."""
+    if entry.configuration.vpp > 1:
+        limit = search.memory_limit_bytes
+        too_large = search.candidates.too_large_ranks(entry.configuration, entry.table, cut, limit)
+        if too_large:
+            _cut_again(search, entry, too_large)
+            return
     step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
     search.simulated += 1
     # One cut stands for a configuration with virtual stages; otherwise others are still open.
@@ -278,7 +284,7 @@ def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
     done = price(search, entry, cut)
     if done.answer.peak_bytes > search.memory_limit_bytes:
         search.simulated -= 1
-        _cut_again(search, entry, cut, done)
+        _cut_again(search, entry, too_large_of(search, entry, cut, done))
         return
     one = entry.configuration
     if one.pp > 1 and one.vpp == 1 and search.request.solver == "dp" and not entry.is_careful:
@@ -293,7 +299,7 @@ def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
         search.best = done
 
 
-def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
+def _cut_again(search: Walk, entry: Entry, too_large: tuple[TooLarge, ...]) -> None:
     """Push a configuration back, to be cut without those of its stages that are too large.
 
     Its bound, the least path of all cuts that were left, holds for those that still are.
@@ -304,7 +310,6 @@ def _cut_again(search: Walk, entry: Entry, cut: Cut, done: Finished) -> None:
     if entry.refusals == _MOST_REFUSALS + _MOST_CAREFUL_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
-    too_large = too_large_of(search, entry, cut, done)
     search.push(
         replace(
             entry,

@@ -35,7 +35,7 @@ def find_runners_up(search: Walk, best: Finished) -> tuple[RunnerUp, ...]:
         if _degrees_of(entry.configuration) in found:
             continue
         tries += 1
-        cut = entry.cut or _cut(search, entry)
+        cut = _cut(search, entry)
         priced = price(search, entry, cut) if cut else None
         if priced is not None and priced.answer.peak_bytes <= search.memory_limit_bytes:
             found[_degrees_of(priced.configuration)] = priced
@@ -64,11 +64,15 @@ def _degrees_of(one: Configuration) -> tuple[int, ...]:
 
 
 def _cut(search: Walk, entry: Entry) -> Cut | None:
-    one = entry.configuration
-    if one.vpp > 1 or one.pp == 1:
-        return only_cut(search, entry)
-    problem = search.candidates.problem(one, entry.table, search.memory_limit_bytes)
-    return solve_chain(problem).cut
+    """Return the cut to show; None where it is known without an estimate that it does not fit."""
+    one, limit = entry.configuration, search.memory_limit_bytes
+    if one.vpp == 1 and one.pp > 1:
+        problem = search.candidates.problem(one, entry.table, limit)
+        return entry.cut or solve_chain(problem).cut
+    cut = entry.cut or only_cut(search, entry)
+    if cut and one.vpp > 1 and search.candidates.too_large_ranks(one, entry.table, cut, limit):
+        return None
+    return cut
 
 
 def why_slower(answer: Estimate, best: Estimate) -> str:

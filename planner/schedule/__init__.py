@@ -22,7 +22,12 @@ from planner.schedule.communication import (
     validate_communication,
 )
 from planner.schedule.draw import draw_schedule, draw_table
-from planner.schedule.in_flight import in_flight, in_flight_at_rank_peak, in_flight_per_stage
+from planner.schedule.in_flight import (
+    in_flight,
+    in_flight_at_rank_peak,
+    in_flight_per_stage,
+    most_kept,
+)
 from planner.schedule.jobs import (
     Job,
     JobKind,
@@ -73,6 +78,7 @@ __all__ = [
     "in_flight_per_stage",
     "loop_placement",
     "lower_bound_s",
+    "most_kept",
     "register_schedule",
     "schedule_of",
     "stage_to_pp_rank",

@@ -6,6 +6,8 @@ part of what F saved is already free; counting it until W errs on the safe side.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from planner.schedule.jobs import JobKind, Schedule
 
 _CHANGE = {
@@ -47,6 +49,24 @@ def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
             live[stage] += _CHANGE[job.kind]
             peak[stage] = max(peak[stage], live[stage])
     return tuple(peak)
+
+
+def most_kept(schedule: Schedule, weight: Sequence[float]) -> tuple[float, ...]:
+    """Return for each pp rank the most that its live microbatches keep at once at least.
+
+    `weight[stage]` is what one keeps there, from its F job until its first backward job.
+    """
+    peaks = []
+    for row in schedule.jobs:
+        now = most = 0.0
+        for job in row:
+            if job.kind is JobKind.FORWARD:
+                now += weight[job.stage_index]
+                most = max(most, now)
+            elif job.kind is not JobKind.BACKWARD_WEIGHT:
+                now -= weight[job.stage_index]
+        peaks.append(most)
+    return tuple(peaks)
 
 
 def in_flight_at_rank_peak(

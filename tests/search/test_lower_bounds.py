@@ -139,6 +139,8 @@ def _parts_of_even(candidates, one, table, cut):
     """Virtual stages: what is refused under a limit just at each rank's estimate is no rank."""
     memory = candidates.estimate(candidates.plan(one, table, cut)).memory
     stages = candidates.even_stages(one, table)
+    highest = max(float(parts.total) for parts in memory)
+    assert not candidates.too_large_ranks(one, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         stage = stages.homes.tolist().index(rank)
