@@ -77,8 +77,12 @@ def least_job_seconds(
     link do not slow each other.
     """
     down, up = np.zeros(num_jobs), np.zeros(num_jobs)
+    copies = {
+        stage: [copy_seconds(profile, num_bytes, to_host=to_host) for to_host in (True, False)]
+        for stage, num_bytes in moved_bytes.items()
+    }
     for trip in found:
-        num_bytes = moved_bytes[trip.stage_index]
-        down[trip.leaving] += copy_seconds(profile, num_bytes, to_host=True)
-        up[trip.arriving] += copy_seconds(profile, num_bytes, to_host=False)
+        leaving_s, arriving_s = copies[trip.stage_index]
+        down[trip.leaving] += leaving_s
+        up[trip.arriving] += arriving_s
     return np.maximum(down, up)

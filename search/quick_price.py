@@ -15,10 +15,13 @@ import numpy as np
 
 from costmodel import JobSeconds, build_job_table, simulate
 from costmodel.clipping import last_rank, norm_sum_seconds
+from costmodel.memory import kept_bytes
+from costmodel.offload import least_job_seconds
 from costmodel.simulate import JobTable
 from costmodel.tied import exchange_seconds, gradient_bytes
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
+from planner.schedule.trips import Trip, trips
 from search.chain_paths import Cut
 from search.rank_stages import StageRuns
 from search.space import Configuration
@@ -109,8 +112,36 @@ def _simulated_rank_ends(
             sends_ahead_s=tuple((runs.first_weight_s * sends_ahead).tolist()),
             last_sends_ahead_s=tuple((runs.weight_s * sends_ahead).tolist()),
         ),
+        at_least=_copies_beside_jobs(one, table, cut, recomputed),
     )
     return timeline.rank_end_s
+
+
+def _copies_beside_jobs(
+    one: Configuration, table: StageTable, cut: Cut, recomputed: Sequence[Recompute]
+) -> tuple[np.ndarray, ...] | None:
+    """Return what copies of activations take beside each job of each rank, if there are any."""
+    if not table.on_host.activations:
+        return None
+    at = np.asarray(cut.cuts)
+    loads = table.runs.loads(at[:-1], at[1:])
+    moved: dict[int, float] = {}
+    for choice in set(recomputed):
+        kept = kept_bytes(loads, recompute=choice) - loads.side_bytes
+        moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
+    rows = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule.jobs
+    found = _trips(one.schedule, one.pp, one.vpp, one.num_microbatches)
+    return tuple(
+        least_job_seconds(table.profile, len(row), made, moved)
+        for row, made in zip(rows, found, strict=True)
+    )
+
+
+@lru_cache(maxsize=32)
+def _trips(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[Trip, ...], ...]:
+    """Return the trips that activations make in each row of a named schedule, of all stages."""
+    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
+    return tuple(trips(row, range(pp * vpp)) for row in rows)
 
 
 @lru_cache(maxsize=128)

@@ -22,6 +22,7 @@ from costmodel.communication import (
     adamw_seconds,
     data_parallel_seconds,
 )
+from costmodel.offload import host_step_seconds
 from costmodel.stage import StageLoad, again_seconds
 from costmodel.topology import dp_group
 from planner.plan import Precision, Recompute
@@ -208,8 +209,11 @@ class RankStages:
         return update + clip.norm_s + clip.scale_s
 
     def adamw_s(self, param_bytes: float, num_params: float) -> float:
-        """Return the optimizer's step of a rank that holds so many bytes in so many tensors."""
-        return adamw_seconds(
+        """Return the optimizer's step of a rank that holds so many bytes in so many tensors, where
+        it is made: on the device or on its host.
+        """
+        step_seconds = host_step_seconds if self.table.on_host.optimizer else adamw_seconds
+        return step_seconds(
             self.table.profile,
             param_bytes=param_bytes / (self.dp * self.cp if self.zero else 1),
             num_tensors=int(num_params),
@@ -266,6 +270,7 @@ class RankStages:
                 num_blocks=int(num_blocks),
                 num_tensors=int(num_params),
                 gradient_bytes=param_bytes * gradient_factor(self.table.precision),
+                on_host=self.table.on_host.optimizer,
             )
             memo[key] = (
                 *(float(getattr(seconds, name)) for name in _EXCHANGE),

@@ -12,6 +12,8 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
+from search.candidates import Candidates
+from search.chain_dp import solve_chain
 from search.explain import explain_saving, fullest_rank, memory_parts
 from search.on_host import tiers
 from tests.builders import PlainGPT, gpt_batch
@@ -71,6 +73,32 @@ def test_offload_asked_for_is_honoured():
     assert len(set(peaks)) == 3
     with pytest.raises(LayoutError, match="--offload disk was given; use auto, none"):
         asked(offload="disk")
+
+
+@pytest.mark.parametrize("way", ["optimizer", "activations", "both"])
+def test_bounds_and_the_quick_price_know_what_offload_takes(way):
+    """X1: the host's step and the copies beside jobs are in what the search prices; no gap."""
+    for choices in (
+        {"dp": 2, "zero": 1}, {"pp": 2, "schedule": "1f1b"},
+        {"pp": 2, "schedule": "interleaved_1f1b", "recompute": "full"},
+    ):  # fmt: skip
+        request = SearchRequest(
+            num_devices=2, global_batch=16, precision="bf16", offload=way, **choices
+        )
+        candidates = Candidates.of(gpt(), a100(), request)
+        one = next(candidates.shapes(request)[0].configurations())
+        table = candidates.tables(one.tp, one.microbatch_size)[0]
+        limit = float("inf")
+        cut = (
+            solve_chain(candidates.problem(one, table, limit)).cut
+            if one.vpp == 1
+            else candidates.even_cut(one, table, limit)
+        )
+        answer = candidates.estimate(candidates.plan(one, table, cut))
+        assert candidates.quick_step_s(one, table, cut) == pytest.approx(answer.step_s, rel=1e-9)
+        assert cut.value <= answer.step_s * (1 + 1e-9)
+        assert candidates.bounds(table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
+    assert asked(offload=way).certificate.gap == 0
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():
