@@ -203,8 +203,9 @@ def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
 def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespace) -> list[dict]:
     """Return predicted and measured step time of each plan of one model, run if need be.
 
-    `measured_s` is of the least disturbed turn, as what else happens on a machine only adds;
-    `usual_s` the median of all turns; `predicted_then_s` of the machine as slow as it was then.
+    `measured_s` is the median of all turns: a profile answers for the machine as it usually is.
+    `least_s` is of the least disturbed turn, `predicted_then_s` for the machine as slow as it
+    was beside these runs.
     """
     from costmodel import CostCache, estimate
     from planner.capture import capture_source, load_model_file
@@ -231,11 +232,11 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
             "plan": describe(plans[index]),
             "predicted_s": answer.step_s,
             "predicted_then_s": predicted_then_s,
-            "measured_s": min(turns),
-            "usual_s": statistics.median(turns),
-            "error_pct": 100 * (answer.step_s / min(turns) - 1),
-            "usual_error_pct": 100 * (answer.step_s / statistics.median(turns) - 1),
+            "measured_s": statistics.median(turns),
+            "least_s": min(turns),
+            "error_pct": 100 * (answer.step_s / statistics.median(turns) - 1),
             "error_then_pct": 100 * (predicted_then_s / statistics.median(turns) - 1),
+            "least_error_pct": 100 * (answer.step_s / min(turns) - 1),
             "parts_s": answer.to_dict()["time"],
             "job_ratios": job_ratios(folder, index, answer),
         }
@@ -244,8 +245,8 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
         note(
             f"{model:6}{line['plan']:57}{1e3 * line['predicted_s']:8.1f} ms"
             f"{1e3 * line['measured_s']:8.1f} ms{line['error_pct']:+7.1f}%"
-            f"{1e3 * line['usual_s']:8.1f} ms{line['usual_error_pct']:+7.1f}%"
-            f"{line['error_then_pct']:+7.1f}%{ratios}"
+            f"{line['error_then_pct']:+7.1f}%"
+            f"{1e3 * line['least_s']:8.1f} ms{line['least_error_pct']:+7.1f}%{ratios}"
         )
     return lines
 
@@ -255,7 +256,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-ERRORS = ("error_pct", "usual_error_pct", "error_then_pct")
+ERRORS = ("error_pct", "error_then_pct", "least_error_pct")
 
 
 def summarise(lines: list[dict]) -> dict:
@@ -342,9 +343,9 @@ def main() -> int:
         for name, found in (*summary["models"].items(), ("all", summary)):
             regret = found.get("regret_pct", found.get("mean_regret_pct"))
             print(
-                f"{name:5} median error {found['median_error_pct']:.1f}% of the least disturbed "
-                f"turn, {found['median_usual_error_pct']:.1f}% of the median turn, "
-                f"{found['median_error_then_pct']:.1f}% at the machine's pace then; "
+                f"{name:5} median error {found['median_error_pct']:.1f}%, "
+                f"{found['median_error_then_pct']:.1f}% at the machine's pace then, "
+                f"{found['median_least_error_pct']:.1f}% of the least disturbed turn; "
                 f"regret {regret:.1f}%, fastest among predicted top 3: {found['best_in_top3']}"
             )
     return 0

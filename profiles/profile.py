@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+
 from planner.cluster import ClusterSpec
 from profiles.collective_model import CollectiveModel
 from profiles.families import pace_kind
@@ -171,8 +173,11 @@ class Profile:
         if fit is None:
             return 0.0 * num_collectives
         among = compute_s * fit.s_per_compute_s * (num_collectives > 0)
-        around = fit.s_per_redistribution if inside else 0.0
-        return num_collectives * (fit.s_per_call + around) + among
+        each = fit.s_per_call + (fit.s_per_redistribution if inside else 0.0)
+        calls = num_collectives
+        if fit.least_compute_s:
+            calls = np.minimum(calls, compute_s / fit.least_compute_s)
+        return calls * each + among
 
     def optimizer_seconds(
         self, *, param_bytes: float, num_tensors: int, sharded: bool = False

@@ -320,12 +320,15 @@ class StepFit(_Record):
 class WaitFit(_Record):
     """A collective amid compute takes `s_per_call` longer than one after another, and
     `s_per_compute_s` for each second of compute since the last: ranks wait for the slowest.
-    Inside a block one takes `s_per_redistribution` more: the runtime's own work around it.
+    Inside a block one takes `s_per_redistribution` more: the runtime's own work around it. With
+    less compute between than was measured, `least_compute_s`, a call takes that part of both:
+    none one after another, as caches are warm and nobody is late.
     """
 
     s_per_call: float = Field(ge=0)
     s_per_compute_s: float = Field(ge=0)
     s_per_redistribution: float = Field(default=0.0, ge=0)
+    least_compute_s: float = Field(default=0.0, ge=0)
     origin: Origin
     detail: str
 

@@ -227,6 +227,7 @@ def _wait_fit(waits: Sequence[tuple[float, float, float]]) -> WaitFit | None:
         s_per_call=line[0],
         s_per_compute_s=line[1],
         s_per_redistribution=max(0.0, float(np.median([inside_s for _, _, inside_s in waits]))),
+        least_compute_s=min(compute_s for compute_s, _, _ in waits),
         origin="measured",
         detail=f"all-reduces after {lengths} ms of a layer over those one after another",
     )

@@ -79,6 +79,10 @@ def test_collectives_wait_for_the_slowest_rank(plain):
     around = _with(plain, collective_wait=wait.model_copy(update={"s_per_redistribution": 1e-2}))
     assert around.wait_seconds(2.0, 3) == waiting.wait_seconds(2.0, 3)
     assert around.wait_seconds(2.0, 3, inside=True) == pytest.approx(1.033)
+    # Calls that follow each other at once, as of 2 s of compute in 3 with 8 s before each.
+    bunched = _with(plain, collective_wait=wait.model_copy(update={"least_compute_s": 8.0}))
+    assert bunched.wait_seconds(2.0, 3) == pytest.approx(1.0 + 1e-3 * 2 / 8)
+    assert bunched.wait_seconds(80.0, 3) == pytest.approx(40.003)
     asked = {"zero_stage": 3, "param_bytes": 1e3, "num_blocks": 3}
     raw = data_parallel_seconds(waiting, Group(ranks_per_node=2), **asked)
     amid = raw.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3)

@@ -78,5 +78,6 @@ def test_waits_are_a_line_in_the_compute():
     fit = _wait_fit(waits)
     assert fit is not None
     assert fit.s_per_redistribution == pytest.approx(2e-4)
+    assert fit.least_compute_s == 0.5e-3
     assert fit.s_per_compute_s == pytest.approx(0.1, rel=0.05)
     assert _wait_fit(()) is None
