@@ -55,8 +55,12 @@ def estimate(
 ) -> None:
     """Predict a plan's step time and memory, in parts."""
     if batch is not None or out is not None:
-        if batch is None or out is None or plan is not None or profile is not None:
+        if batch is None or out is None:
+            raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
+        if plan is not None:
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
+        if profile is not None:
+            raise PlannerError("rows say their machine by `gpu`; leave --profile out")
         if kernels != "eager" or clip_gradients:
             raise PlannerError(
                 "rows say their software by `stack`; leave --kernels and --clip-gradients out"
