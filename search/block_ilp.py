@@ -29,7 +29,7 @@ from collections import defaultdict
 import numpy as np
 
 from search.block_problem import BlockProblem
-from search.cpsat import solve_best
+from search.cpsat import solve_proven
 from search.eliminate import Choice
 
 _STEPS = 10**9
@@ -42,9 +42,9 @@ def solve_by_cpsat(
     memory_limit_bytes: float | None = None,
     time_limit_s: float = 30.0,
 ) -> Choice | None:
-    """Return the best choice found, or None when the memory limit admits none.
+    """Return the optimum, or None when the memory limit admits none.
 
-    Its `gap` is 0 where optimality was proved in time; RuntimeError when nothing was found.
+    Raises RuntimeError when time runs out before a proof.
     """
     from ortools.sat.python import cp_model
 
@@ -88,12 +88,11 @@ def solve_by_cpsat(
         ]
         model.add(sum(terms) <= int(memory_limit_bytes))
     model.minimize(sum(objective))
-    best = solve_best(model, time_limit_s)
-    if best is None:
+    solver = solve_proven(model, time_limit_s)
+    if solver is None:
         return None
-    solver, gap = best
     values = tuple(next(i for i, b in enumerate(row) if solver.boolean_value(b)) for row in x)
-    return Choice(values=values, cost=problem.value(values, bytes_price), gap=gap)
+    return Choice(values=values, cost=problem.value(values, bytes_price))
 
 
 def _by_column(asks: tuple[int, ...], row: list | None) -> dict[int, list]:

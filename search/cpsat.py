@@ -1,4 +1,4 @@
-"""CP-SAT within a time limit: as a referee only a proved optimum counts."""
+"""CP-SAT as a referee: only a proved optimum counts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,8 @@ if TYPE_CHECKING:
 def solve_proven(model: cp_model.CpModel, time_limit_s: float) -> cp_model.CpSolver | None:
     """Return the solver with an optimum, None when nothing satisfies the model.
 
-    Raises RuntimeError when time runs out before a proof.
-    """
-    best = solve_best(model, time_limit_s)
-    if best is None:
-        return None
-    solver, gap = best
-    if gap:
-        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
-    return solver
-
-
-def solve_best(
-    model: cp_model.CpModel, time_limit_s: float
-) -> tuple[cp_model.CpSolver, float] | None:
-    """Return the solver with the best it found, and the part of it that may be too much.
-
-    That part is 0 when the optimum is proved. None when nothing satisfies the model. One
-    worker, so that the same model gives the same proved answer. Raises RuntimeError when
-    nothing was found in time.
+    One worker, so that the same model gives the same answer. Raises RuntimeError when time
+    runs out before a proof.
     """
     from ortools.sat.python import cp_model
 
@@ -39,9 +22,6 @@ def solve_best(
     status = solver.solve(model)
     if status == cp_model.INFEASIBLE:
         return None
-    if status == cp_model.OPTIMAL:
-        return solver, 0.0
-    if status != cp_model.FEASIBLE:
-        raise RuntimeError(f"CP-SAT found nothing in {time_limit_s} s")
-    found = solver.objective_value
-    return solver, (found - solver.best_objective_bound) / max(found, 1e-30)
+    if status != cp_model.OPTIMAL:
+        raise RuntimeError(f"CP-SAT stopped after {time_limit_s} s without a proved optimum")
+    return solver

@@ -13,7 +13,7 @@ that joins the fewest others, if its tables are fewer cells in all (min-fill; Kj
 Triangulation of Graphs, 1990). Cost: the sum of table sizes,
 values ** (neighbours + 1); a transformer layer (60 ops, up to 10 strategies) needs tables of
 at most three or four variables. `TooWide` is raised before a table would outgrow `max_cells`,
-and the caller turns to the integer program.
+and the caller turns to the linear program (`block_lp`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Table = tuple[tuple[int, ...], NDArray[np.float64]]
 """Variables (ascending) and the cost of each combination of their values."""
 
 
-# 128 MiB of costs: what wide blocks need (a mixture of experts with latent attention: 15 million).
-_MOST_CELLS = 16_000_000
+# 32 MiB of costs: about where a linear program is faster.
+_MOST_CELLS = 4_000_000
 # Tables up to this size are not worth a second look for a better order.
 _FEW_CELLS = 100_000
 
@@ -68,7 +68,7 @@ def solve_by_elimination(
     return minimise_tables(tables, sizes, max_cells)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def link_tables(problem: BlockProblem, max_cells: int) -> list[Table]:
     """Return every link's table; kept for the same problem at another price of bytes."""
     sizes = [len(v.values) for v in problem.variables]
@@ -115,9 +115,11 @@ def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: in
     values = [table for _, table in tables]
     constant = sum(float(table) for scope, table in tables if not scope)
     steps: list[tuple[Elimination, NDArray[np.intp]]] = []
-    for step in elimination_order(tuple(scope for scope, _ in tables), tuple(sizes)):
-        if step.num_cells > max_cells:
-            raise TooWide(f"a table of {step.num_cells} cells is needed")
+    order = elimination_order(tuple(scope for scope, _ in tables), tuple(sizes))
+    widest = max((step.num_cells for step in order), default=0)
+    if widest > max_cells:
+        raise TooWide(f"a table of {widest} cells is needed")
+    for step in order:
         first, *others = step.tables
         total = values[first[0]].reshape(first[1])
         for index, dims in others:

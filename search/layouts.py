@@ -1,7 +1,7 @@
 """Placements inside every block class for one tp degree and microbatch size.
 
-Builds the block problem from the sharding rules and the profile, solves it (elimination, or
-CP-SAT where a table would grow too wide) and returns one `ClassLayout` per class. Classes
+Builds the block problem from the sharding rules and the profile, solves it (elimination, or a
+linear program where a table would grow too wide) and returns one `ClassLayout` per class. Classes
 that share a parameter are solved together, so a tied parameter lies the same way wherever it
 is used.
 
@@ -39,7 +39,7 @@ FAST, LEAN = "fast", "lean"
 # time a strategy could save (links move one in 1e-12 s or more).
 _FAST_PRICE = 1e-18
 # Blocks too wide for elimination: what an integer program may take for one of their problems.
-_CPSAT_S = 5.0
+_PROGRAM_S = 5.0
 # A leaner layout that saves less than this part of the bytes is not worth pricing twice.
 _LEAST_SAVING = 0.02
 
@@ -62,6 +62,8 @@ class LayoutSolver:
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _solved: dict[tuple[int, int], tuple[_Between, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
@@ -97,11 +99,30 @@ class LayoutSolver:
                     return True
         return False
 
+    def fastest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        """Return the fastest layouts between each kind of block boundaries, fastest first."""
+        key = (tp, microbatch_size)
+        if key not in self._fastest:
+            solved = self._solve_fast(tp, microbatch_size)
+            # Whoever asks for the lean ones too does it next.
+            self._solved = {key: solved}
+            fast = [_layouts_of(FAST, one.problems, one.choices, self._uses) for one in solved]
+            self._fastest[key] = tuple(sorted(fast, key=lambda layouts: layouts.seconds))
+        return self._fastest[key]
+
     def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         """Return the layouts worth pricing, fastest first, each with fewer bytes than the last."""
         key = (tp, microbatch_size)
         if key not in self._memo:
-            self._memo[key] = self._solve(tp, microbatch_size)
+            found = [*self.fastest(tp, microbatch_size)]
+            for one in self._solved.get(key) or self._solve_fast(tp, microbatch_size):
+                lean = self._choose(one.problems, one.lean_prices())
+                found.append(_layouts_of(LEAN, one.problems, lean, self._uses))
+            kept: list[Layouts] = []
+            for layouts in sorted(found, key=lambda layouts: layouts.seconds):
+                if all(layouts.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
+                    kept.append(layouts)
+            self._memo[key] = tuple(kept)
         return self._memo[key]
 
     def problem(
@@ -141,49 +162,71 @@ class LayoutSolver:
             self._segments_of[microbatch_size] = tuple(sorted(counts))
         return self._segments_of[microbatch_size]
 
-    def _solve(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Between, ...]:
+        """Solve the block problems for the least seconds, between each kind of boundaries."""
         boundaries = boundary_options(self.graph, tp, microbatch_size)
         groups = [
             self._problems(tp, microbatch_size, classes, boundaries)
             for classes in class_groups(self.graph, self.shared)
         ]
-        found = [
-            layouts
+        return tuple(
+            _Between(problems=problems, choices=self._choose(problems))
             for problems in zip(*groups, strict=True)
-            for layouts in self._solve_between(problems)
-        ]
-        kept: list[Layouts] = []
-        for one in sorted(found, key=lambda layouts: layouts.seconds):
-            if all(one.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
-                kept.append(one)
-        return tuple(kept)
+        )
 
-    def _solve_between(self, problems: Sequence[BlockProblem]) -> list[Layouts]:
-        """Return the fast and the lean layouts of all classes for the same block boundaries."""
-        ends: dict[str, dict[int, ClassLayout]] = {FAST: {}, LEAN: {}}
-        seconds, sizes = dict.fromkeys(ends, 0.0), dict.fromkeys(ends, 0.0)
-        uses = Counter(block.class_index for block in self.graph.blocks)
-        for problem in problems:
-            count = max(uses[index] for index, _ in problem.programs)
-            price = _FAST_PRICE
-            for name in ends:
-                choice, solver = solve_block(problem, price)
-                self._solvers.add(solver)
-                self._gap = max(self._gap, choice.gap)
-                value, size = problem.value(choice.values), problem.num_bytes(choice.values)
-                price = value / max(1.0, size)
-                ends[name].update(read_layouts(problem, choice.values))
-                seconds[name] += count * value
-                sizes[name] += count * size
+    def _choose(
+        self, problems: Sequence[BlockProblem], prices: Sequence[float] | None = None
+    ) -> tuple[Choice, ...]:
+        """Solve each problem at its price of a byte."""
+        choices = []
+        for problem, price in zip(problems, prices or [_FAST_PRICE] * len(problems), strict=True):
+            choice, solver = solve_block(problem, price)
+            self._solvers.add(solver)
+            self._gap = max(self._gap, choice.gap)
+            choices.append(choice)
+        return tuple(choices)
+
+    @cached_property
+    def _uses(self) -> Mapping[int, int]:
+        """How many blocks each class has."""
+        return Counter(block.class_index for block in self.graph.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Between:
+    """The problems of all classes between the same block boundaries, solved for time alone."""
+
+    problems: tuple[BlockProblem, ...]
+    choices: tuple[Choice, ...]
+
+    def lean_prices(self) -> list[float]:
+        """Return the seconds a byte is worth to a lean layout, by problem."""
         return [
-            Layouts(
-                name=name,
-                by_class=tuple(by_class[i] for i in range(len(self.graph.classes))),
-                seconds=seconds[name],
-                num_bytes=sizes[name],
-            )
-            for name, by_class in ends.items()
+            problem.value(choice.values) / max(1.0, problem.num_bytes(choice.values))
+            for problem, choice in zip(self.problems, self.choices, strict=True)
         ]
+
+
+def _layouts_of(
+    name: str,
+    problems: Sequence[BlockProblem],
+    choices: Sequence[Choice],
+    uses: Mapping[int, int],
+) -> Layouts:
+    """Return the layouts that choices for all classes mean; `uses` are the blocks of each."""
+    by_class: dict[int, ClassLayout] = {}
+    seconds = num_bytes = 0.0
+    for problem, choice in zip(problems, choices, strict=True):
+        count = max(uses[index] for index, _ in problem.programs)
+        seconds += count * problem.value(choice.values)
+        num_bytes += count * problem.num_bytes(choice.values)
+        by_class.update(read_layouts(problem, choice.values))
+    return Layouts(
+        name=name,
+        by_class=tuple(by_class[index] for index in sorted(by_class)),
+        seconds=seconds,
+        num_bytes=num_bytes,
+    )
 
 
 def boundary_options(
@@ -243,12 +286,12 @@ def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]
     try:
         return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
     except TooWide:
-        from search.block_ilp import solve_by_cpsat
+        from search.block_lp import solve_by_linear_program
 
-        choice = solve_by_cpsat(problem, bytes_price=bytes_price, time_limit_s=_CPSAT_S)
+        choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
         if choice is None or not np.isfinite(choice.cost):
             raise RuntimeError("a block problem without memory limit must have a choice") from None
-        return choice, "CP-SAT"
+        return choice, "linear programs"
 
 
 def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:

@@ -1,4 +1,4 @@
-"""Elimination, CP-SAT and brute force agree on random block problems."""
+"""Elimination, CP-SAT, the linear program and brute force agree on random block problems."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import pytest
 from planner.placement import Replicate
 from search import layouts
 from search.block_ilp import solve_by_cpsat
+from search.block_lp import solve_by_linear_program
 from search.block_problem import BlockProblem, Link, Variable, best_by_brute_force
 from search.eliminate import TooWide, solve_by_elimination
 
@@ -74,7 +75,46 @@ def test_cpsat_equals_elimination():
             assert solved is None
             continue
         assert solved is not None
+        assert solved.cost == pytest.approx(folded.cost, rel=1e-6)
+
+
+def test_the_linear_program_equals_elimination():
+    """M17: whole optima of the relaxation, or branching where it has none."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        problem = random_problem(rng)
+        price = float(rng.choice([0.0, 0.5]))
+        folded = solve_by_elimination(problem, bytes_price=price)
+        solved = solve_by_linear_program(problem, bytes_price=price)
+        if not np.isfinite(folded.cost):
+            assert solved is None
+            continue
+        assert solved is not None
         assert (solved.cost, solved.gap) == (pytest.approx(folded.cost, rel=1e-6), 0.0)
+
+
+def test_a_fractional_relaxation_is_branched_on():
+    """Three choices, each unlike the other two for nothing, but there are two values.
+
+    Halves cost the relaxation nothing; of whole choices two must be alike, for 1 s.
+    """
+    values = Variable(name="v", values=(0, 1), seconds=np.zeros(2), num_bytes=np.zeros(2))
+    links = tuple(
+        Link(
+            tensor=f"t{a}{b}",
+            producer=a,
+            source=(0, 1),
+            uses=((b, (0, 1)),),
+            seconds=np.eye(2),
+            sources=(Replicate(),) * 2,
+            asks=((Replicate(), False),) * 2,
+        )
+        for a, b in ((0, 1), (0, 2), (1, 2))
+    )
+    problem = BlockProblem(axis_size=2, variables=(values,) * 3, links=links, programs=())
+    solved = solve_by_linear_program(problem)
+    assert solved is not None
+    assert (solved.cost, solved.gap) == (pytest.approx(1.0), 0.0)
 
 
 def test_cpsat_keeps_a_memory_limit():
@@ -113,7 +153,7 @@ def test_elimination_refuses_tables_it_cannot_hold():
         solve_by_elimination(problem)
 
 
-def test_a_block_too_wide_for_elimination_goes_to_cpsat(monkeypatch):
+def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
     """X1: and the certificate says who proved it, and what part of it nobody did."""
     rng = np.random.default_rng(5)
     problem = next(
@@ -127,9 +167,9 @@ def test_a_block_too_wide_for_elimination_goes_to_cpsat(monkeypatch):
 
     monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
     best, solver = layouts.solve_block(problem, 0.0)
-    assert (best.gap, solver) == (0.0, "CP-SAT")
+    assert (best.gap, solver) == (0.0, "linear programs")
     solver = layouts.LayoutSolver(graph=None, profile=None)
-    solver._solvers, solver._gap = {"CP-SAT"}, 0.25
+    solver._solvers, solver._gap = {"linear programs"}, 0.25
     assert solver.proof == (
-        "CP-SAT, whole or split block boundaries, up to 0.25 of a block's seconds unproved"
+        "linear programs, whole or split block boundaries, up to 0.25 of a block's seconds unproved"
     )
