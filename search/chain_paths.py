@@ -106,6 +106,14 @@ class TooLarge:
     choice: int
     and_longer: bool = False
 
+    def is_in(self, cut: Cut) -> bool:
+        """Whether a cut has such a stage."""
+        first, end = cut.cuts[self.stage], cut.cuts[self.stage + 1]
+        if cut.choices[self.stage] != self.choice:
+            return False
+        holds = self.and_longer and first <= self.first and end >= self.end
+        return holds or (first, end) == (self.first, self.end)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainProblem:

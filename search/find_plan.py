@@ -104,7 +104,7 @@ def search_among(
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
-    search.other_cuts = close_gap(search)
+    close_gap(search)
     if request.meshes == "own":
         considered += search_own_meshes(search, shapes, progress)
     if search.best is None:

@@ -7,23 +7,23 @@ another. `OtherCuts` lists all cuts of a chain in the order of their paths, best
 
 V is exact, so f of a partial list is the path of its best completion, none is followed in vain
 and each step takes O(n) beside one pass of the chain DP for every first cut that comes up.
-`close_gap` simulates those whose path is under the best step time, the configuration of the
-least bound first, until none is left (the best is proved) or its share of work is done.
+`close_gaps` prices those whose path is under the best step time, the least bound first, until none
+is left (the best is proved) or its share of work is done.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 
 import numpy as np
 
 from search.chain_dp import chain_values, reach_windows
 from search.chain_paths import ChainProblem, Cut, Floats, TooLarge, lanes_of
 from search.gates import price, too_large_of
-from search.walk import Entry, Walk
+from search.walk import Entry, Finished, Walk
 
 _MOST_WORK = 200_000
 """Of one search, in simulated jobs: a few tenths of a second."""
@@ -128,80 +128,94 @@ class OtherCuts:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Open:
-    """A configuration whose other cuts may be faster than the best; `cuts` when looked at."""
+class OpenCuts:
+    """What may have cuts faster than the best plan, none of them faster than `bound`.
 
-    entry: Entry
+    `problems` list its cuts, each in one of them; `price` answers None for what is not faster
+    than the best or can't be, `too_large` says which stages of an answer don't fit. One simulation
+    is of `num_jobs`.
+    """
+
+    bound: float
+    num_jobs: int
+    problems: Callable[[], Sequence[ChainProblem]]
+    price: Callable[[Cut], Finished | None]
+    too_large: Callable[[Cut, Finished], Iterable[TooLarge]]
     refused: list[TooLarge] = field(default_factory=list)
-    cuts: OtherCuts | None = None
 
-    @property
-    def bound(self) -> float:
-        """A step time that none of its cuts left can beat."""
-        return max(self.entry.bound, self.cuts.bound if self.cuts else 0.0)
+    def is_refused(self, cut: Cut) -> bool:
+        """Whether some stage of a cut is known not to fit."""
+        return any(one.is_in(cut) for one in self.refused)
 
 
-def close_gap(search: Walk) -> int:
-    """Simulate other cuts of configurations left open; return how many were simulated.
+def close_gaps(search: Walk, some: Iterable[OpenCuts]) -> None:
+    """Price cuts left open, the least bound first, until none is or the work is done.
 
     What is still open afterwards joins `open_bounds`.
     """
-    heap = [(one.bound, next(search.ticket), _Open(entry=one)) for one in search.open_cuts]
-    heapq.heapify(heap)
-    work, tried = 0.0, 0
+    heap: list[tuple[float, int, OpenCuts, OtherCuts | None]] = []
+
+    def push(one: OpenCuts, cuts: OtherCuts | None) -> None:
+        bound = max(one.bound, cuts.bound if cuts else 0.0)
+        if bound < search.best_s:
+            heapq.heappush(heap, (bound, next(search.ticket), one, cuts))
+
+    for one in some:
+        push(one, None)
+    work = 0.0
     while heap and work < _MOST_WORK and not search.out_of_time():
-        bound, _, one = heapq.heappop(heap)
-        if bound >= search.best_s * (1.0 - search.request.max_gap):
-            search.open_bounds.append(bound)
+        if heap[0][0] >= search.best_s * (1.0 - search.request.max_gap):
             break
-        if one.cuts is None:
-            one.cuts = OtherCuts(_problem_of(search, one.entry), search.best_s)
-            work += one.cuts.cells / _CELLS_PER_JOB
-        else:
-            work += one.cuts.cells / _CELLS_PER_JOB if one.cuts.is_costly() else 1
-            cut = one.cuts.advance()
-            if cut is not None and not _is_refused(cut, one.refused):
-                configuration = one.entry.configuration
-                jobs = 2 * configuration.pp * configuration.num_microbatches
-                work += max(jobs, _LEAST_WORK)
-                tried += 1
-                _try(search, one, cut)
-        if one.bound < search.best_s:
-            heapq.heappush(heap, (one.bound, next(search.ticket), one))
-    search.open_bounds += [bound for bound, _, _ in heap[:1]]
-    return tried
+        _, _, one, cuts = heapq.heappop(heap)
+        if cuts is None:
+            for problem in one.problems():
+                cuts = OtherCuts(problem, search.best_s)
+                work += cuts.cells / _CELLS_PER_JOB
+                push(one, cuts)
+            continue
+        work += cuts.cells / _CELLS_PER_JOB if cuts.is_costly() else 1
+        cut = cuts.advance()
+        if cut is not None and not one.is_refused(cut):
+            work += max(one.num_jobs, _LEAST_WORK)
+            search.other_cuts += 1
+            _try(search, one, cut)
+        push(one, cuts)
+    search.open_bounds += [bound for bound, *_ in heap[:1]]
 
 
-def _problem_of(search: Walk, entry: Entry) -> ChainProblem:
-    return search.candidates.problem(
-        entry.configuration, entry.table, search.memory_limit_bytes, refused=entry.refused
-    )
-
-
-def _try(search: Walk, one: _Open, cut: Cut) -> None:
-    """Simulate a cut; if it may be the best, estimate it, and remember what does not fit."""
-    entry = one.entry
-    step_s = search.candidates.quick_step_s(entry.configuration, entry.table, cut)
-    if step_s >= search.best_s * (1 - 1e-9):
+def _try(search: Walk, one: OpenCuts, cut: Cut) -> None:
+    """Price a cut that may be the best, and remember what does not fit."""
+    done = one.price(cut)
+    if done is None:
         return
-    done = price(search, entry, cut)
     if done.answer.peak_bytes > search.memory_limit_bytes:
-        one.refused += too_large_of(search, entry, cut, done)
+        one.refused += one.too_large(cut, done)
         return
     search.finished.append(done)
     if done.answer.step_s < search.best_s:
         search.best = done
 
 
-def _is_refused(cut: Cut, refused: Sequence[TooLarge]) -> bool:
-    """Whether some stage of a cut is known not to fit."""
-    stages = list(pairwise(cut.cuts))
-    for one in refused:
-        first, end = stages[one.stage]
-        if cut.choices[one.stage] != one.choice:
-            continue
-        if (first, end) == (one.first, one.end) or (
-            one.and_longer and first <= one.first and end >= one.end
-        ):
-            return True
-    return False
+def close_gap(search: Walk) -> None:
+    """Price other cuts of the configurations that were left open, simulating before estimating."""
+    close_gaps(search, [_open_cuts(search, entry) for entry in search.open_cuts])
+
+
+def _open_cuts(search: Walk, entry: Entry) -> OpenCuts:
+    one, candidates = entry.configuration, search.candidates
+
+    def problems() -> list[ChainProblem]:
+        limit = search.memory_limit_bytes
+        return [candidates.problem(one, entry.table, limit, refused=entry.refused)]
+
+    def price_faster(cut: Cut) -> Finished | None:
+        step_s = candidates.quick_step_s(one, entry.table, cut)
+        return price(search, entry, cut) if step_s < search.best_s * (1 - 1e-9) else None
+
+    return OpenCuts(
+        bound=entry.bound,
+        num_jobs=2 * one.pp * one.num_microbatches,
+        problems=problems,
+        price=price_faster,
+        too_large=lambda cut, done: too_large_of(search, entry, cut, done),
+    )

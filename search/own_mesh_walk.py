@@ -24,6 +24,7 @@ from search.candidates import in_flight_of
 from search.chain_dp import Solved, solve_chain
 from search.chain_paths import ChainProblem, Cut, TooLarge
 from search.gates import SOLVERS, Progress, too_large_stages
+from search.other_cuts import OpenCuts, close_gaps
 from search.own_meshes import (
     Member,
     by_first_mesh,
@@ -36,6 +37,9 @@ from search.walk import BEATEN, Finished, Walk
 
 _MOST_REFUSALS = 24
 """How often a mix is cut again when its estimate is over the memory limit."""
+
+_JOBS_PER_ESTIMATE = 2000
+"""What an estimate costs beside its simulation, in simulated jobs."""
 
 MIXED = "own meshes: the best cut cannot beat the best"
 APART = "own meshes: stages cannot hand samples over, or share weights, between them"
@@ -82,6 +86,7 @@ class Mix:
 def search_own_meshes(search: Walk, shapes: Sequence[Shape], progress: Progress | None) -> int:
     """Look for plans whose stages have meshes of their own; return how many mixes there were."""
     heap: list[tuple[float, int, Mix]] = []
+    open_mixes: list[Mix] = []
     considered = 0
     for mix in _mixes(search, shapes):
         considered += 1
@@ -98,7 +103,12 @@ def search_own_meshes(search: Walk, shapes: Sequence[Shape], progress: Progress 
         if mix.cut is None:
             _cut(search, heap, mix)
         else:
-            _estimate(search, heap, mix, mix.cut)
+            left = _estimate(search, heap, mix, mix.cut)
+            open_mixes += [left] if left else []
+    if search.request.solver == "dp":
+        close_gaps(search, [_open_cuts(search, mix) for mix in open_mixes])
+    else:
+        search.open_bounds += [mix.bound for mix in open_mixes]
     return considered
 
 
@@ -126,7 +136,7 @@ def _mixes(search: Walk, shapes: Sequence[Shape]) -> Iterator[Mix]:
     """Yield every choice of two or more meshes' tables with a schedule and a ZeRO stage."""
     groups: dict[tuple[int, int], list[Shape]] = {}
     for shape in shapes:
-        looked_at = search.candidates.was_asked(shape.tp, shape.microbatch_size)
+        looked_at = search.candidates.drafts.was_asked(shape.tp, shape.microbatch_size)
         if shape.pp > 1 and shape.cp == 1 and looked_at:
             groups.setdefault((shape.pp, shape.num_microbatches), []).append(shape)
     for group in groups.values():
@@ -180,38 +190,51 @@ def _solved(search: Walk, problem: ChainProblem, ceiling: float) -> Solved:
     return Solved(cut=cut, fits=cut is not None)
 
 
-def _estimate(search: Walk, heap: list[tuple[float, int, Mix]], mix: Mix, cut: Cut) -> None:
-    """Price a cut: the best so far, or a loser, or cut again without what is too large."""
+def _price(search: Walk, mix: Mix, cut: Cut) -> Finished | None:
+    """Return a cut's estimate; None where stages cannot hand over what the cut asks of them."""
     one, plan = plan_of_mix(search.candidates, mix.members, cut, mix.kinds)
     try:
-        answer = search.candidates.estimate(plan)
+        return Finished(configuration=one, plan=plan, answer=search.candidates.estimate(plan))
     except LayoutError:
-        # Other cuts may be possible, and how fast they are nobody knows.
-        search.open_bounds.append(mix.bound)
+        return None
+
+
+def _too_large(search: Walk, mix: Mix, cut: Cut, done: Finished) -> tuple[TooLarge, ...]:
+    tables = [mix.members[choice // mix.kinds].table for choice in cut.choices]
+    live, limit = in_flight_of(mix.one), search.memory_limit_bytes
+    return tuple(too_large_stages(done.plan, done.answer, cut, live, limit, tables))
+
+
+def _estimate(search: Walk, heap: list[tuple[float, int, Mix]], mix: Mix, cut: Cut) -> Mix | None:
+    """Price a cut: the best so far, or a loser, or cut again without what is too large. Return
+    the mix if other cuts of it may be faster.
+    """
+    done = _price(search, mix, cut)
+    if done is None:
         search.pruned[APART] += 1
-        return
-    limit = search.memory_limit_bytes
-    if answer.peak_bytes > limit:
-        tables = [mix.members[choice // mix.kinds].table for choice in cut.choices]
-        too_large = too_large_stages(plan, answer, cut, in_flight_of(mix.one), limit, tables)
+        return mix
+    if done.answer.peak_bytes > search.memory_limit_bytes:
         if mix.refusals == _MOST_REFUSALS:
-            search.open_bounds.append(mix.bound)
             search.pruned[UNFIT] += 1
-            return
-        _push(
-            search,
-            heap,
-            replace(
-                mix,
-                cut=None,
-                refused=(*mix.refused, *too_large),
-                refusals=mix.refusals + 1,
-            ),
-        )
-        return
+            return mix
+        refused = (*mix.refused, *_too_large(search, mix, cut, done))
+        again = replace(mix, cut=None, refused=refused, refusals=mix.refusals + 1)
+        _push(search, heap, again)
+        return None
     search.simulated += 1
-    search.open_bounds.append(mix.bound)
-    done = Finished(configuration=one, plan=plan, answer=answer)
     search.finished.append(done)
-    if answer.step_s < search.best_s:
+    if done.answer.step_s < search.best_s:
         search.best = done
+    return mix
+
+
+def _open_cuts(search: Walk, mix: Mix) -> OpenCuts:
+    """Return the cuts of a mix that were not priced."""
+    problem = replace(mixed_problem(mix.problems), refused=mix.refused)
+    return OpenCuts(
+        bound=mix.bound,
+        num_jobs=_JOBS_PER_ESTIMATE + 2 * mix.one.pp * mix.one.num_microbatches,
+        problems=lambda: by_first_mesh(problem),
+        price=lambda cut: _price(search, mix, cut),
+        too_large=lambda cut, done: _too_large(search, mix, cut, done),
+    )
