@@ -23,6 +23,10 @@ TRAINED_BYTES = 18
 DEVICES_PER_NODE = 8
 """Devices of a node where a row gives nodes and no devices."""
 
+USUAL_TOKENS = 4096
+"""Tokens of a microbatch up to which samples go together, in models up to as wide; the median of
+published runs."""
+
 USUAL_STAGE_LAYERS = 4
 """Layers of a virtual stage; the interleaved runs that NVIDIA publishes have 1 to 5."""
 
@@ -141,9 +145,7 @@ def _check_divides(name: str, part: int, of: str, whole: int) -> None:
 def _batch(
     cells: Cells, shape: TransformerShape, stack: Stack, *, pp: int, dp: int
 ) -> tuple[int, int]:
-    """Return samples of a step and of a microbatch. Of FSDP without a pipeline, all samples of
-    a rank go at once, as nothing is split.
-    """
+    """Return samples of a step and of a microbatch (see `_usual_micro_batch`)."""
     micro_batch = cells.given("micro_batch")
     number, tokens, _ = cells.text("global_batch").lower().partition("tok")
     if tokens and (count := real(number)):
@@ -155,10 +157,29 @@ def _batch(
         cells.assume("global_batch", batch)
     most = max(1, ceil(batch / dp))
     if micro_batch is None:
-        micro_batch = cells.assume("micro_batch", most if stack is FSDP_FLASH and pp == 1 else 1)
+        usual = _usual_micro_batch(shape, stack, samples=most, pp=pp)
+        micro_batch = cells.assume("micro_batch", usual)
     elif micro_batch > most:
         micro_batch = cells.assume("micro_batch", most)
     return batch, micro_batch
+
+
+def _usual_micro_batch(shape: TransformerShape, stack: Stack, *, samples: int, pp: int) -> int:
+    """Return how many of a rank's samples usually go at once.
+
+    Of FSDP without a pipeline all, as nothing is split. Else a power of two that divides them, of
+    so many tokens as fill a device, fewer of a wide model, and leaves a pipeline two microbatches
+    for each of its ranks.
+    """
+    if stack is FSDP_FLASH and pp == 1:
+        return samples
+    tokens = USUAL_TOKENS * min(1.0, USUAL_TOKENS / shape.hidden)
+    size = 1
+    while 2 * size * shape.seq_len <= tokens and samples % (2 * size) == 0:
+        if pp > 1 and samples // (2 * size) < 2 * pp:
+            break
+        size *= 2
+    return size
 
 
 def _zero_stage(cells: Cells, stack: Stack) -> int:

@@ -222,6 +222,16 @@ def test_a_framework_is_what_it_was_at_the_time(stack, changed, meant):
     assert parse_row({**ROW, "stack": stack, **changed}).stack is meant
 
 
+@pytest.mark.parametrize(
+    ("changed", "size"),
+    [({}, 4), ({"seq_len": "2048"}, 2), ({"seq_len": "8k"}, 1), ({"global_batch": "24"}, 2),
+     ({"global_batch": "12"}, 1), ({"pp": "1", "dp": "4", "global_batch": "16"}, 4)],
+)  # fmt: skip
+def test_an_open_microbatch_is_of_usual_size(changed, size):
+    """4096 tokens, if that leaves a pipeline of two ranks four microbatches."""
+    assert parse_row({**ROW, "micro_batch": "", **changed}).micro_batch == size
+
+
 def test_an_open_microbatch_is_one_that_fits():
     """Of FSDP all samples of a rank go at once, if they fit; the microbatch is then said."""
     row = {**ROW, "stack": "FSDP", "gpus": "8", "model": "llama2-7b", "seq_len": "4096", "tp": "1",
@@ -303,7 +313,7 @@ def test_notes_that_state_no_rate(notes):
         ("zero_stage", "none", "zero_stage", 0),
         ("zero_stage", "ZeRO-2", "zero_stage", 2),
         ("global_batch", "64k tokens", "global_batch", 62),
-        ("micro_batch", "auto", "micro_batch", 1),
+        ("micro_batch", "auto", "micro_batch", 4),
         ("micro_batch", "64", "micro_batch", 16),
     ],
 )
