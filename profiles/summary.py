@@ -214,12 +214,15 @@ def _step_fits(samples: Sequence[StepSample], undisturbed_s: float | None) -> tu
     return tuple(fits)
 
 
-def _wait_fit(waits: Sequence[tuple[float, float, float]]) -> WaitFit | None:
-    if not waits:
+def _wait_fit(rounds: Sequence[Sequence[tuple[float, float, float]]]) -> WaitFit | None:
+    """Return the line through the midmeans of all rounds."""
+    if not rounds:
         return None
     from scipy.optimize import nnls
 
     # (Least squares: a short wait is lost in noise, and may come out below nothing.)
+    each_length = zip(*rounds, strict=True)
+    waits = [tuple(midmean(part) for part in zip(*found, strict=True)) for found in each_length]
     terms = np.array([[1.0, compute_s] for compute_s, _, _ in waits])
     line, _ = nnls(terms, np.array([wait_s for _, wait_s, _ in waits]))
     lengths = ", ".join(f"{compute_s * 1e3:.1f}" for compute_s, _, _ in waits)

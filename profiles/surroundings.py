@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
 
@@ -28,8 +28,9 @@ HOST_COPIES = ("host_to_device", "device_to_host")
 STEP_SHAPES = ((1, 2**10), (32, 2**10), (1, 2**21), (16, 2**17))
 """(number of tensors, elements of each): many small ones and few large ones."""
 
-STEP_ROUNDS = 3
-"""Visits to each step work, in rounds: a few moments are steadier than one moment."""
+STEP_ROUNDS = 2
+"""Visits to each step work, in rounds, before the ops and after them again: several moments
+are steadier than one."""
 
 ZERO_SHAPES = ((1, 2**10), (16, 2**10), (1, 2**19), (16, 2**15))
 """The same for a block's parameters."""
@@ -61,7 +62,7 @@ class Surroundings:
 
     `launch_s` is the host time of one op where the host runs ahead of the device. `waits` are
     seconds of compute between collectives, those by which one takes longer for it, and those
-    by which it takes longer still inside a block (`wait_timing.time_waits`).
+    by which it takes longer still inside a block (`wait_timing.time_waits`), in each round.
     """
 
     context_bytes: float
@@ -69,7 +70,7 @@ class Surroundings:
     launch_s: float | None
     steps: tuple[StepSample, ...]
     overlap: Mapping[str, float]
-    waits: tuple[tuple[float, float, float], ...]
+    waits: tuple[tuple[tuple[float, float, float], ...], ...]
     links: tuple[str, ...]
 
 
@@ -84,20 +85,51 @@ def measure_surroundings(
     if len(everyone) > 1:  # communicators take memory from their first message on
         _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
-    on_gpu = session.conditions["device_type"] == "cuda"
-    steps = _steps(workers, session, report, on_gpu=on_gpu)
-    # A GPU's host runs ahead of it with FSDP2's work.
-    if len(everyone) > 1 and not on_gpu:
-        steps += _zero_work(workers, session, report)
     return Surroundings(
         context_bytes=max(answer["context_bytes"] for answer in memory),
         allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
-        launch_s=_launch(workers, session) if on_gpu else None,
-        steps=steps,
+        launch_s=_launch(workers, session) if _on_gpu(session) else None,
+        steps=_steps_and_zero(workers, session, report),
         overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
         waits=_waits(workers, session, report) if len(everyone) > 1 else (),
         links=_links(workers, session, report),
     )
+
+
+def measure_again(
+    first: Surroundings, workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> Surroundings:
+    """Return the surroundings with further visits to what a machine's drift shows in: step work
+    and waits.
+    """
+    later = {
+        (sample.work, sample.num_tensors, sample.numel): sample
+        for sample in _steps_and_zero(workers, session, report)
+    }
+    steps = []
+    for sample in first.steps:
+        again = later.get((sample.work, sample.num_tensors, sample.numel))
+        if again is not None:
+            visits, paces = sample.visits + again.visits, sample.paces + again.paces
+            sample = replace(sample, visits=visits, paces=paces)
+        steps.append(sample)
+    waits = _waits(workers, session, report) if first.waits else ()
+    return replace(first, steps=tuple(steps), waits=first.waits + waits)
+
+
+def _on_gpu(session: Session) -> bool:
+    return session.conditions["device_type"] == "cuda"
+
+
+def _steps_and_zero(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> tuple[StepSample, ...]:
+    on_gpu = _on_gpu(session)
+    steps = _steps(workers, session, report, on_gpu=on_gpu)
+    # A GPU's host runs ahead of it with FSDP2's work.
+    if len(session.ranks.about) > 1 and not on_gpu:
+        steps += _zero_work(workers, session, report)
+    return steps
 
 
 def _launch(workers: WorkerGroup, session: Session) -> float | None:
@@ -199,15 +231,19 @@ def _step_samples(found: _Visits) -> tuple[StepSample, ...]:
 
 def _waits(
     workers: WorkerGroup, session: Session, report: Callable[[str], None]
-) -> tuple[tuple[float, float, float], ...]:
-    report("ranks that wait for each other")
-    try:
-        answers = workers.call({"task": "waits"}, timeout_s=TIMEOUT_S)
-    except ProbeFailed as error:
-        session.skip("ranks that wait for each other", error)
-        return ()
-    compute_s, wait_s, inside_s = np.mean(np.array(answers), axis=0).T.tolist()
-    return tuple(zip(compute_s, wait_s, inside_s, strict=True))
+) -> tuple[tuple[tuple[float, float, float], ...], ...]:
+    """Return a round's mean over ranks for each length of compute, for each round."""
+    rounds = []
+    for _ in range(STEP_ROUNDS):
+        report("ranks that wait for each other")
+        try:
+            answers = workers.call({"task": "waits"}, timeout_s=TIMEOUT_S)
+        except ProbeFailed as error:
+            session.skip("ranks that wait for each other", error)
+            return ()
+        compute_s, wait_s, inside_s = np.mean(np.array(answers), axis=0).T.tolist()
+        rounds.append(tuple(zip(compute_s, wait_s, inside_s, strict=True)))
+    return tuple(rounds)
 
 
 def _overlap(

@@ -22,7 +22,7 @@ from profiles.visits import midmean
 
 MESSAGE_BYTES = 64 * 2**10
 WIDTH = {"cpu": 192, "cuda": 4096}
-ROWS = {"cpu": (4, 32, 256), "cuda": (256, 1024, 4096)}
+ROWS = {"cpu": (16, 64, 256), "cuda": (256, 1024, 4096)}
 """Sizes of a layer, which is run forward and backward between two collectives."""
 
 CALLS, ROUNDS = 16, 5

@@ -75,7 +75,8 @@ def test_only_blocks_work_has_a_time_of_its_own_for_each_call():
 def test_waits_are_a_line_in_the_compute():
     """E: a short wait that comes out below nothing by noise does not hide the long ones."""
     waits = [(0.5e-3, -50e-6, 1e-4), (2e-3, 200e-6, 2e-4), (8e-3, 800e-6, 9e-4)]
-    fit = _wait_fit(waits)
+    # Four rounds, of which one was disturbed.
+    fit = _wait_fit([waits, waits, waits, [(c, 9 * w, 9 * i) for c, w, i in waits]])
     assert fit is not None
     assert fit.s_per_redistribution == pytest.approx(2e-4)
     assert fit.least_compute_s == 0.5e-3
