@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -11,11 +11,9 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
-from costmodel.memory import kept_bytes
 from costmodel.stage import again_seconds
-from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.plan import ClassLayout, ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
+from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan_defaults import model_ref
 from planner.schedule import (
     find_schedule,
@@ -23,11 +21,11 @@ from planner.schedule import (
     in_flight_per_stage,
     stage_to_pp_rank,
 )
-from planner.sharding import propagate_cp
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds
 from search.chain_paths import ChainProblem, Cut, Floats, TooLarge
+from search.drafts import Drafts
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
 from search.on_host import NOTHING, OnHost, tiers
@@ -39,18 +37,6 @@ from search.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
 _FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A table that prices its blocks when asked; one microbatch takes `least_s` or more on it."""
-
-    table: StageTable
-    least_s: float
-
-    def least_step_s(self, shape: Shape) -> float:
-        """Return a step time that a shape cannot beat on the table."""
-        return self.least_s * shape.num_microbatches / shape.pp
 
 
 @dataclass(kw_only=True)
@@ -66,14 +52,10 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
-    refusal: LayoutError | None = None
-    _tables: dict[tuple[int, int, int], tuple[StageTable, ...]] = field(default_factory=dict)
-    _drafts: dict[tuple[int, int, int], tuple[Draft, ...]] = field(default_factory=dict)
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)
     _longest: dict[tuple, int] = field(default_factory=dict)
-    _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -110,77 +92,16 @@ class Candidates:
             refusals=refusals,
         )
 
-    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
-        """Return one table per layout worth trying at these degrees and microbatch size.
-
-        None where cp cannot divide what the blocks of any layout do; `refusal` then says why.
-        """
-        key = (tp, cp, microbatch_size)
-        if key not in self._tables:
-            drafts = self.drafts(tp, microbatch_size, cp)
-            self._tables[key] = worth_trying(draft.table for draft in drafts)
-        return self._tables[key]
-
-    def was_asked(self, tp: int, microbatch_size: int, cp: int = 1) -> bool:
-        """Whether layouts were looked for at these degrees and microbatch size."""
-        return (tp, cp, microbatch_size) in self._drafts
-
-    def drafts(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
-        """Return a table for each layout, nothing in it priced yet, with the least it can take."""
-        key = (tp, cp, microbatch_size)
-        if key not in self._drafts:
-            solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
-            layouts = [found.by_class for found in solved] or [()]
-            least = {found.by_class: found.seconds / cp for found in solved}
-            self._drafts[key] = tuple(
-                Draft(
-                    table=StageTable(
-                        costs=self.costs,
-                        layouts=by_class,
-                        tp=tp,
-                        microbatch_size=microbatch_size,
-                        cp=cp,
-                        cp_layouts=on_cp,
-                        precision=self.precision,
-                        on_host=self.on_host,
-                        replica_memo=self._replica_memo,
-                    ),
-                    least_s=self._least_correction * least.get(by_class, 0.0),
-                )
-                for by_class, on_cp in self._with_cp(layouts, tp, microbatch_size, cp)
-            )
-        return self._drafts[key]
-
     @cached_property
-    def _least_correction(self) -> float:
-        """Return what part of the sum of its ops a block takes at least."""
-        correction = self.profile.block_correction
-        return min(1.0, correction("forward"), correction("backward"))
+    def drafts(self) -> Drafts:
+        """The tables there are, drafted before they are priced."""
+        return Drafts(
+            solver=self.solver, costs=self.costs, precision=self.precision, on_host=self.on_host
+        )
 
-    def _with_cp(
-        self,
-        layouts: Sequence[tuple[ClassLayout, ...]],
-        tp: int,
-        microbatch_size: int,
-        cp: int,
-    ) -> list[tuple[tuple[ClassLayout, ...], tuple[ClassLayout, ...]]]:
-        """Return layouts on tp, each with those on cp of what it makes; without the refused."""
-        if cp == 1:
-            return [(by_class, ()) for by_class in layouts]
-        found = []
-        for by_class in layouts:
-            on_tp = {layout.class_index: layout for layout in by_class}
-            programs = [
-                self.costs.local(index, tp, microbatch_size, on_tp.get(index))
-                for index in range(len(self.graph.classes))
-            ]
-            try:
-                on_cp = propagate_cp(self.graph, programs, microbatch_size=microbatch_size, cp=cp)
-            except LayoutError as error:
-                self.refusal = error
-                continue
-            found.append((by_class, on_cp))
-        return found
+    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
+        """Return one table per layout worth trying at these degrees and microbatch size."""
+        return self.drafts.tables(tp, microbatch_size, cp)
 
     def bounds(self, table: StageTable) -> TableBounds:
         """Return the bounds of a table."""
@@ -381,32 +302,6 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
-
-
-def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
-    """Return the tables that are not slower than another without holding clearly less.
-
-    The layout solver counts bytes roughly; these are the cost model's own.
-    """
-    kept: list[tuple[float, float, float]] = []
-    result = []
-
-    def seconds(table: StageTable) -> float:
-        return float((table.forward_s + table.backward_s).sum())
-
-    for table in sorted(tables, key=seconds):
-        load = table.blocks
-        mine = (
-            float(load.param_bytes.sum()),
-            float(kept_bytes(load, recompute="none").sum()),
-            float(kept_bytes(load, recompute="full").sum()),
-        )
-        if not kept or any(
-            all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
-        ):
-            kept.append(mine)
-            result.append(table)
-    return tuple(result)
 
 
 def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:

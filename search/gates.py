@@ -22,9 +22,10 @@ from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
-from search.candidates import Draft, in_flight_of, worth_trying
+from search.candidates import in_flight_of
 from search.chain_dp import solve_chain
 from search.chain_paths import ChainProblem, Cut, TooLarge
+from search.drafts import Draft, worth_trying
 from search.joint import solve_by_joint_program
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
@@ -86,7 +87,9 @@ def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
         if bound >= search.best_s:
             search.pruned[BEATEN] += count
             return count, ""
-    drafts = search.candidates.drafts(tp, size, cp)
+    drafts = search.candidates.drafts.fastest(tp, size, cp)[:1]
+    if not drafts or not _is_beaten(search, drafts[0], members):
+        drafts = search.candidates.drafts.of(tp, size, cp)
     if not drafts:
         search.pruned[NO_CP] += count
         return count, ""

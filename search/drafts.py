@@ -1,0 +1,164 @@
+"""The tables there are for tp, cp and a microbatch size: one for each layout, drafted at first.
+
+A draft knows the least its blocks take from the layout solver, before anything is priced as the
+cost model prices it. Lean layouts are slower than the fast ones between the same boundaries, so
+where the fast ones are beaten nobody asks for those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from costmodel import CostCache
+from costmodel.memory import kept_bytes
+from planner.errors import LayoutError
+from planner.plan import ClassLayout, Precision
+from planner.sharding import propagate_cp
+from search.layouts import Layouts, LayoutSolver
+from search.on_host import NOTHING, OnHost
+from search.space import Shape
+from search.stage_table import StageTable
+
+Key = tuple[int, int, int]
+"""tp, microbatch size and cp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A table that prices its blocks when asked; one microbatch takes `least_s` or more on it."""
+
+    table: StageTable
+    least_s: float
+
+    def least_step_s(self, shape: Shape) -> float:
+        """Return a step time that a shape cannot beat on the table."""
+        return self.least_s * shape.num_microbatches / shape.pp
+
+
+@dataclass(kw_only=True)
+class Drafts:
+    """Drafts and tables of one model on one machine; remembers answers.
+
+    `refusal` says why cp cannot divide what the blocks of the last layouts do that it refused.
+    """
+
+    solver: LayoutSolver
+    costs: CostCache
+    precision: Precision = "model"
+    on_host: OnHost = NOTHING
+    refusal: LayoutError | None = None
+    _fastest: dict[Key, tuple[Draft, ...]] = field(default_factory=dict)
+    _drafts: dict[Key, tuple[Draft, ...]] = field(default_factory=dict)
+    _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
+    _table_of: dict[tuple, StageTable] = field(default_factory=dict)
+    _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+
+    def was_asked(self, tp: int, microbatch_size: int, cp: int = 1) -> bool:
+        """Whether layouts were looked for at these degrees and microbatch size."""
+        return (tp, microbatch_size, cp) in self._fastest
+
+    def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
+        """Return drafts of the fastest layouts; others take as long as the first or longer."""
+        key = tp, microbatch_size, cp
+        if key not in self._fastest:
+            solved = self.solver.fastest(tp, microbatch_size) if tp > 1 else ()
+            self._fastest[key] = self._of(solved, key)
+        return self._fastest[key]
+
+    def of(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
+        """Return a draft for each layout; none where cp cannot divide what any of them does."""
+        key = tp, microbatch_size, cp
+        if key not in self._drafts:
+            if tp == 1:
+                self._drafts[key] = self.fastest(*key)
+            else:
+                self._drafts[key] = self._of(self.solver.layouts(tp, microbatch_size), key)
+        return self._drafts[key]
+
+    def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
+        """Return one table per layout worth trying."""
+        key = tp, microbatch_size, cp
+        if key not in self._tables:
+            self._tables[key] = worth_trying(draft.table for draft in self.of(*key))
+        return self._tables[key]
+
+    def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[Draft, ...]:
+        tp, microbatch_size, cp = key
+        least = {found.by_class: found.seconds / cp for found in solved} or {(): 0.0}
+        drafts = []
+        for by_class, seconds in least.items():
+            table = self._table(by_class, tp, microbatch_size, cp)
+            if table is not None:
+                drafts.append(Draft(table=table, least_s=self._least_correction * seconds))
+        return tuple(drafts)
+
+    def _table(
+        self, by_class: tuple[ClassLayout, ...], tp: int, microbatch_size: int, cp: int
+    ) -> StageTable | None:
+        """Return the table of layouts on tp, and of those on cp of what they make, if any."""
+        key = by_class, tp, microbatch_size, cp
+        if key not in self._table_of:
+            try:
+                on_cp = self._on_cp(by_class, tp, microbatch_size, cp)
+            except LayoutError as error:
+                self.refusal = error
+                return None
+            self._table_of[key] = StageTable(
+                costs=self.costs,
+                layouts=by_class,
+                tp=tp,
+                microbatch_size=microbatch_size,
+                cp=cp,
+                cp_layouts=on_cp,
+                precision=self.precision,
+                on_host=self.on_host,
+                replica_memo=self._replica_memo,
+            )
+        return self._table_of[key]
+
+    def _on_cp(
+        self, by_class: tuple[ClassLayout, ...], tp: int, microbatch_size: int, cp: int
+    ) -> tuple[ClassLayout, ...]:
+        if cp == 1:
+            return ()
+        graph = self.costs.graph
+        on_tp = {layout.class_index: layout for layout in by_class}
+        programs = [
+            self.costs.local(index, tp, microbatch_size, on_tp.get(index))
+            for index in range(len(graph.classes))
+        ]
+        return propagate_cp(graph, programs, microbatch_size=microbatch_size, cp=cp)
+
+    @cached_property
+    def _least_correction(self) -> float:
+        """Return what part of the sum of its ops a block takes at least."""
+        correction = self.costs.profile.block_correction
+        return min(1.0, correction("forward"), correction("backward"))
+
+
+def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:
+    """Return the tables that are not slower than another without holding clearly less.
+
+    The layout solver counts bytes roughly; these are the cost model's own.
+    """
+    kept: list[tuple[float, float, float]] = []
+    result = []
+
+    def seconds(table: StageTable) -> float:
+        return float((table.forward_s + table.backward_s).sum())
+
+    for table in sorted(tables, key=seconds):
+        load = table.blocks
+        mine = (
+            float(load.param_bytes.sum()),
+            float(kept_bytes(load, recompute="none").sum()),
+            float(kept_bytes(load, recompute="full").sum()),
+        )
+        if not kept or any(
+            all(size < 0.98 * other[part] for other in kept) for part, size in enumerate(mine)
+        ):
+            kept.append(mine)
+            result.append(table)
+    return tuple(result)
