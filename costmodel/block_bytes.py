@@ -18,7 +18,6 @@ from planner.plan import Recompute
 from planner.units import DTYPE_BYTES
 from planner.weight_products import deferrable_products
 
-
 _COPIED = frozenset({"buffer", "constant"})
 
 
@@ -75,12 +74,13 @@ class Backwards:
         leaves: frozenset[str] = frozenset(),
         split: bool = False,
         wide: int = 1,
-        shared: frozenset[str] = frozenset(),
+        waiting: frozenset[str] = frozenset(),
         adds_products: bool = True,
         staying: frozenset[str] = frozenset(),
+        going: frozenset[str] = frozenset(),
     ) -> BackwardWalk:
         """Return the walk of `liveness.backward_walk`."""
-        key = first, held, leaves, split, wide, shared, adds_products, staying
+        key = first, held, leaves, split, wide, waiting, adds_products, staying, going
         if key not in self._walks:
             self._walks[key] = backward_walk(
                 self._program,
@@ -90,10 +90,11 @@ class Backwards:
                 leaves=leaves,
                 split=split,
                 wide=wide,
-                shared=shared,
+                waiting=waiting,
                 adds_products=adds_products,
                 results=self._results,
                 staying=staying,
+                going=going,
             )
         return self._walks[key]
 

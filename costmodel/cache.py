@@ -9,6 +9,7 @@ from __future__ import annotations
 from costmodel.block_bytes import BlockBytes, block_bytes
 from costmodel.fusion import Kernels
 from costmodel.program import ProgramCost, price_program
+from costmodel.side_values import SideValues, find_side_values
 from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
 from planner.lowering import lower
@@ -37,6 +38,7 @@ class CostCache:
         self._bound: dict[tuple[int, int], Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
+        self._side_values: dict[int, SideValues] = {}
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
@@ -132,13 +134,11 @@ class CostCache:
 
         A value that depends on no batch input (positions, a causal mask) is computed once.
         """
-        each = once = 0
-        for name in names:
-            if name not in self.graph.preamble.outputs:
-                continue
-            num_bytes = self.graph.tensor[name].bytes_at(microbatch_size)
-            if self.graph.preamble.only((name,)).inputs:
-                each += num_bytes
-            else:
-                once += num_bytes
-        return each, once
+        values = self.side_values(microbatch_size)
+        return values.num_bytes(names, fixed=False), values.num_bytes(names, fixed=True)
+
+    def side_values(self, microbatch_size: int) -> SideValues:
+        """Return the preamble's values for microbatches of a size."""
+        if microbatch_size not in self._side_values:
+            self._side_values[microbatch_size] = find_side_values(self.graph, microbatch_size)
+        return self._side_values[microbatch_size]

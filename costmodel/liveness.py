@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from costmodel.gradients import Gradients, leaves_gaps, passes_on, seen_through
-from costmodel.saved import HELD_ANYWAY, Kept, SavedTensors, has_rows
+from costmodel.saved import HELD_ANYWAY, Kept, SavedTensors, has_rows, keeps_matrix
 from costmodel.storage import base_name, contiguous_strides
 from planner.graph import Op, Program, Ref
 from planner.placement import Placement, Shard, parse_placement
@@ -79,7 +79,7 @@ def _forward_peak(program: Program, saved: SavedTensors) -> int:
                 alive[owner.root] = owner.num_bytes
                 live += owner.num_bytes
         live += saved.by_op.get(op.name, ((), 0))[1]
-        peak = max(peak, live + _scratch_bytes(op, program, forward=True))
+        peak = max(peak, live + _scratch_bytes(op, program, saved, forward=True))
         for root in dying.get(index, ()):
             if root in alive and root not in kept:
                 live -= alive.pop(root)
@@ -109,7 +109,7 @@ def _backward_peak(
         arriving = [name for name in op.outputs if name in grads.of]
         if arriving:
             needing = [n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad]
-            scratch = _scratch_bytes(op, program, forward=False)
+            scratch = _scratch_bytes(op, program, saved, forward=False)
             for name in needing:
                 if tensor[name].kind == "param" and owns_gradients:
                     if name not in grads.of:
@@ -189,7 +189,7 @@ def forward_walk(
         stays = extra.get(op.name, 0)
         passing = saved.kept[op.name].extra_bytes - stays
         live += stays
-        peak = max(peak, live + passing + _scratch_bytes(op, program, forward=True))
+        peak = max(peak, live + passing + _scratch_bytes(op, program, saved, forward=True))
         for root in dying.get(index, ()):
             if root in alive and root not in roots:
                 live -= alive.pop(root)
@@ -243,21 +243,22 @@ def backward_walk(
     leaves: frozenset[str] = frozenset(),
     split: bool = False,
     wide: int = 1,
-    shared: frozenset[str] = frozenset(),
+    waiting: frozenset[str] = frozenset(),
     adds_products: bool = True,
     results: frozenset[str] = frozenset(),
     staying: frozenset[str] = frozenset(),
+    going: frozenset[str] = frozenset(),
 ) -> BackwardWalk:
     """Run a program's backward.
 
     In a `first` backward the gradients of parameters stay, `wide` times as large as the
     parameters; in others they are added to those and let go, and products with a large
     weight add theirs without making it first, if it is as wide and `adds_products`. Those of
-    parameters that are `shared` with another block stay in both. `held`: outputs whose gradients
+    parameters in `waiting` stay to the end in both. `held`: outputs whose gradients
     somebody else holds. `leaves`: inputs that keep their gradients, in buffers of their own.
     `split`: weight gradients are put aside. `results`: storages that a call of the block holds
     until the first op that kept anything has run backward. `staying`: outputs that somebody
-    else keeps alive.
+    else keeps alive. `going`: inputs that nobody else does.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
@@ -274,12 +275,12 @@ def backward_walk(
     live_saved = saved.num_bytes
     keeps = (op.name for op in program.ops if saved.kept[op.name] != Kept())
     first_saver = next(keeps, None)
-    never_freed = {storage[name].root for name in program.inputs}
+    never_freed = {storage[name].root for name in program.inputs if name not in going}
     never_freed |= {storage[name].root for name in staying}
-    for x, *given, _ in products.values():
+    for x, weight, bias, _ in products.values():
         if _is_held_as_given(x.name, program, saved):
             never_freed.add(storage[x.name].root)
-        never_freed.update(storage[ref.name].root for ref in given if isinstance(ref, Ref))
+        never_freed.update(storage[ref.name].root for ref in (weight, bias) if ref is not None)
     laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
     there: dict[str, int] = {}
     made: set[str] = set()
@@ -294,7 +295,7 @@ def backward_walk(
             needing = [
                 n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad and n not in later
             ]
-            scratch = _scratch_bytes(op, program, forward=False)
+            scratch = _scratch_bytes(op, program, saved, forward=False)
             scratch += _unreduced_bytes(op, needing, program)
             for name in needing:
                 size = _bytes(program, name)
@@ -310,7 +311,7 @@ def backward_walk(
                     laid.setdefault(name, through or contiguous_strides(shape))
                     continue
                 made.add(name)
-                if name in shared:
+                if name in waiting:
                     there[name] = size
                 elif first:
                     there[name] = wide * size
@@ -384,7 +385,7 @@ def _is_held_as_given(x: str, program: Program, saved: SavedTensors) -> bool:
     return has_rows(program.tensor[x].shape_at(1), saved.storages.strides[x])
 
 
-def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
+def _scratch_bytes(op: Op, program: Program, saved: SavedTensors, *, forward: bool) -> int:
     """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
     name = base_name(op.target)
     if op.target == REDISTRIBUTE:
@@ -394,13 +395,45 @@ def _scratch_bytes(op: Op, program: Program, *, forward: bool) -> int:
     if name == "cross_entropy_loss":
         # Backward: the gradient of the log-softmax, then the logits'.
         return 0 if forward else _bytes(program, op.inputs[0])
+    if name in _FACTORS and not forward:
+        return _FACTORS[name] * _bytes(program, op.outputs[0])
+    if name == "scaled_dot_product_attention" and keeps_matrix(op, program):
+        # (Other devices have a fused kernel for it, which keeps its inputs.)
+        is_plain = not saved.kept[op.name].tensors
+        return _matrix_attention_scratch(op, program) if forward and is_plain else 0
     if name == "vocab_cross_entropy":
         logits = program.tensor[op.inputs[0]]
-        wide = prod(logits.shape_at(1)) * max(4, DTYPE_BYTES[logits.dtype])
-        # Forward: shifted logits and their exponentials beside the probabilities; backward:
-        # the gradient before and after the targets' share is added.
-        return 2 * wide if forward else wide
+        element = max(4, DTYPE_BYTES[logits.dtype])
+        wide = prod(logits.shape_at(1)) * element
+        samples = prod(program.tensor[op.inputs[1]].shape_at(1))
+        # Forward: shifted logits and their exponentials beside the probabilities, and by sample
+        # the maximum, three sums before and after they are reduced, two losses and a flag.
+        # Backward: the gradient before and after the targets' share is added, and by sample
+        # that share and the loss's gradient.
+        return 2 * wide + samples * (9 * element + 1) if forward else wide + 2 * samples * element
     return 0
+
+
+_FACTORS = {"pow": 2, "rsqrt": 2, "cos": 2, "sin": 1, "sqrt": 1, "abs": 1}
+"""Tensors of the result's size that a backward makes before it multiplies the gradient by the
+last of them: 3 x^2 by way of x^2 (PyTorch's derivatives.yaml)."""
+
+
+def _matrix_attention_scratch(op: Op, program: Program) -> int:
+    """Bytes of attention by plain products beside its output and what it keeps, which are scaled
+    copies of its inputs and the probabilities: the higher of its softmax and its end
+    (`_scaled_dot_product_attention_math` in PyTorch's transformers/attention.cpp).
+    """
+    query, key, value = op.inputs[:3]
+    narrow = DTYPE_BYTES[program.tensor[query].dtype] < 4
+    factor = 4 // DTYPE_BYTES[program.tensor[query].dtype] if narrow else 1
+    scaled, output = factor * _bytes(program, query), _bytes(program, op.outputs[0])
+    heads = prod(program.tensor[query].shape_at(1)[:-1])
+    matrix = heads * program.tensor[key].shape_at(1)[-2] * _bytes(program, query) * factor
+    matrix //= prod(program.tensor[query].shape_at(1))
+    casts = factor * sum(_bytes(program, name) for name in (query, key, value)) if narrow else 0
+    end = casts + scaled + (matrix // factor + factor * output if narrow else 0)
+    return max(end, casts + matrix - output)
 
 
 def _unreduced_bytes(op: Op, needing: Sequence[str], program: Program) -> int:

@@ -11,9 +11,10 @@ from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
 from costmodel.liveness import staging_bytes
 from costmodel.rank_walk import Message, StageJobs
+from costmodel.saved import HELD_ANYWAY
 from costmodel.sharded_bytes import ShardedStage, Unit
 from costmodel.stage_bytes import Copy, PlacedBlock, StageWalk
-from costmodel.storage import is_view_slice
+from costmodel.storage import Storage, is_view_slice
 from planner.placement import Placement, Replicate, Shard
 from planner.plan import Plan, Recompute
 from planner.runtime.wiring import Edge, Placements, block_placements
@@ -142,7 +143,9 @@ def _walk(
     incoming = [edge for edge in edges if edge.consumer == stage_index]
     leaving = [edge for edge in edges if edge.producer == stage_index]
     lies = {edge.tensor: edge.taken for edge in incoming}
+    side_values = costs.side_values(size)
     blocks, side = [], {}
+    counted: set[Storage] = set()
     for index in stage.blocks:
         block = graph.blocks[index]
         takes, _, makes = block_placements(graph, plan, index)
@@ -159,8 +162,11 @@ def _walk(
             lying = lies.get(name, Placements())
             shape = graph.tensor[name].shape_at(size)
             copies.append(_copy(lying, taken, edge.num_bytes, shape, tp=tp, cp=plan.cp))
-            if name in graph.preamble.outputs and graph.preamble.only((name,)).inputs:
-                side[name] = graph.tensor[name].bytes_at(size)
+            storage = side_values.storage.get(name)
+            if storage is not None and name not in side and name not in side_values.fixed:
+                is_new = storage not in counted and storage.kind not in HELD_ANYWAY
+                side[name] = storage.num_bytes if is_new else 0
+                counted.add(storage)
         lies |= dict(zip(block.outputs, makes, strict=True))
         blocks.append(
             PlacedBlock(
@@ -195,6 +201,7 @@ def _walk(
         leaving=frozenset(edge.tensor for edge in leaving),
         sent_copies={name: copy for name, copy in sent.items() if copy is not None},
         wide=MASTER_FACTOR if plan.precision == "bf16" else 1,
+        params_are_dtensors=plan.zero_stage > 0 and tp > 1,
     )
 
 

@@ -18,6 +18,7 @@ from costmodel.memory import (
 from costmodel.placed_stage import stage_jobs
 from costmodel.plan_price import PlanPrice
 from costmodel.rank_walk import walk_rank
+from costmodel.side_values import frozen_bytes
 from costmodel.stage import join
 from costmodel.steady_row import SteadyRow, steady_row
 from planner.graph import ModelGraph
@@ -136,7 +137,7 @@ def _walked(
     transient = worst.peak_bytes - worst.kept_bytes - worst.gradient_bytes - worst.buffer_bytes
     return with_overheads(
         MemoryParts(
-            parameter_bytes=resting + int(weights.frozen_bytes),
+            parameter_bytes=resting + frozen_bytes(plan, costs.graph, rank),
             gradient_bytes=gradients,
             optimizer_bytes=states,
             activation_bytes=worst.kept_bytes,

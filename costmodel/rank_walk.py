@@ -128,9 +128,13 @@ def walk_rank(
                 play.away_bytes += play.movable[place][0]
             if position == trip.arriving:
                 play.away_bytes -= play.movable[place][0]
+        # What leaves gets its place there before what has come back gives up its own.
+        host_bytes = play.host_bytes
+        for trip in travels:
             if position == trip.arriving + 1:
+                place = trip.stage_index, trip.microbatch_index
                 play.host_bytes -= sum(play.movable[place])
-        moments.append(play.run(job))
+        moments.append(play.run(job)._replace(host_bytes=host_bytes))
     return moments
 
 

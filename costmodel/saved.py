@@ -143,7 +143,9 @@ _KEEP_NOTHING = frozenset({
     "redistribute",
     "expand", "repeat", "zeros_like", "ones_like", "full_like", "new_ones", "new_zeros", "roll",
     "flip", "reshape", "flatten", "copy_", "fill_", "arange", "full", "view",
-    "repeat_interleave", "squeeze", "unsqueeze",
+    "repeat_interleave", "squeeze", "unsqueeze", "upsample_nearest1d", "upsample_nearest2d",
+    "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d",
+    "upsample_bicubic2d",
 })  # fmt: skip
 
 
@@ -283,7 +285,7 @@ def _attention(op: Op, context: _Context) -> Kept:
     mask = op.inputs[3] if len(op.inputs) > 3 else None
     dtype_bytes = DTYPE_BYTES[context.program.tensor[query].dtype]
     rows = prod(context.shape(query)[:-1])
-    if context.device_type == "cpu" and mask is not None and context.needs_grad(mask):
+    if context.device_type == "cpu" and keeps_matrix(op, context.program):
         matrix = rows * context.shape(key)[-2]
         copies = sum(prod(context.shape(name)) for name in (query, key, value))
         return Kept(extra_bytes=(copies + matrix) * max(4, dtype_bytes))
@@ -295,6 +297,11 @@ def _attention(op: Op, context: _Context) -> Kept:
         else:
             kept.append(mask)
     return Kept(tensors=tuple(kept), extra_bytes=extra)
+
+
+def keeps_matrix(op: Op, program: Program) -> bool:
+    """Whether the CPU's attention goes by plain products: its mask needs a gradient."""
+    return len(op.inputs) > 3 and program.tensor[op.inputs[3]].requires_grad
 
 
 def _causal_attention(op: Op, context: _Context) -> Kept:

@@ -1,11 +1,12 @@
 """What ZeRO holds beside a rank's activations, played block by block as FSDP2 does it.
 
 Weights are gathered into one message, from which each parameter is copied; the message of a
-forward stays until the next block's has come, that of a backward is let go at once, and the next
-block's is fetched ahead. A block's gradients are copied into a message, from which the rank gets
-the sum of its shard; that message stays until the next block's is made. Blocks whose inputs need
-no gradient do so when the whole backward is over. (torch 2.13, torch/distributed/fsdp/
-_fully_shard/{_fsdp_state,_fsdp_param_group,_fsdp_collectives}.py.)
+forward stays until the next block's is copied too, that of a backward is let go at once, and the
+next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
+gets the sum of its shard; that message stays until the next block's is made, the last gradient
+until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
+over. (torch 2.13, torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,
+_fsdp_collectives}.py.)
 """
 
 from __future__ import annotations
@@ -155,12 +156,10 @@ class ShardedBytes:
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
             self._fetched.add(index)
-            self._note()
-            self._forward_message = None
             self._gathered.add(index)
+            self._note()
             self._fetched.discard(index)
             self._forward_message = index
-            self._note()
 
     def _after_forward(self, index: int) -> None:
         if index in self._units:

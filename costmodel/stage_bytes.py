@@ -95,6 +95,8 @@ class StageWalk:
     `arriving` are values that other stages send here and `side` those made of the batch for
     every microbatch, with their bytes; `leaving` are sent on, those in `sent_copies` as
     copies in another placement. A gradient's sum is `wide` times as large as its parameter.
+    `params_are_dtensors`: what makes them plain tensors runs before a block, so autograd's
+    engine takes their gradients on when all else of it has run backward.
     """
 
     blocks: Sequence[PlacedBlock]
@@ -103,6 +105,7 @@ class StageWalk:
     leaving: frozenset[str]
     sent_copies: Mapping[str, Copy]
     wide: int = 1
+    params_are_dtensors: bool = False
 
     @cached_property
     def _roots(self) -> dict[str, str]:
@@ -225,7 +228,12 @@ class StageWalk:
                     for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
                     if root[name] in staying or root[name] in put_aside
                 ),
-                shared=frozenset(p for p, name in block.params.items() if self.is_shared(name)),
+                going=_going(block, frozenset(let_go.get(index, ())) - put_aside),
+                waiting=frozenset(
+                    local
+                    for local, name in block.params.items()
+                    if self.is_shared(name) or (sharded and self.params_are_dtensors)
+                ),
             )
             height = max(height, live + grads.live + walk.rise_bytes)
             live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
@@ -397,6 +405,16 @@ def _named(one: Aside, block: PlacedBlock, index: int, root: Mapping[str, str]) 
     }
     held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in one.held)
     return one._replace(held=held)
+
+
+def _going(block: PlacedBlock, let_go: frozenset[str]) -> frozenset[str]:
+    """The inputs that only the block still keeps: its own copies, and values let go with it."""
+    edges = zip(block.bytes.input_names, block.inputs, block.copies, strict=True)
+    return frozenset(
+        local
+        for local, name, copy in edges
+        if _is_copied(copy) or (copy is None and name in let_go)
+    )
 
 
 def _is_copied(copy: Copy | None) -> bool:

@@ -163,7 +163,7 @@ def _track(
         rest_bytes, host_rest_bytes = ledger.live_bytes, ledger.host_bytes
         # Both call the same recorder, which is all that a timeline needs of them.
         engine._recorder = engine._executor._recorder = ledger  # type: ignore[assignment]
-        ledger.moments.clear()
+        ledger.clear()
         engine.step(batch)
     return DryRun(
         rank=dist.get_rank(),
@@ -295,11 +295,12 @@ class _Ledger(TorchDispatchMode):
 
     @contextmanager
     def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
-        """Note what happens inside as one moment; waits inside a job are part of it."""
+        """Note what happens inside as one moment, with what happened since the one before; waits
+        inside a job are part of it.
+        """
         if kind == "WAIT":
             yield
             return
-        self._peak_bytes, self._host_peak_bytes = self.live_bytes, self.host_bytes
         yield
         self.moments.append(
             Moment(
@@ -310,6 +311,7 @@ class _Ledger(TorchDispatchMode):
                 host_bytes=self._host_peak_bytes,
             )
         )
+        self._peak_bytes, self._host_peak_bytes = self.live_bytes, self.host_bytes
 
     @contextmanager
     def counting_as_host(self) -> Iterator[None]:
@@ -331,6 +333,11 @@ class _Ledger(TorchDispatchMode):
 
     def end_step(self) -> None:
         """Nothing: moments are read when both steps are over."""
+
+    def clear(self) -> None:
+        """Begin anew, with what is alive."""
+        self.moments.clear()
+        self._peak_bytes, self._host_peak_bytes = self.live_bytes, self.host_bytes
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
