@@ -75,6 +75,7 @@ def search(
     if price == math.inf:
         raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
     points: tuple[Point, ...] = ()
+    left_out: list[str] = []
     profile, note = profile_named(question.profile)
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
@@ -89,6 +90,7 @@ def search(
             points = find_pareto(
                 graph, profile, request, num_devices=counts, price_per_device_hour=price,
                 progress=progress,
+                leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
             )  # fmt: skip
     if result.plan is None:
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
@@ -99,6 +101,8 @@ def search(
     show_note(cut_batch_message(graph, result.plan))
     show_results(*describe_result(result))
     print(f"wrote {out}")
+    for line in left_out:
+        show_note(line)
     if points:
         show_results(describe_pareto(points))
     if pareto:

@@ -78,13 +78,14 @@ def find_pareto(
     price_per_device_hour: float = 0.0,
     most_points: int = 64,
     progress: Progress | None = None,
+    leave_out: Callable[[int, str], None] | None = None,
 ) -> tuple[Point, ...]:
     """Return the non-dominated points, fastest first; empty when nothing fits anywhere.
 
     `num_devices` are the counts to try (the request's own when empty); those that cannot be
-    used with the batch are left out. At most `most_points` memory limits are tried of each count
-    and each of what may be on the host, which is all there is where `request.offload` is
-    ``auto``.
+    used with the batch are left out, and `leave_out` is told which and why. At most `most_points`
+    memory limits are tried of each count and each of what may be on the host, which is all there
+    is where `request.offload` is ``auto``.
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
@@ -112,9 +113,11 @@ def find_pareto(
                         tokens_per_step=tokens,
                     )
                 )
-        except LayoutError:
+        except LayoutError as error:
             if len(counts) == 1:
                 raise
+            if leave_out and on_host == kinds[0]:
+                leave_out(count, str(error))
     # Of equal ones the first: what has less on the host.
     unlike = {point.objectives: point for point in reversed(points)}
     return tuple(sorted(non_dominated([*unlike.values()]), key=lambda point: point.objectives))

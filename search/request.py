@@ -120,8 +120,11 @@ class SearchRequest:
             )
         if self.solver not in SOLVERS:
             raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")
-        if not self.max_gap >= 0:  # nor is nan
-            raise LayoutError(f"--gap {self.max_gap} was given; a gap is 0 or more, such as 0.02")
+        if not 0 <= self.max_gap < 1:  # nor is nan
+            raise LayoutError(
+                f"--gap {self.max_gap} was given; a gap is a part of the step time, 0 or more and "
+                "below 1, such as 0.02"
+            )
 
         for flag, pairs in (("--allow", self.allow), ("--forbid", self.forbid)):
             for choice, value in pairs:

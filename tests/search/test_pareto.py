@@ -27,7 +27,13 @@ def test_the_set_is_what_brute_force_finds():
     graph = captured("mlp")
     request = SearchRequest(num_devices=2, global_batch=4, offload="none")
     counts, price = (1, 2, 4), 3.0
-    points = find_pareto(graph, MACHINE, request, num_devices=counts, price_per_device_hour=price)
+    left_out = {}
+    points = find_pareto(
+        graph, MACHINE, request, num_devices=(*counts, 7), price_per_device_hour=price,
+        leave_out=left_out.__setitem__,
+    )  # fmt: skip
+    assert list(left_out) == [7]
+    assert "7 devices with a global batch of 4 cannot be used" in left_out[7]
     every = {
         (
             answer.estimate.step_s,
