@@ -69,8 +69,8 @@ def search(
         max_gap=gap,
         time_limit_s=parse_seconds(time_limit),
     )
-    check_writable(out, "the plan")
-    check_writable(pareto, "the Pareto set")
+    check_writable(out, "the plan", (model,))
+    check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
     if price == math.inf:
         raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")

@@ -42,10 +42,12 @@ def show_progress(title: str) -> Iterator[Progress]:
         yield move
 
 
-def check_writable(path: Path | None, what: str) -> None:
-    """Refuse a file that could not be written after long work, where that can be seen before."""
+def check_writable(path: Path | None, what: str, given: Sequence[Path | None] = ()) -> None:
+    """Refuse a file that could not be written after long work, or would replace one `given`."""
     if path is None:
         return
+    if any(one is not None and one.resolve() == path.resolve() for one in given):
+        raise PlannerError(f"writing {what} to {path} would replace what is read; name another")
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     trouble = ""
     if path.is_dir():

@@ -92,6 +92,7 @@ def _parse_kernels(text: str) -> Kernels:
 def _estimate_rows(source: Path, target: Path) -> None:
     from costmodel.row_files import estimate_file
 
+    check_writable(target, "predictions", (source,))
     with show_progress("estimating"):
         num_rows, num_predicted = estimate_file(source, target)
     print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")
@@ -108,7 +109,7 @@ def simulate(
     from costmodel.describe import describe_timeline
     from costmodel.estimate import plan_job_seconds
 
-    check_writable(trace, "the trace")
+    check_writable(trace, "the trace", (plan, model))
     predicted = predict(plan, model, profile, doing="simulating")
     seconds = plan_job_seconds(predicted.plan, predicted.costs)
     show_note(predicted.note)

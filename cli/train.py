@@ -102,7 +102,7 @@ def compare(
     from costmodel.describe import describe_run
     from planner.timeline import load_timeline
 
-    check_writable(trace, "the trace")
+    check_writable(trace, "the trace", (plan, model))
     measured = load_timeline(folder)
     predicted = predict(plan, model, profile, doing="simulating")
     estimated = predicted.estimate

@@ -306,6 +306,20 @@ def test_rows_without_needed_columns(planner, tmp_path):
     assert "column hidden is blank; an estimate needs it" in Path("out.csv").read_text()
 
 
+def test_what_is_read_is_not_replaced(planner, tmp_path, write_model):
+    """One line, and the file as it was."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("gpu,layers\nH100,32\n")
+    complaint = planner("estimate", "--batch", "rows.csv", "--out", "./rows.csv").complaint
+    assert "writing predictions to rows.csv would replace what is read" in complaint
+    assert rows.read_text() == "gpu,layers\nH100,32\n"
+    model = write_model()
+    text = model.read_text()
+    given = ("search", model, "--gpus", "2", "--profile", "h100-sxm5-80gb", "--out", model)
+    assert "the plan" in planner(*given).complaint
+    assert model.read_text() == text
+
+
 def test_rows_into_a_folder_that_is_not_there(planner, tmp_path):
     columns = "stack,gpu,gpus,layers,hidden,heads,seq_len,vocab,global_batch,tp,pp"
     (tmp_path / "rows.csv").write_text(f"{columns}\nmegatron,H100-SXM,8,4,64,4,128,256,8,1,1\n")
