@@ -39,9 +39,17 @@ from search.stage_table import StageTable
 _FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial"}
 
 
+Priced = tuple[Configuration, int, tuple[int, ...], tuple[int, ...]]
+"""What names a plan among candidates: configuration, id of the table, cuts and choices."""
+
+
 @dataclass(kw_only=True)
 class Candidates:
-    """Everything about one model on one machine that configurations share; remembers answers."""
+    """Everything about one model on one machine that configurations share; remembers answers.
+
+    `too_large` holds plans that did not fit, where the same candidates are searched under ever
+    less memory; None where they are searched once.
+    """
 
     graph: ModelGraph
     profile: Profile
@@ -52,6 +60,7 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
+    too_large: dict[Priced, tuple[Plan, Estimate]] | None = None
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)

@@ -365,9 +365,16 @@ def too_large_stages(
 
 def price(search: Walk, entry: Entry, cut: Cut) -> Finished:
     """Return the cost model's answer."""
-    plan = search.candidates.plan(entry.configuration, entry.table, cut)
-    answer = search.candidates.estimate(plan)
-    return Finished(configuration=_as_chosen(entry.configuration, plan), plan=plan, answer=answer)
+    candidates, one = search.candidates, entry.configuration
+    known = candidates.too_large
+    key = (one, id(entry.table), cut.cuts, cut.choices)
+    plan, answer = (known or {}).get(key, (None, None))
+    if plan is None or answer is None:
+        plan = candidates.plan(one, entry.table, cut)
+        answer = candidates.estimate(plan)
+        if known is not None and answer.peak_bytes > search.memory_limit_bytes:
+            known[key] = plan, answer
+    return Finished(configuration=_as_chosen(one, plan), plan=plan, answer=answer)
 
 
 def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:

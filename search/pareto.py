@@ -133,6 +133,7 @@ def _fastest_by_limit(
 ) -> Iterator[Plan]:
     """Yield the fastest plan, the fastest that needs less memory than that, and so on."""
     candidates = Candidates.of(graph, profile, request, on_host)
+    candidates.too_large = {}
     limit = request.memory_limit_bytes
     for found in range(most_points):
         tell(found)
