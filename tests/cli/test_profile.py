@@ -3,6 +3,7 @@
 import pytest
 
 from profiles import measure as measuring
+from profiles import rounds
 from tests.profiles.fake_workers import FakeWorkers
 from tests.profiles.probes import a_few_probes, few_collectives
 
@@ -20,7 +21,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(measuring, "WorkerGroup", Workers)
     monkeypatch.setattr(measuring, "standard_grid", a_few_probes)
     monkeypatch.setattr(measuring, "collective_probes", few_collectives)
-    monkeypatch.setattr(measuring, "PASSES", 1)
+    monkeypatch.setattr(rounds, "PASSES", 1)
     return tasks
 
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.kept import keep, read_kept, with_measured, write_kept
 from benchmarks.gpu.measure import comparison, errors_by_family, measure
 from planner.errors import ProfileError
-from profiles import load_profile
+from profiles import load_profile, rounds
 from profiles import measure as measuring
 from profiles.fit import fit_ops
 from tests.profiles.fake_workers import FakeWorkers
@@ -73,7 +73,7 @@ def test_the_whole_way_asks_for_all_that_a_gpu_can_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(measuring, "standard_grid", a_few_probes)
-    monkeypatch.setattr(measuring, "PASSES", 1)
+    monkeypatch.setattr(rounds, "PASSES", 1)
     kept = keep(measure(tmp_path, None))
     works = {task["work"] for task in asked if task["task"] == "step"}
     assert works == {

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from planner.errors import ProfileError
-from profiles import Group, load_profile, measure_profile
+from profiles import Group, load_profile, measure_profile, rounds
 from profiles import measure as measuring
 from profiles.grid import base_probes, standard_grid
 from profiles.launchers import LocalLauncher, free_port
-from profiles.measure import _spanning_first
 from profiles.op_model import record_key
+from profiles.rounds import _spanning_first
 from profiles.signatures import blocks, signatures
 from profiles.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
@@ -29,9 +29,9 @@ def small():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measuring, "standard_grid", a_few_probes)
         patch.setattr(measuring, "collective_probes", few_collectives)
-        patch.setattr(measuring, "VISIT_S", 0.01)
-        patch.setattr(measuring, "PASSES", 2)
-        patch.setattr(measuring, "MOST_VISITS", 2)
+        patch.setattr(rounds, "VISIT_S", 0.01)
+        patch.setattr(rounds, "PASSES", 2)
+        patch.setattr(rounds, "MOST_VISITS", 2)
         yield
 
 
@@ -142,9 +142,10 @@ def _alive(pid):
 RUN = """
 import sys
 from profiles import measure as measuring
+from profiles import rounds
 from tests.profiles.probes import a_few_probes, few_collectives
 measuring.standard_grid, measuring.collective_probes = a_few_probes, few_collectives
-measuring.VISIT_S, measuring.PASSES, measuring.MOST_VISITS = 0.01, 2, 2
+rounds.VISIT_S, rounds.PASSES, rounds.MOST_VISITS = 0.01, 2, 2
 measuring.measure_profile(sys.argv[1], nproc=1)
 """
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from planner.errors import ProfileError
-from profiles import describe_profile, load_profile, measure_profile, store
+from profiles import describe_profile, load_profile, measure_profile, rounds, store
 from profiles import measure as measuring
 from profiles.grid import collective_probes, standard_grid
 from tests.profiles.fake_workers import FakeWorkers
@@ -134,9 +134,9 @@ def test_uncertain_probes_are_visited_further_and_steady_ones_are_not(tmp_path, 
     fake._answer = wavering
     measured = measure_profile(tmp_path, nproc=2)
     visits = {record.target: len(record.visits) for record in measured.ops}
-    assert visits.pop("aten.layer_norm.default") > measuring.PASSES
-    assert set(visits.values()) == {measuring.PASSES}
-    assert max(len(record.visits) for record in measured.ops) <= measuring.MOST_VISITS
+    assert visits.pop("aten.layer_norm.default") > rounds.PASSES
+    assert set(visits.values()) == {rounds.PASSES}
+    assert max(len(record.visits) for record in measured.ops) <= rounds.MOST_VISITS
 
 
 def test_progress_never_goes_back_and_says_what_is_left(tmp_path):
