@@ -148,7 +148,7 @@ def _walk(
     counted: set[Storage] = set()
     for index in stage.blocks:
         block = graph.blocks[index]
-        takes, _, makes = block_placements(graph, plan, index)
+        takes, _, makes = block_placements(graph, plan, index, stage_index)
         found = costs.block_bytes(
             block.class_index, tp, size,
             plan.layout(block.class_index, axis="tp", tp=tp),

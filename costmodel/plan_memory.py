@@ -118,6 +118,7 @@ def _walked(
     if shards and plan.precision == "bf16":
         resting = 0
     on_host: Any = max(moment.host_bytes for moment in moments)
+    side_values = costs.side_values(plan.stage_microbatch_size(mine[0]))
     states = ADAMW_STATES * stepped + COUNTER_BYTES * int(weights.num_params)
     states += stepped if plan.precision == "bf16" else 0
     gradients, last_gradients = worst.gradient_bytes, stepped
@@ -137,7 +138,7 @@ def _walked(
     transient = worst.peak_bytes - worst.kept_bytes - worst.gradient_bytes - worst.buffer_bytes
     return with_overheads(
         MemoryParts(
-            parameter_bytes=resting + frozen_bytes(plan, costs.graph, rank),
+            parameter_bytes=resting + frozen_bytes(plan, costs.graph, rank, side_values),
             gradient_bytes=gradients,
             optimizer_bytes=states,
             activation_bytes=worst.kept_bytes,

@@ -44,9 +44,9 @@ def find_side_values(graph: ModelGraph, microbatch_size: int) -> SideValues:
     )
 
 
-def frozen_bytes(plan: Plan, graph: ModelGraph, pp_rank: int) -> int:
+def frozen_bytes(plan: Plan, graph: ModelGraph, pp_rank: int, values: SideValues) -> int:
     """Bytes that a rank has all the time and does not train: buffers, constants, frozen
-    parameters, and side values made once.
+    parameters, and those of the side `values` that are made once.
     """
     mine = [index for index, stage in enumerate(plan.stages) if stage.pp_rank == pp_rank]
     tp, total = plan.stage_tp(mine[0]), 0
@@ -55,5 +55,4 @@ def frozen_bytes(plan: Plan, graph: ModelGraph, pp_rank: int) -> int:
         if meta.kind != "param" or not meta.requires_grad:
             total += meta.bytes_at(1) // (tp if isinstance(placed, Shard) else 1)
     blocks = [graph.blocks[index] for stage in mine for index in plan.stages[stage].blocks]
-    values = find_side_values(graph, plan.stage_microbatch_size(mine[0]))
     return total + values.num_bytes({n for b in blocks for n in b.inputs}, fixed=True)

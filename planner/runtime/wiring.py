@@ -7,8 +7,8 @@ values are not sent: every stage has or computes those it needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from planner.errors import LayoutError
@@ -69,22 +69,28 @@ class StageWiring:
 BlockPlacements = tuple[tuple[Placements, ...], tuple[Placements, ...], tuple[Placements, ...]]
 
 
-def block_placements(graph: ModelGraph, plan: Plan, block_index: int) -> BlockPlacements:
-    """Return the placements of a block's inputs, params and outputs."""
+def block_placements(
+    graph: ModelGraph, plan: Plan, block_index: int, stage: int | None = None
+) -> BlockPlacements:
+    """Return the placements of a block's inputs, params and outputs.
+
+    `stage` is the one that holds the block: who knows it spares the search for it.
+    """
     block = graph.blocks[block_index]
-    stage_tp = plan.stage_tp(stage_of(plan, block_index))
+    stage_tp = plan.stage_tp(stage_of(plan, block_index) if stage is None else stage)
     tp, cp = (plan.layout(block.class_index, axis=axis, tp=stage_tp) for axis in ("tp", "cp"))
     return (
-        _pairs(block.inputs, tp.inputs if tp else None, cp.inputs if cp else None),
-        _pairs(block.params, tp.params if tp else None, cp.params if cp else None),
-        _pairs(block.outputs, tp.outputs if tp else None, cp.outputs if cp else None),
+        _pairs(len(block.inputs), tp.inputs if tp else None, cp.inputs if cp else None),
+        _pairs(len(block.params), tp.params if tp else None, cp.params if cp else None),
+        _pairs(len(block.outputs), tp.outputs if tp else None, cp.outputs if cp else None),
     )
 
 
+@lru_cache(maxsize=4096)
 def _pairs(
-    names: tuple[str, ...], tp: tuple[str, ...] | None, cp: tuple[str, ...] | None
+    count: int, tp: tuple[str, ...] | None, cp: tuple[str, ...] | None
 ) -> tuple[Placements, ...]:
-    whole = ("R",) * len(names)
+    whole = ("R",) * count
     pairs = zip(tp or whole, cp or whole, strict=True)
     return tuple(
         Placements(parse_placement(on_tp), parse_placement(on_cp)) for on_tp, on_cp in pairs
@@ -110,10 +116,10 @@ def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, P
     Raises LayoutError when two of its blocks that share one want it placed differently.
     """
     found: dict[str, tuple[Placement, str]] = {}
-    for stage in plan.stages:
+    for s, stage in enumerate(plan.stages):
         for index in stage.blocks if stage.pp_rank == pp_rank else ():
             block = graph.blocks[index]
-            _, params, _ = block_placements(graph, plan, index)
+            _, params, _ = block_placements(graph, plan, index, s)
             for name, placed in zip(block.params, params, strict=True):
                 before, owner = found.setdefault(name, (placed.tp, block.name))
                 if before != placed.tp:
@@ -132,14 +138,17 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
     is not known which part of it belongs to which samples.
     """
     edges: dict[tuple[str, int], Edge] = {}
-    for block, name, wanted in _uses(graph, plan):
+    home = {block: s for s, stage in enumerate(plan.stages) for block in stage.blocks}
+    uses = ((b.index, at, name) for b in graph.blocks for at, name in enumerate(b.inputs))
+    for block, position, name in uses:
         if name not in graph.producer:
             continue
-        producer, consumer = stage_of(plan, graph.producer[name]), stage_of(plan, block)
+        producer, consumer = home[graph.producer[name]], home[block]
         if producer == consumer or (name, consumer) in edges:
             continue
         meta = graph.tensor[name]
-        made = _made_as(graph, plan, name)
+        made = _made_as(graph, plan, name, producer)
+        wanted = block_placements(graph, plan, block, consumer)[0][position]
         if plan.stage_tp(producer) == plan.stage_tp(consumer):
             sent = taken = Placements(
                 _on_the_wire(made.tp, wanted.tp), _on_the_wire(made.cp, wanted.cp)
@@ -208,16 +217,9 @@ def local_shape(shape: tuple[int, ...], placement: Placement, parts: int) -> tup
     return tuple(s // parts if d == placement.dim else s for d, s in enumerate(shape))
 
 
-def _uses(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, str, Placements]]:
-    for block in graph.blocks:
-        inputs, _, _ = block_placements(graph, plan, block.index)
-        for name, placed in zip(block.inputs, inputs, strict=True):
-            yield block.index, name, placed
-
-
-def _made_as(graph: ModelGraph, plan: Plan, name: str) -> Placements:
+def _made_as(graph: ModelGraph, plan: Plan, name: str, stage: int) -> Placements:
     producer = graph.producer[name]
-    _, _, outputs = block_placements(graph, plan, producer)
+    _, _, outputs = block_placements(graph, plan, producer, stage)
     return outputs[graph.blocks[producer].outputs.index(name)]
 
 
