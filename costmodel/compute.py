@@ -18,9 +18,10 @@ def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tu
     Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
     only make views take no device time.
     """
-    forward, backward = op_work(op, tensor), backward_work(op, tensor)
+    forward = op_work(op, tensor)
     if forward.num_bytes == 0:
         return 0.0, 0.0
+    backward = backward_work(op, tensor, forward)
     dtype = next(
         (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
         tensor[op.outputs[0]].dtype,

@@ -108,8 +108,9 @@ def price_program(
         if op.name in products:
             # One product for the weight, and one as large for the input if it needs one.
             weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
-        forward_flop += op_work(op, tensor).flop
-        backward_flop += backward_work(op, tensor).flop
+        work = op_work(op, tensor)
+        forward_flop += work.flop
+        backward_flop += backward_work(op, tensor, work).flop
         views += there == 0.0
         backward_ops += tensor[op.outputs[0]].requires_grad
     forward_ops = len(local.ops)

@@ -94,10 +94,13 @@ def op_work(op: Op, tensor: Mapping[str, TensorMeta]) -> Work:
     return Work(flop=_forward_flop(op, packet, tensor, outs), read_bytes=read, write_bytes=write)
 
 
-def backward_work(op: Op, tensor: Mapping[str, TensorMeta]) -> Work:
-    """Return the backward work of an op; none if no input needs a gradient."""
+def backward_work(op: Op, tensor: Mapping[str, TensorMeta], forward: Work | None = None) -> Work:
+    """Return the backward work of an op; none if no input needs a gradient.
+
+    `forward` is its forward work, where the caller has it.
+    """
     packet = packet_of(op.target)
-    forward = op_work(op, tensor)
+    forward = forward or op_work(op, tensor)
     needing = [n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad]
     if not needing or forward.num_bytes == 0:
         return Work(flop=0.0, read_bytes=0.0, write_bytes=0.0)

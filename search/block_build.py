@@ -12,7 +12,17 @@ from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
 from search.block_prices import STATE_FACTOR, Prices
-from search.block_problem import Ask, BlockProblem, Boundary, Link, Variable, at_rest
+from search.block_problem import BlockProblem, Boundary, Link, Variable
+from search.link_patterns import (
+    Asks,
+    Offer,
+    Yields,
+    asks,
+    kinds_from_rest,
+    link_pattern,
+    offer,
+    yields,
+)
 
 
 def build_block_problems(
@@ -51,6 +61,10 @@ def build_block_problems(
     )
 
 
+Use = tuple[int | None, Asks]
+"""A variable (None: another block), and what each of its values asks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
     """A tensor that a block takes or hands on: its maker (None: another block) and uses."""
@@ -58,20 +72,15 @@ class _End:
     class_index: int
     meta: TensorMeta
     producer: int | None
-    source: tuple[Placement, ...]
-    uses: tuple[tuple[int | None, list[Ask]], ...]
+    source: Yields | None
+    uses: tuple[Use, ...]
     is_output: bool
 
-    def link_ends(
-        self, boundary: Boundary
-    ) -> tuple[tuple[Placement, ...], list[tuple[int | None, list[Ask]]]]:
+    def link_ends(self, boundary: Boundary) -> tuple[Yields, tuple[Use, ...]]:
         """Return the placements its maker yields, and all its uses."""
         place = boundary.get((self.class_index, self.meta.name), Replicate())
-        outside: list[tuple[int | None, list[Ask]]] = [(None, [(place, False)])]
-        return (
-            self.source if self.producer is not None else (place,),
-            [*self.uses, *(outside if self.is_output else [])],
-        )
+        outside: tuple[Use, ...] = ((None, asks((place, False))),)
+        return self.source or yields(place), (*self.uses, *(outside if self.is_output else ()))
 
 
 class _Builder:
@@ -90,6 +99,7 @@ class _Builder:
         self.variables: list[Variable] = []
         self.links: list[Link] = []
         self.op_variable: dict[tuple[int, str], int] = {}
+        self.offers: dict[int, Offer] = {}
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
         self.ends: list[_End] = []
 
@@ -97,13 +107,15 @@ class _Builder:
         owned = _single_use_params(program)
         for op in program.ops:
             offered, seconds, num_bytes = self.prices.of_op(op, program, owned, self.segments)
-            keep = [
-                index
-                for index, sharding in enumerate(offered)
-                if self._respects_pins(class_index, op, sharding)
-            ]
-            allowed = tuple(offered[index] for index in keep)
-            if not allowed:
+            if self.pins:
+                keep = [
+                    index
+                    for index, sharding in enumerate(offered.values)
+                    if self._respects_pins(class_index, op, sharding)
+                ]
+                offered = offer(tuple(offered.values[index] for index in keep))
+                seconds, num_bytes = seconds[keep], num_bytes[keep]
+            if not offered.values:
                 wanted = ", ".join(
                     f"{name}={self.pins[class_index, name]}"
                     for name in (*op.inputs, *op.outputs)
@@ -115,18 +127,17 @@ class _Builder:
                     "drop a pin or choose another placement"
                 )
             self.op_variable[class_index, op.name] = len(self.variables)
+            self.offers[len(self.variables)] = offered
             self.variables.append(
                 Variable(
                     name=f"{class_index}:{op.name}",
-                    values=allowed,
-                    seconds=seconds[keep],
-                    num_bytes=num_bytes[keep],
+                    values=offered.values,
+                    seconds=seconds,
+                    num_bytes=num_bytes,
                 )
             )
 
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
-        if not self.pins:
-            return True
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),
                  *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
         return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
@@ -140,17 +151,17 @@ class _Builder:
         uses = self._uses(class_index, program)
         owned = _single_use_params(program)
         at_end = {*program.inputs, *program.outputs}
-        made: dict[str, tuple[int, tuple[Placement, ...]]] = {}
+        made: dict[str, tuple[int, Yields]] = {}
         for op in program.ops:
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.outputs):
-                source = tuple(s.outputs[position] for s in self.variables[variable].values)
+                source = self.offers[variable].yields(position)
                 if name in at_end:
                     made[name] = variable, source
                 else:
                     self._add_link(program.tensor[name], variable, source, uses[name])
         for name in dict.fromkeys((*program.inputs, *program.outputs)):
-            producer, source = made.get(name, (None, ()))
+            producer, source = made.get(name, (None, None))
             self.ends.append(
                 _End(
                     class_index=class_index,
@@ -166,23 +177,19 @@ class _Builder:
                 continue
             meta = program.tensor[name]
             if meta.kind != "param":
-                self._add_link(meta, None, [Replicate()], uses[name])
+                self._add_link(meta, None, yields(Replicate()), uses[name])
             elif name in owned:
                 self._add_owned_param(meta, uses[name])
             else:
                 self._add_param([(class_index, name)], meta, uses[name])
 
-    def _uses(
-        self, class_index: int, program: Program
-    ) -> dict[str, list[tuple[int | None, list[Ask]]]]:
-        """For each tensor its uses: (variable, what each of its values asks)."""
-        uses: dict[str, list[tuple[int | None, list[Ask]]]] = defaultdict(list)
+    def _uses(self, class_index: int, program: Program) -> dict[str, list[Use]]:
+        """Return the uses of each tensor."""
+        uses: dict[str, list[Use]] = defaultdict(list)
         for op in program.ops:
             variable = self.op_variable[class_index, op.name]
-            shardings = self.variables[variable].values
             for position, name in enumerate(op.inputs):
-                asks = [(s.inputs[position], gradient_partial(s, position)) for s in shardings]
-                uses[name].append((variable, asks))
+                uses[name].append((variable, self.offers[variable].asks(position)))
         return uses
 
     def links_at_ends(self, boundary: Boundary) -> list[Link]:
@@ -202,7 +209,7 @@ class _Builder:
             members = [(c, name) for c, name in group if c in programs]
             if not members:
                 continue
-            gathered: list[tuple[int | None, list[Ask]]] = []
+            gathered: list[Use] = []
             for class_index, name in members:
                 gathered += self._uses(class_index, programs[class_index])[name]
             first_class, first_name = members[0]
@@ -212,10 +219,10 @@ class _Builder:
         self,
         members: Sequence[tuple[int, str]],
         meta: TensorMeta,
-        uses: list[tuple[int | None, list[Ask]]],
+        uses: Sequence[Use],
     ) -> None:
         """A parameter with several uses chooses its placement by a variable of its own."""
-        asked = [place for _, asks in uses for place, _ in asks]
+        asked = [place for _, use in uses for place, _ in use.asked]
         places = tuple(dict.fromkeys(p for p in (Replicate(), *asked) if p != Partial()))
         pinned = [self.pins[m] for m in members if m in self.pins]
         places = tuple(p for p in places if all(p == pin for pin in pinned))
@@ -235,15 +242,15 @@ class _Builder:
             )
         )
         self.shared_variables.append((tuple(members), variable))
-        self._add_link(meta, variable, list(places), uses)
+        self._add_link(meta, variable, yields(*places), uses)
 
-    def _add_owned_param(self, meta: TensorMeta, uses: list[tuple[int | None, list[Ask]]]) -> None:
+    def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use]) -> None:
         """A parameter with one use lies as that use asks; only its gradient may need repair."""
-        ((variable, asks),) = uses
+        ((variable, use),) = uses
         if variable is None:
             return
-        moves = tuple((at_rest(place), place, partial) for place, partial in asks)
-        extra = self.prices.of_moves(moves, meta.bytes_at(1), meta.requires_grad)
+        kinds = kinds_from_rest(use)
+        extra = self.prices.of_kinds(kinds, meta.bytes_at(1), meta.requires_grad)
         if extra.any():
             old = self.variables[variable]
             self.variables[variable] = replace(old, seconds=old.seconds + extra)
@@ -252,40 +259,29 @@ class _Builder:
         self,
         meta: TensorMeta,
         producer: int | None,
-        source: Sequence[Placement],
-        uses: Sequence[tuple[int | None, Sequence[Ask]]],
+        source: Yields,
+        uses: Sequence[Use],
     ) -> None:
         if not uses:
             return
-        sources = tuple(dict.fromkeys(source))
-        asks = tuple(dict.fromkeys(ask for _, asked in uses for ask in asked))
-        seconds = self.prices.of_link(sources, asks, meta.bytes_at(1), meta.requires_grad)
+        pattern = link_pattern(source, tuple(use for _, use in uses))
+        seconds = self.prices.of_link(pattern, meta.bytes_at(1), meta.requires_grad)
         if not seconds.any():
             return
-        row = {place: index for index, place in enumerate(sources)}
-        column = {ask: index for index, ask in enumerate(asks)}
         self.links.append(
             Link(
                 tensor=meta.name,
                 producer=producer,
-                source=tuple(row[p] for p in source),
-                uses=tuple((u, tuple(column[a] for a in asked)) for u, asked in uses),
+                source=pattern.source,
+                uses=tuple(
+                    (variable, columns)
+                    for (variable, _), columns in zip(uses, pattern.columns, strict=True)
+                ),
                 seconds=seconds,
-                sources=sources,
-                asks=asks,
+                sources=pattern.sources,
+                asks=pattern.asks,
             )
         )
-
-
-def gradient_partial(sharding: OpSharding, position: int) -> bool:
-    """Whether the op returns a partial gradient for its input at `position`.
-
-    A replicated input of an op that works on shards meets only this rank's share of the
-    outputs, so each rank holds a term of its gradient.
-    """
-    if not isinstance(sharding.inputs[position], Replicate):
-        return False
-    return any(not isinstance(p, Replicate) for p in sharding.outputs)
 
 
 def _single_use_params(program: Program) -> set[str]:

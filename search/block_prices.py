@@ -7,8 +7,8 @@ a handful, however many pairs of placements there are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,21 +16,14 @@ from numpy.typing import NDArray
 from costmodel.compute import op_seconds
 from planner.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.placement import OpSharding, Placement, Shard
-from planner.redistribute import collectives
 from planner.sharding import strategies
 from profiles import Group, Profile
-from search.block_problem import Ask
+from search.link_patterns import Kinds, LinkPattern, Offer, offer
 
 Floats = NDArray[np.float64]
 
 STATE_FACTOR = 4.0
 """Bytes that a parameter's byte costs with its gradient and optimizer state."""
-
-Move = tuple[Placement, Placement, bool]
-"""From one placement to another, and whether the gradient that comes back is partial."""
-
-Kinds = tuple[str | None, str | None]
-"""The collectives of a move, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,12 +33,13 @@ class Prices:
     profile: Profile
     group: Group
     axis_size: int
-    _ops: dict[tuple, tuple[tuple[OpSharding, ...], Floats, Floats]] = field(default_factory=dict)
+    _ops: dict[tuple, tuple[Offer, Floats, Floats]] = field(default_factory=dict)
     _links: dict[tuple, Floats] = field(default_factory=dict)
+    _collectives: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def of_op(
         self, op: Op, program: Program, owned: set[str], segments: tuple[int, ...]
-    ) -> tuple[tuple[OpSharding, ...], Floats, Floats]:
+    ) -> tuple[Offer, Floats, Floats]:
         """Return an op's shardings, with the seconds and bytes of each.
 
         `owned` are parameters that no other op uses; their bytes are the op's.
@@ -54,18 +48,19 @@ class Prices:
         if key not in self._ops:
             offered = strategies(op, program.tensor, self.axis_size, segments=segments)
             self._ops[key] = (
-                offered,
+                offer(offered),
                 self._seconds_of(op, program, offered),
                 np.array([self._bytes_of(op, program, one, owned) for one in offered]),
             )
         return self._ops[key]
 
     def _seconds_of(self, op: Op, program: Program, offered: tuple[OpSharding, ...]) -> Floats:
-        if not any(op_seconds(op, program.tensor, self.profile)):
+        whole = sum(op_seconds(op, program.tensor, self.profile))
+        if not whole:
             return np.zeros(len(offered))  # a view, on whole tensors as on shards
         names = (*op.inputs, *op.outputs)
         local: dict[tuple[str, int | None], TensorMeta] = {}
-        known: dict[tuple[int | None, ...], float] = {}
+        known: dict[tuple[int | None, ...], float] = {(None,) * len(names): whole}
         seconds = []
         for sharding in offered:
             places = (*sharding.inputs, *sharding.outputs)
@@ -92,25 +87,16 @@ class Prices:
         """Return the bytes that one rank of the axis holds of a bound tensor."""
         return meta.bytes_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
 
-    def of_link(
-        self,
-        sources: tuple[Placement, ...],
-        asks: tuple[Ask, ...],
-        num_bytes: int,
-        has_gradient: bool,
-    ) -> Floats:
+    def of_link(self, pattern: LinkPattern, num_bytes: int, has_gradient: bool) -> Floats:
         """Return the seconds from each source to each ask, for a tensor of so many bytes."""
-        key = sources, asks, num_bytes, has_gradient
+        key = pattern, num_bytes, has_gradient
         if key not in self._links:
-            kinds, index = _kinds_between(sources, asks)
-            self._links[key] = self._of_kinds(kinds, num_bytes, has_gradient)[index]
+            seconds = self.of_kinds(pattern.kinds, num_bytes, has_gradient)
+            self._links[key] = seconds[pattern.index]
         return self._links[key]
 
-    def of_moves(self, moves: tuple[Move, ...], num_bytes: int, has_gradient: bool) -> Floats:
+    def of_kinds(self, kinds: Sequence[Kinds], num_bytes: int, has_gradient: bool) -> Floats:
         """Return the seconds of each of these moves of a tensor of so many bytes."""
-        return self._of_kinds(_kinds_of(moves), num_bytes, has_gradient)
-
-    def _of_kinds(self, kinds: tuple[Kinds, ...], num_bytes: int, has_gradient: bool) -> Floats:
         return np.array(
             [
                 self._collective_s(forward, num_bytes)
@@ -122,25 +108,11 @@ class Prices:
     def _collective_s(self, kind: str | None, num_bytes: int) -> float:
         if kind is None:
             return 0.0
-        return self.profile.collective_seconds(kind, num_bytes, self.group).seconds
-
-
-@lru_cache(maxsize=4096)
-def _kinds_of(moves: tuple[Move, ...]) -> tuple[Kinds, ...]:
-    return tuple(collectives(*move) for move in moves)
-
-
-@lru_cache(maxsize=4096)
-def _kinds_between(
-    sources: tuple[Placement, ...], asks: tuple[Ask, ...]
-) -> tuple[tuple[Kinds, ...], NDArray[np.intp]]:
-    """Return the distinct collectives from any source to any ask, and which each pair takes."""
-    number: dict[Kinds, int] = {}
-    index = [
-        [number.setdefault(collectives(source, *ask), len(number)) for ask in asks]
-        for source in sources
-    ]
-    return tuple(number), np.array(index)
+        key = kind, num_bytes
+        if key not in self._collectives:
+            answer = self.profile.collective_seconds(kind, num_bytes, self.group)
+            self._collectives[key] = answer.seconds
+        return self._collectives[key]
 
 
 def local_tensor(meta: TensorMeta, dim: int | None, axis_size: int) -> TensorMeta:
