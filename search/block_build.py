@@ -71,16 +71,16 @@ class _End:
 
     class_index: int
     meta: TensorMeta
-    producer: int | None
-    source: Yields | None
+    made: tuple[int, Yields] | None
     uses: tuple[Use, ...]
     is_output: bool
 
-    def link_ends(self, boundary: Boundary) -> tuple[Yields, tuple[Use, ...]]:
-        """Return the placements its maker yields, and all its uses."""
+    def link_ends(self, boundary: Boundary) -> tuple[int | None, Yields, tuple[Use, ...]]:
+        """Return its maker, the placements that yields, and all its uses."""
         place = boundary.get((self.class_index, self.meta.name), Replicate())
         outside: tuple[Use, ...] = ((None, asks((place, False))),)
-        return self.source or yields(place), (*self.uses, *(outside if self.is_output else ()))
+        producer, source = self.made or (None, yields(place))
+        return producer, source, (*self.uses, *(outside if self.is_output else ()))
 
 
 class _Builder:
@@ -161,13 +161,11 @@ class _Builder:
                 else:
                     self._add_link(program.tensor[name], variable, source, uses[name])
         for name in dict.fromkeys((*program.inputs, *program.outputs)):
-            producer, source = made.get(name, (None, None))
             self.ends.append(
                 _End(
                     class_index=class_index,
                     meta=program.tensor[name],
-                    producer=producer,
-                    source=source,
+                    made=made.get(name),
                     uses=tuple(uses[name]),
                     is_output=name in program.outputs,
                 )
@@ -196,8 +194,7 @@ class _Builder:
         """Return the links of what blocks hand to each other, placed so."""
         before = len(self.links)
         for end in self.ends:
-            source, uses = end.link_ends(boundary)
-            self._add_link(end.meta, end.producer, source, uses)
+            self._add_link(end.meta, *end.link_ends(boundary))
         made = self.links[before:]
         del self.links[before:]
         return made

@@ -114,40 +114,51 @@ def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: in
     """Return the choice of all variables that minimises the sum of the tables."""
     values = [table for _, table in tables]
     constant = sum(float(table) for scope, table in tables if not scope)
-    steps: list[tuple[Elimination, NDArray[np.intp]]] = []
     order = elimination_order(tuple(scope for scope, _ in tables), tuple(sizes))
     widest = max((step.num_cells for step in order), default=0)
     if widest > max_cells:
         raise TooWide(f"a table of {widest} cells is needed")
     for step in order:
-        first, *others = step.tables
-        total = values[first[0]].reshape(first[1])
+        (index, dims), *others = step.tables
+        total = values[index].reshape(dims)
         for index, dims in others:
             total = total + values[index].reshape(dims)
-        total = np.broadcast_to(total, step.shape)
-        best = total.argmin(axis=step.axis)
-        least = np.take_along_axis(total, np.expand_dims(best, step.axis), step.axis)
-        values.append(least.squeeze(step.axis))
-        steps.append((step, best))
+        values.append(total.min(axis=step.axis))
         if not step.scope:
             constant += float(values[-1])
     chosen = [0] * len(sizes)
-    for step, best in reversed(steps):
-        chosen[step.variable] = int(best[tuple(chosen[u] for u in step.scope)])
+    for step in reversed(order):
+        chosen[step.variable] = int(_costs_given(step, values, chosen).argmin())
     return Choice(values=tuple(chosen), cost=constant)
+
+
+def _costs_given(
+    step: Elimination, values: Sequence[NDArray], chosen: Sequence[int]
+) -> NDArray[np.float64]:
+    """Return what each value of a step's variable costs with all that left after it chosen.
+
+    Summed again in the step's own order: the least of them is, bit for bit, what it found.
+    """
+    total: NDArray[np.float64] | float = 0.0
+    for index, scope in zip((index for index, _ in step.tables), step.scopes, strict=True):
+        at = tuple(slice(None) if u == step.variable else chosen[u] for u in scope)
+        total = total + values[index][at]
+    return np.asarray(total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination:
     """One step: `variable` leaves, and a table over `scope` takes the place of `tables`.
 
-    `tables` are (index, shape that lines it up with the others); `shape` is that of their sum
-    and `axis` the variable's place in it. New tables are numbered on from the given ones.
+    `tables` are (index, shape that lines it up with the others), over `scopes`; `shape` is that
+    of their sum and `axis` the variable's place in it. New tables are numbered on from the
+    given ones.
     """
 
     variable: int
     scope: tuple[int, ...]
     tables: tuple[tuple[int, tuple[int, ...]], ...]
+    scopes: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
     axis: int
 
@@ -208,6 +219,7 @@ def _in_order(
                 variable=variable,
                 scope=scope,
                 tables=tables,
+                scopes=tuple(all_scopes[index] for index in of_variable[variable]),
                 shape=tuple(sizes[u] for u in wide),
                 axis=axis,
             )
