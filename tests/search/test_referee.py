@@ -112,7 +112,7 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     ("instances", "names"),
     [
         (8, ["uneven", "tied"]),
-        pytest.param(500, list(SHAPES), marks=pytest.mark.slow),
+        pytest.param(500, list(SHAPES), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
     ids=["quick", "whole"],
 )
