@@ -36,6 +36,7 @@ class CostCache:
         self.clips_gradients = clips_gradients
         self._batch_inputs: dict[frozenset[str], frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
+        self._local: dict[tuple, Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
@@ -58,8 +59,12 @@ class CostCache:
         cp_layout: ClassLayout | None = None,
     ) -> Program:
         """Return a class's program as one rank runs it, lowered as `local_program` does."""
-        program = lower(self.bound(class_index, microbatch_size), layout, axis="tp", axis_size=tp)
-        return lower(program, cp_layout, axis="cp", axis_size=cp, sum_later=True)
+        key = class_index, tp, microbatch_size, layout, cp, cp_layout
+        if key not in self._local:
+            whole = self.bound(class_index, microbatch_size)
+            on_tp = lower(whole, layout, axis="tp", axis_size=tp)
+            self._local[key] = lower(on_tp, cp_layout, axis="cp", axis_size=cp, sum_later=True)
+        return self._local[key]
 
     def block(
         self,
