@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search.chain_paths import ChainProblem, Cut, Floats, Lane, Paths, lanes_of
+from search.chain_reach import Reach
 from search.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
 
@@ -63,10 +64,16 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     found = Solved(cut=None, fits=False)
     bound = ceiling
+    paths = Reach(problem)
     while True:
+        starts = paths.starts(bound) if np.isfinite(bound) else None
+        if starts is None and np.isfinite(bound):
+            return found if found.cut else Solved(cut=None, fits=True)
         allowed = _reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
-        windows = stage_windows(np.minimum(even_reach(n, min(width, needed)), allowed), stages)
+        windows = stage_windows(
+            np.minimum(even_reach(n, min(width, needed)), allowed), stages, starts
+        )
         if windows is not None:
             found = _better(found, _solve_within(problem, windows, bound))
         elif needed <= width:
@@ -109,13 +116,13 @@ def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
 
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
-    lanes = lanes_of(problem, windows)
+    lanes = lanes_of(problem, windows, quickest=True)
     ends = lanes[0].end[:, 0]
     tail = lanes[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
-        own = lanes[0].own(first_tail)[:, :, 0]
-        return own.min(axis=0), own.argmin(axis=0)
+        own = lanes[0].own(first_tail)
+        return own[:, :, 0].min(axis=0), lanes[0].choose(own, slice(None), 0)
 
     rest, _ = _sweep(problem, lanes, first_tail=None)
     bare, _ = first_stage(None)
@@ -164,12 +171,12 @@ def _sweep(
 
 
 def chain_values(
-    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+    problem: ChainProblem, lanes: Sequence[Lane], paths: Sequence[Floats]
 ) -> list[Floats]:
-    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
+    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none; `paths` are the lanes'."""
     values = [_end_of(problem)]
-    for lane in reversed(lanes[1:]):
-        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
+    for lane, own in zip(reversed(lanes[1:]), reversed(paths[1:]), strict=True):
+        values.append(_fold(lane, own, values[-1])[0])
     return [np.zeros(0), *reversed(values)]
 
 
@@ -182,9 +189,10 @@ def _end_of(problem: ChainProblem) -> Floats:
 
 def _fold(lane: Lane, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
-    total = np.maximum(costs.min(axis=0), value[lane.end])
+    least = costs[0] if len(costs) == 1 else costs.min(axis=0)
+    total = np.maximum(least, value[lane.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
-    choice = costs[:, row, columns].argmin(axis=0)
+    choice = lane.choose(costs, row, columns)
     before = np.full(len(value), np.inf)
     before[lane.first_start : lane.last_start + 1] = total[row, columns]
     return before, (lane.first_start, lane.end[row, columns], choice)

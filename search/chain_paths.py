@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,6 +226,8 @@ class Lane:
     an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
     none or does not fit; `back` from then until the last gradient is at stage 0 and that makes
     its own, less all weight gradients up to the run's end, of which stage 0's are in its tail.
+    With `quickest` (rows, starts) there is one entry for all choices, that of the quickest which
+    fits: it says which.
     """
 
     first_start: int
@@ -234,6 +236,13 @@ class Lane:
     until: Floats
     back: Floats
     tail: Floats
+    quickest: NDArray[np.intp] | None = None
+
+    def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
+        """Return the choices of the least of some costs (choice, row, start) at these runs."""
+        if self.quickest is not None:
+            return self.quickest[row, column]
+        return costs[:, row, column].argmin(axis=0)
 
     def own(self, first_tail: float | None) -> Floats:
         """Path of every run, inf where it does not fit; without tails when first_tail is None."""
@@ -264,19 +273,32 @@ class Paths:
         n = problem.num_blocks
         return cls(problem, Window.all_runs(n, width or n))
 
-    def lane(self, stage: int, rows: slice = slice(None), starts: slice = slice(None)) -> Lane:
-        """Return these rows and starts of the window as one stage sees them."""
+    def lane(
+        self,
+        stage: int,
+        rows: slice = slice(None),
+        starts: slice = slice(None),
+        *,
+        quickest: bool = False,
+    ) -> Lane:
+        """Return these rows and starts of the window as one stage sees them; with `quickest`
+        each run under one choice, where choices are by time and nothing else of theirs differs.
+        """
         problem = self.problem
         m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
-        f, b = self.band.forward_s[part], self.band.backward_s[part]
+        f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
+        fits, picked = self.fits(stage)[part], None
+        if quickest and self._is_by_time:
+            picked = fits.argmax(axis=0)
+            f, b, seconds, fits = (_pick(one, picked) for one in (f, b, seconds, fits))
         # The hop next to the stage is known; farther ones cost at least the cheapest.
         nearer, farther = max(0, stage - 1), max(0, depth - 1)
         hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
         hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
         before_f, before_b = problem.before_f[start], problem.before_b[start]
-        until = m * self._seconds[part] + (problem.start_s + before_f + hops_in)
+        until = m * seconds + (problem.start_s + before_f + hops_in)
         back = before_b + hops_back - problem.before_w[end]
         if problem.family == "split":
             back = (before_b - m * b) / 2 + hops_back if stage else np.zeros(())
@@ -304,10 +326,22 @@ class Paths:
             first_start=int(start[0]),
             last_start=int(start[-1]),
             end=end,
-            until=np.where(self.fits(stage)[part], until, np.inf),
+            until=np.where(fits, until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
+            quickest=picked,
         )
+
+    @cached_property
+    def _is_by_time(self) -> bool:
+        """Whether each choice is no faster than those before it, and tails are one for all.
+
+        Paths are never shorter then: what of `m b` a wait or the way back takes off is less.
+        """
+        b = self.band.backward_s
+        shares_tail = self.band.tail_s.ndim == b.ndim - 1 and not self.problem.first_choices
+        f = self.band.forward_s
+        return shares_tail and bool((f == f[:1]).all() and (b[1:] >= b[:-1]).all())
 
     def _tail(self, stage: int) -> Floats:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
@@ -359,8 +393,17 @@ class Paths:
         return np.where(self.window.valid, peak, np.inf)
 
 
-def lanes_of(problem: ChainProblem, windows: Sequence[Window]) -> list[Lane]:
-    """Return each stage's lane through its window.
+def _pick(by_choice: NDArray[Any], picked: NDArray[np.intp]) -> NDArray[Any]:
+    """Return each run's entry of the choice picked for it, with a leading axis of one."""
+    if not picked.any():
+        return by_choice[:1]
+    return np.take_along_axis(by_choice, picked[None], axis=0)
+
+
+def lanes_of(
+    problem: ChainProblem, windows: Sequence[Window], *, quickest: bool = False
+) -> list[Lane]:
+    """Return each stage's lane through its window, with `quickest` as `Paths.lane` has it.
 
     Windows of many stages overlap: then all runs are priced once, and each stage looks at its
     part of them.
@@ -368,7 +411,10 @@ def lanes_of(problem: ChainProblem, windows: Sequence[Window]) -> list[Lane]:
     apart = sum(window.num_cells + _CELLS_OF_A_BAND for window in windows)
     width = max(window.width for window in windows)
     if apart <= problem.num_blocks * width:
-        return [Paths(problem, window).lane(stage) for stage, window in enumerate(windows)]
+        return [
+            Paths(problem, window).lane(stage, quickest=quickest)
+            for stage, window in enumerate(windows)
+        ]
     paths = Paths.of_all(problem, width)
     return [
         paths.lane(
@@ -378,6 +424,7 @@ def lanes_of(problem: ChainProblem, windows: Sequence[Window]) -> list[Lane]:
                 min(window.width, window.last_end - window.first_start),
             ),
             slice(window.first_start, window.last_start + 1),
+            quickest=quickest,
         )
         for stage, window in enumerate(windows)
     ]

@@ -79,19 +79,26 @@ class Window:
         )
 
 
-def stage_windows(reach: NDArray[np.intp], num_stages: int) -> tuple[Window, ...] | None:
+def stage_windows(
+    reach: NDArray[np.intp],
+    num_stages: int,
+    starts: Sequence[tuple[int, int]] | None = None,
+) -> tuple[Window, ...] | None:
     """Return the runs that leave the other stages enough blocks, and not too many.
 
-    reach[i] (n + 1, never falling) is where a stage that starts at block i ends at the latest.
+    reach[i] (n + 1, never falling) is where a stage that starts at block i ends at the latest,
+    `starts` where each stage, and what comes after the last, may start at all, if that is known.
     None where no cut of so many stages is left.
     """
     n = len(reach) - 1
+    starts = starts or [(0, n)] * (num_stages + 1)
     latest, earliest = [0], [n]
     for stage in range(num_stages):
-        latest.append(min(n - (num_stages - stage - 1), int(reach[latest[-1]])))
-        earliest.append(
-            max(num_stages - stage - 1, int(np.searchsorted(reach, earliest[-1], side="left")))
-        )
+        most = min(n - (num_stages - stage - 1), starts[stage + 1][1])
+        latest.append(min(most, int(reach[latest[-1]])))
+    for stage in range(num_stages - 1, -1, -1):
+        least = max(stage, starts[stage][0])
+        earliest.append(max(least, int(np.searchsorted(reach, earliest[-1], side="left"))))
     earliest.reverse()
     if earliest[0] > 0 or latest[-1] < n or any(map(gt, earliest, latest)):
         return None

@@ -66,8 +66,9 @@ class OtherCuts:
         first = self._lanes[0]
         self._ends = first.end[:, 0]
         self._tail = first.tail[:, 0] + problem.first_weight_s[self._ends]
-        values = chain_values(problem, self._lanes, first_tail=None)
-        bare = first.own(None)[:, :, 0].min(axis=0)
+        paths = [lane.own(None) for lane in self._lanes]
+        values = chain_values(problem, self._lanes, paths)
+        bare = paths[0][:, :, 0].min(axis=0)
         bounds = np.maximum(bare, values[1][self._ends]) + self._tail
         for row in np.flatnonzero(bounds < ceiling).tolist():
             self._push(float(bounds[row]), row)
@@ -100,10 +101,9 @@ class OtherCuts:
     def _open(self, row: int) -> None:
         """Begin all cuts whose stage 0 ends where this row of its lane does."""
         first_tail = float(self._tail[row])
-        first = _FirstCut(
-            paths=tuple(lane.own(first_tail) for lane in self._lanes),
-            values=tuple(chain_values(self._problem, self._lanes, first_tail=first_tail)),
-        )
+        paths = tuple(lane.own(first_tail) for lane in self._lanes)
+        values = tuple(chain_values(self._problem, self._lanes, paths))
+        first = _FirstCut(paths=paths, values=values)
         root = _Partial(first=first, cuts=(0,), choices=(), value=0.0)
         self._extend(root, rows=slice(row, row + 1))
 

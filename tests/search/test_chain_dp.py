@@ -31,6 +31,9 @@ def test_equals_brute_force_on_500_random_small_chains():
         assert found.value == pytest.approx(best.value, rel=1e-12)
         paths = Paths.of_all(problem)
         assert cut_value(paths, found.cuts, found.choices) == pytest.approx(found.value)
+        for above in (1 + 1e-12, 1.2):
+            assert solve_chain(problem, ceiling=above * best.value).cut == found
+        assert solve_chain(problem, ceiling=(1 - 1e-6) * best.value).cut is None
     assert 20 < infeasible < 400, "the memory limits should matter, yet not always"
 
 
