@@ -12,7 +12,7 @@ from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
 from search.block_prices import STATE_FACTOR, Prices
-from search.block_problem import BlockProblem, Boundary, Link, Variable
+from search.block_problem import BlockProblem, Boundary, Link, SharedTables, Variable
 from search.link_patterns import (
     Asks,
     Offer,
@@ -48,6 +48,7 @@ def build_block_problems(
     for class_index, program in programs:
         builder.add_links(class_index, program, group_of)
     builder.add_shared_params([tuple(group) for group in shared], dict(programs))
+    tables = SharedTables()
     return tuple(
         BlockProblem(
             axis_size=prices.axis_size,
@@ -56,6 +57,7 @@ def build_block_problems(
             programs=tuple(programs),
             shared=tuple(builder.shared_variables),
             boundary=boundary,
+            tables=tables,
         )
         for boundary in boundaries
     )

@@ -61,9 +61,31 @@ class Link:
     asks: tuple[Ask, ...]
 
 
+Table = tuple[tuple[int, ...], NDArray[np.float64]]
+"""Variables (ascending) and the cost of each combination of their values."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedTables:
+    """What `eliminate` makes of variables and links, kept for problems that have them in common.
+
+    `costs` are by variable and price of a byte, `links` by link; `sums` are what steps made of
+    tables of these, by the tables' identities, with the tables, so that those stay as they are.
+    """
+
+    costs: dict[tuple[Variable, float], NDArray[np.float64]] = field(default_factory=dict)
+    links: dict[Link, Table] = field(default_factory=dict)
+    sums: dict[tuple, tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]] = field(
+        default_factory=dict
+    )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockProblem:
-    """Variables and links of one block class, or of several that share a parameter."""
+    """Variables and links of one block class, or of several that share a parameter.
+
+    Problems of other boundaries have most of them in common, and `tables`.
+    """
 
     axis_size: int
     variables: tuple[Variable, ...]
@@ -71,6 +93,7 @@ class BlockProblem:
     programs: tuple[tuple[int, Program], ...]
     shared: tuple[tuple[tuple[tuple[int, str], ...], int], ...] = ()
     boundary: Boundary = field(default_factory=dict)
+    tables: SharedTables = field(default_factory=SharedTables)
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
         """Return the objective of one full choice: seconds + bytes_price * bytes."""

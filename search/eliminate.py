@@ -27,11 +27,7 @@ from math import log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from search.block_problem import BlockProblem, Link
-
-Table = tuple[tuple[int, ...], NDArray[np.float64]]
-"""Variables (ascending) and the cost of each combination of their values."""
-
+from search.block_problem import BlockProblem, Link, SharedTables, Table
 
 # 32 MiB of costs: about where a linear program is faster.
 _MOST_CELLS = 4_000_000
@@ -60,19 +56,18 @@ def solve_by_elimination(
 ) -> Choice:
     """Return the exact optimum of seconds + bytes_price * bytes; raise TooWide if unsuited."""
     sizes = [len(v.values) for v in problem.variables]
-    tables: list[Table] = [
-        ((index,), v.seconds + bytes_price * v.num_bytes)
-        for index, v in enumerate(problem.variables)
-    ]
-    tables += link_tables(problem, max_cells)
-    return minimise_tables(tables, sizes, max_cells)
-
-
-@lru_cache(maxsize=8)
-def link_tables(problem: BlockProblem, max_cells: int) -> list[Table]:
-    """Return every link's table; kept for the same problem at another price of bytes."""
-    sizes = [len(v.values) for v in problem.variables]
-    return [link_table(link, sizes, max_cells) for link in problem.links]
+    shared = problem.tables
+    tables: list[Table] = []
+    for index, variable in enumerate(problem.variables):
+        key = variable, bytes_price
+        if key not in shared.costs:
+            shared.costs[key] = variable.seconds + bytes_price * variable.num_bytes
+        tables.append(((index,), shared.costs[key]))
+    for link in problem.links:
+        if link not in shared.links:
+            shared.links[link] = link_table(link, sizes, max_cells)
+        tables.append(shared.links[link])
+    return minimise_tables(tables, sizes, max_cells, shared)
 
 
 def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
@@ -96,22 +91,26 @@ def link_table(link: Link, sizes: Sequence[int], max_cells: int) -> Table:
     source = np.array(link.source)
     if len(link.uses) == 1 and None not in (link.producer, link.uses[0][0]):
         user, asks = link.uses[0]
-        total = link.seconds[np.ix_(source, np.array(asks))]
+        total = link.seconds[source[:, None], np.array(asks)]
         return variables, total if variables == (link.producer, user) else total.T
     total = np.zeros(shape)
-    for column in range(link.seconds.shape[1]):
-        asked = np.zeros(shape, dtype=bool)
-        for variable, asks in link.uses:
-            asked = asked | spread(variable, np.array(asks) == column)
-        if not asked.any():
-            continue
+    asks_of = [spread(variable, np.array(asks)) for variable, asks in link.uses]
+    for column in sorted({ask for _, asks in link.uses for ask in asks}):
+        asked = asks_of[0] == column
+        for one in asks_of[1:]:
+            asked = asked | (one == column)
         paid = spread(link.producer, link.seconds[source, column])
         total = total + np.where(asked, paid, 0.0)
     return variables, total
 
 
-def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: int) -> Choice:
-    """Return the choice of all variables that minimises the sum of the tables."""
+def minimise_tables(
+    tables: Sequence[Table], sizes: Sequence[int], max_cells: int, shared: SharedTables
+) -> Choice:
+    """Return the choice of all variables that minimises the sum of the tables.
+
+    Steps that a problem with tables in common has made already are taken from `shared`.
+    """
     values = [table for _, table in tables]
     constant = sum(float(table) for scope, table in tables if not scope)
     order = elimination_order(tuple(scope for scope, _ in tables), tuple(sizes))
@@ -119,17 +118,26 @@ def minimise_tables(tables: Sequence[Table], sizes: Sequence[int], max_cells: in
     if widest > max_cells:
         raise TooWide(f"a table of {widest} cells is needed")
     for step in order:
-        (index, dims), *others = step.tables
-        total = values[index].reshape(dims)
-        for index, dims in others:
-            total = total + values[index].reshape(dims)
-        values.append(total.min(axis=step.axis))
+        made_of = tuple(values[index] for index, _ in step.tables)
+        key = step.axis, *((id(values[index]), dims) for index, dims in step.tables)
+        least = shared.sums[key][0] if key in shared.sums else _least(step, made_of)
+        if step.num_cells <= _FEW_CELLS:
+            shared.sums[key] = least, made_of
+        values.append(least)
         if not step.scope:
             constant += float(values[-1])
     chosen = [0] * len(sizes)
     for step in reversed(order):
         chosen[step.variable] = int(_costs_given(step, values, chosen).argmin())
     return Choice(values=tuple(chosen), cost=constant)
+
+
+def _least(step: Elimination, tables: Sequence[NDArray]) -> NDArray[np.float64]:
+    """Return the sum of a step's tables under the best value of its variable."""
+    total = np.zeros(())
+    for (_, dims), table in zip(step.tables, tables, strict=True):
+        total = total + table.reshape(dims)
+    return np.asarray(total.min(axis=step.axis))
 
 
 def _costs_given(
