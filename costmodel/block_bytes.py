@@ -78,9 +78,10 @@ class Backwards:
         adds_products: bool = True,
         staying: frozenset[str] = frozenset(),
         going: frozenset[str] = frozenset(),
+        begun: frozenset[str] = frozenset(),
     ) -> BackwardWalk:
         """Return the walk of `liveness.backward_walk`."""
-        key = first, held, leaves, split, wide, waiting, adds_products, staying, going
+        key = first, held, leaves, split, wide, waiting, adds_products, staying, going, begun
         if key not in self._walks:
             self._walks[key] = backward_walk(
                 self._program,
@@ -95,6 +96,7 @@ class Backwards:
                 results=self._results,
                 staying=staying,
                 going=going,
+                begun=begun,
             )
         return self._walks[key]
 

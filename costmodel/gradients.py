@@ -49,7 +49,7 @@ class Gradients:
 
     def share(self, name: str, source: str, *, gaps: bool = False) -> None:
         """Give a tensor the gradient of another, or a view of it, which may have gaps."""
-        if gaps:
+        if gaps and name not in self.of:
             self.gaps.add(name)
         self._attach(name, self.of[source])
 

@@ -14,7 +14,8 @@ from math import prod
 from typing import NamedTuple
 
 from costmodel.gradients import Gradients, leaves_gaps, passes_on, seen_through
-from costmodel.saved import HELD_ANYWAY, Kept, SavedTensors, has_rows, keeps_matrix
+from costmodel.plain_attention import backward_scratch, forward_scratch, is_plain
+from costmodel.saved import HELD_ANYWAY, Kept, SavedTensors, has_rows
 from costmodel.storage import base_name, contiguous_strides
 from planner.graph import Op, Program, Ref
 from planner.placement import Placement, Shard, parse_placement
@@ -202,7 +203,8 @@ class Aside(NamedTuple):
     """A weight gradient put aside in the backward: the storages it waits with, by name, and
     the bytes of the gradients of weight and bias that it will make. `adds` tells whether the
     product can be added to a gradient that is there without being made first; if not, autograd
-    makes one of `whole_bytes` for what the weight is a view of.
+    makes one of `whole_bytes` for what the weight is a view of: `weight`. `is_begun`: that has
+    a gradient by then, of another use.
     """
 
     held: tuple[tuple[str, int], ...]
@@ -210,16 +212,20 @@ class Aside(NamedTuple):
     bias_bytes: int
     adds: bool
     whole_bytes: int
+    weight: str
+    is_begun: bool = False
 
 
 class Given(NamedTuple):
     """The gradient of an input: the bytes of its buffer, the output whose gradient has the same
-    buffer, if one has, and whether it is a view with gaps.
+    buffer, if one has, and whether it is a view with gaps. `is_sum`: it was added to one that
+    was there before.
     """
 
     num_bytes: int
     output: str | None
     gaps: bool
+    is_sum: bool = False
 
 
 class BackwardWalk(NamedTuple):
@@ -248,17 +254,19 @@ def backward_walk(
     results: frozenset[str] = frozenset(),
     staying: frozenset[str] = frozenset(),
     going: frozenset[str] = frozenset(),
+    begun: frozenset[str] = frozenset(),
 ) -> BackwardWalk:
     """Run a program's backward.
 
     In a `first` backward the gradients of parameters stay, `wide` times as large as the
-    parameters; in others they are added to those and let go, and products with a large
-    weight add theirs without making it first, if it is as wide and `adds_products`. Those of
-    parameters in `waiting` stay to the end in both. `held`: outputs whose gradients
-    somebody else holds. `leaves`: inputs that keep their gradients, in buffers of their own.
-    `split`: weight gradients are put aside. `results`: storages that a call of the block holds
-    until the first op that kept anything has run backward. `staying`: outputs that somebody
-    else keeps alive. `going`: inputs that nobody else does.
+    parameters; in others they are added to those and let go, and products with a large weight
+    add theirs without making it first, if it is as wide and `adds_products`. Those of
+    parameters in `waiting` stay to the end in both. `begun`: inputs that have a gradient of
+    later blocks, which theirs is added to as soon as it is made. `held`: outputs, and inputs
+    begun, whose gradients somebody else holds. `leaves`: inputs that keep their gradients, in
+    buffers of their own. `split`: weight gradients are put aside. `results`: storages that a
+    call of the block holds until the first op that kept anything has run backward. `staying`:
+    outputs that somebody else keeps alive. `going`: inputs that nobody else does.
     """
     tensor, storage = program.tensor, saved.storages.storage
     with_weights = deferrable_products(program)
@@ -268,9 +276,11 @@ def backward_walk(
     for name in program.outputs:
         if tensor[name].requires_grad:
             grads.allocate(name, _bytes(program, name))
-            if name in held:
-                grads.hold(name)
     given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
+    for name in begun:
+        grads.allocate(name, _bytes(program, name))
+    for name in held:
+        grads.hold(name)
     start = saved.num_bytes + grads.live
     live_saved = saved.num_bytes
     keeps = (op.name for op in program.ops if saved.kept[op.name] != Kept())
@@ -284,6 +294,7 @@ def backward_walk(
     laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
     there: dict[str, int] = {}
     made: set[str] = set()
+    reached: set[str] = set()
     aside: list[Aside] = []
     peak = start
     for op in reversed(program.ops):
@@ -295,6 +306,7 @@ def backward_walk(
             needing = [
                 n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad and n not in later
             ]
+            reached.update(needing)
             scratch = _scratch_bytes(op, program, saved, forward=False)
             scratch += _unreduced_bytes(op, needing, program)
             for name in needing:
@@ -348,9 +360,9 @@ def backward_walk(
                 grads.copy(name, size)
     given = {}
     for name in program.inputs:
-        if name in grads.of:
+        if name in reached:
             buffer, size = grads.buffer_of(name)
-            given[name] = Given(size, given_by.get(buffer), name in grads.gaps)
+            given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in begun)
     return BackwardWalk(peak - start, frozenset(made), tuple(aside), given)
 
 
@@ -377,6 +389,7 @@ def _put_aside(
         bias_bytes=0 if bias is None else _bytes(program, bias.name),
         adds=program.tensor[weight.name].kind == "param",
         whole_bytes=made_from.num_bytes,
+        weight=made_from.root,
     )
 
 
@@ -386,7 +399,9 @@ def _is_held_as_given(x: str, program: Program, saved: SavedTensors) -> bool:
 
 
 def _scratch_bytes(op: Op, program: Program, saved: SavedTensors, *, forward: bool) -> int:
-    """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps."""
+    """Bytes a kernel holds only while it runs, beside its inputs, outputs and what it keeps; below
+    zero where it lets those go before it has made all of these.
+    """
     name = base_name(op.target)
     if op.target == REDISTRIBUTE:
         src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
@@ -397,10 +412,8 @@ def _scratch_bytes(op: Op, program: Program, saved: SavedTensors, *, forward: bo
         return 0 if forward else _bytes(program, op.inputs[0])
     if name in _FACTORS and not forward:
         return _FACTORS[name] * _bytes(program, op.outputs[0])
-    if name == "scaled_dot_product_attention" and keeps_matrix(op, program):
-        # (Other devices have a fused kernel for it, which keeps its inputs.)
-        is_plain = not saved.kept[op.name].tensors
-        return _matrix_attention_scratch(op, program) if forward and is_plain else 0
+    if name == "scaled_dot_product_attention" and is_plain(op, program, saved.device_type):
+        return (forward_scratch if forward else backward_scratch)(op, program)
     if name == "vocab_cross_entropy":
         logits = program.tensor[op.inputs[0]]
         element = max(4, DTYPE_BYTES[logits.dtype])
@@ -417,23 +430,6 @@ def _scratch_bytes(op: Op, program: Program, saved: SavedTensors, *, forward: bo
 _FACTORS = {"pow": 2, "rsqrt": 2, "cos": 2, "sin": 1, "sqrt": 1, "abs": 1}
 """Tensors of the result's size that a backward makes before it multiplies the gradient by the
 last of them: 3 x^2 by way of x^2 (PyTorch's derivatives.yaml)."""
-
-
-def _matrix_attention_scratch(op: Op, program: Program) -> int:
-    """Bytes of attention by plain products beside its output and what it keeps, which are scaled
-    copies of its inputs and the probabilities: the higher of its softmax and its end
-    (`_scaled_dot_product_attention_math` in PyTorch's transformers/attention.cpp).
-    """
-    query, key, value = op.inputs[:3]
-    narrow = DTYPE_BYTES[program.tensor[query].dtype] < 4
-    factor = 4 // DTYPE_BYTES[program.tensor[query].dtype] if narrow else 1
-    scaled, output = factor * _bytes(program, query), _bytes(program, op.outputs[0])
-    heads = prod(program.tensor[query].shape_at(1)[:-1])
-    matrix = heads * program.tensor[key].shape_at(1)[-2] * _bytes(program, query) * factor
-    matrix //= prod(program.tensor[query].shape_at(1))
-    casts = factor * sum(_bytes(program, name) for name in (query, key, value)) if narrow else 0
-    end = casts + scaled + (matrix // factor + factor * output if narrow else 0)
-    return max(end, casts + matrix - output)
 
 
 def _unreduced_bytes(op: Op, needing: Sequence[str], program: Program) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from costmodel.plain_attention import is_plain, kept_bytes
 from costmodel.storage import (
     Storage,
     StorageMap,
@@ -53,6 +54,7 @@ class SavedTensors:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     storages: StorageMap
+    device_type: str
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +76,7 @@ def saved_tensors(
     gradients are put aside: they keep all they were given, as it was given. `held_anyway` are
     kinds of tensors that are there whether kept or not.
     """
-    storages = map_storages(program)
+    storages = map_storages(program, device_type=device_type)
     context = _Context(program=program, storages=storages, device_type=device_type, aside=aside)
     seen: set[str] = set()
     by_op = {}
@@ -98,6 +100,7 @@ def saved_tensors(
             if storages.storage[n].root in seen and storages.storage[n].root not in program.inputs
         ),
         storages=storages,
+        device_type=device_type,
     )  # fmt: skip
 
 
@@ -277,18 +280,14 @@ def _cross_entropy(op: Op, context: _Context) -> Kept:
 def _attention(op: Op, context: _Context) -> Kept:
     """Fused attention keeps query, key, value, output and the log-sum-exp of each row.
 
-    A boolean mask is turned into an additive one, which is kept besides. The CPU has no
-    fused kernel for a mask that needs a gradient (T5's position bias): it keeps scaled
-    copies of query and key, and the whole matrix of probabilities, all in fp32 or wider.
+    A boolean mask is turned into an additive one, which is kept besides.
     """
+    if is_plain(op, context.program, context.device_type):
+        return Kept(extra_bytes=kept_bytes(op, context.program))
     query, key, value = op.inputs[:3]
     mask = op.inputs[3] if len(op.inputs) > 3 else None
     dtype_bytes = DTYPE_BYTES[context.program.tensor[query].dtype]
     rows = prod(context.shape(query)[:-1])
-    if context.device_type == "cpu" and keeps_matrix(op, context.program):
-        matrix = rows * context.shape(key)[-2]
-        copies = sum(prod(context.shape(name)) for name in (query, key, value))
-        return Kept(extra_bytes=(copies + matrix) * max(4, dtype_bytes))
     extra = rows * max(4, dtype_bytes)
     kept = [query, key, value, op.outputs[0]]
     if mask is not None:
@@ -297,11 +296,6 @@ def _attention(op: Op, context: _Context) -> Kept:
         else:
             kept.append(mask)
     return Kept(tensors=tuple(kept), extra_bytes=extra)
-
-
-def keeps_matrix(op: Op, program: Program) -> bool:
-    """Whether the CPU's attention goes by plain products: its mask needs a gradient."""
-    return len(op.inputs) > 3 and program.tensor[op.inputs[3]].requires_grad
 
 
 def _causal_attention(op: Op, context: _Context) -> Kept:

@@ -205,6 +205,7 @@ class StageWalk:
         grads, peak = self._sent_back(received)
         put_aside = {f"gradient {name}" for name in received if name not in self.sent_copies}
         waiting: set[str] = set()
+        made: set[str] = set()
         aside: list[Aside] = []
         live = left = 0
         for index in range(len(self.blocks) - 1, -1, -1):
@@ -212,13 +213,24 @@ class StageWalk:
             start = live + grads.live
             height = start + block.bytes.second_rise_bytes
             live += block.bytes.made_again_bytes
+            begun = {
+                local: name
+                for local, name, copy in zip(
+                    block.bytes.input_names, block.inputs, block.copies, strict=True
+                )
+                if name in grads.of and copy is None
+            }
             walk = block.bytes.backwards.walk(
                 first=first,
                 held=frozenset(
                     local
-                    for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
+                    for local, name in [
+                        *zip(block.bytes.output_names, block.outputs, strict=True),
+                        *begun.items(),
+                    ]
                     if name in grads.of and not grads.is_own(name)
                 ),
+                begun=frozenset(begun),
                 leaves=self._leaves[index],
                 split=index < num_aside,
                 wide=wide,
@@ -238,6 +250,7 @@ class StageWalk:
             height = max(height, live + grads.live + walk.rise_bytes)
             live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
             live -= sum(self._sizes[n] for n in let_go.get(index, ()) if n not in put_aside)
+            made.update(block.params[param] for param in walk.made)
             for param in walk.made:
                 name, size = block.params[param], block.bytes.params[param]
                 if not self.is_shared(name):
@@ -264,10 +277,11 @@ class StageWalk:
             peak = max(peak, height, beside)
             turns.append(Turn(start, height, live + grads.live, beside, walk.made))
         live += grads.live
+        aside = [one._replace(is_begun=one.weight in made) for one in aside]
         if flush:
-            rise, made = weight_job(aside, first=first, wide=self.wide)
+            rise, more = weight_job(aside, first=first, wide=self.wide)
             peak = max(peak, live + rise)
-            left += made
+            left += more
             aside = []
         return BackwardBytes(
             turns=tuple(turns), rise_bytes=peak, left_bytes=left, aside=tuple(aside)
@@ -294,9 +308,14 @@ class StageWalk:
         """
         makers = dict(zip(block.bytes.output_names, block.outputs, strict=True))
         edges = list(zip(block.bytes.input_names, block.inputs, block.copies, strict=True))
-        for local, _, _ in edges:
+        for local, name, _ in edges:
             given = walk.given.get(local)
-            if given is not None and given.output is not None and makers[given.output] in grads.of:
+            if given is not None and given.is_sum:
+                if not grads.is_own(name):
+                    grads.copy(name, self._sizes[name])
+            elif (
+                given is not None and given.output is not None and makers[given.output] in grads.of
+            ):
                 grads.share(f"given {local}", makers[given.output], gaps=given.gaps)
             elif given is not None:
                 grads.allocate(f"given {local}", given.num_bytes)
@@ -364,21 +383,26 @@ def weight_job(aside: Sequence[Aside], *, first: bool, wide: int) -> tuple[int, 
     and the bytes of gradients it leaves. The last put aside are made first.
     """
     users = Counter(name for one in aside for name in dict(one.held))
+    begun: set[str] = set()
     live = peak = left = 0
     for one in reversed(aside):
-        made = one.weight_bytes + one.bias_bytes
-        adds = one.adds and wide == 1
         # A view's gradient goes to what it is a view of as one with zeros around it.
-        around = 0 if one.adds else one.whole_bytes
-        if first:
+        weight = one.weight_bytes if one.adds else one.whole_bytes
+        made = weight + one.bias_bytes
+        adds = one.adds and wide == 1
+        is_begun = one.is_begun or one.weight in begun
+        begun.add(one.weight)
+        stays = wide * (one.bias_bytes if is_begun else made) if first else 0
+        if first and not is_begun:
             # Given to autograd, a gradient is copied: who gave it has it still.
-            peak = max(peak, live + wide * made + (0 if adds else made + around))
-            left += wide * made
-            live += wide * made
+            passing = 0 if adds else made
         else:
             # Where sums are wider, autograd makes a gradient to be added and let go.
-            rise = one.bias_bytes if adds else made * (2 if wide > 1 else 1) + around
-            peak = max(peak, live + rise)
+            passing = one.bias_bytes if adds else made * (2 if wide > 1 else 1)
+            passing += 0 if one.adds else weight
+        peak = max(peak, live + stays + passing)
+        left += stays
+        live += stays
         for name, size in dict(one.held).items():
             users[name] -= 1
             live -= 0 if users[name] else size
@@ -404,7 +428,8 @@ def _named(one: Aside, block: PlacedBlock, index: int, root: Mapping[str, str]) 
         for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
     }
     held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in one.held)
-    return one._replace(held=held)
+    weight = block.params.get(one.weight, f"block {index} {one.weight}")
+    return one._replace(held=held, weight=weight)
 
 
 def _going(block: PlacedBlock, let_go: frozenset[str]) -> frozenset[str]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from costmodel.plain_attention import is_plain
 from planner.graph import Op, Program, TensorMeta
 from planner.placement import Placement, Replicate, Shard, parse_placement
 from planner.units import DTYPE_BYTES
@@ -45,8 +46,10 @@ def base_name(target: str) -> str:
     return target.split(".")[1]
 
 
-def map_storages(program: Program) -> StorageMap:
-    """Follow views through a bound program (every size a number)."""
+def map_storages(program: Program, *, device_type: str = "cuda") -> StorageMap:
+    """Follow views through a bound program (every size a number). `device_type` picks between
+    kernels that lay their results out differently.
+    """
     storage: dict[str, Storage] = {}
     strides: dict[str, Strides] = {}
     views: set[str] = set()
@@ -67,7 +70,7 @@ def map_storages(program: Program) -> StorageMap:
                 views.add(output)
             else:
                 storage[output] = Storage(root=output, num_bytes=_num_bytes(meta), kind=meta.kind)
-                strides[output] = _fresh_strides(op, shape, program.tensor, strides)
+                strides[output] = _fresh_strides(op, shape, program, strides, device_type)
     return StorageMap(storage=storage, strides=strides, views=frozenset(views))
 
 
@@ -233,16 +236,22 @@ def permuted(name: str, args: tuple, shape: Sequence[int], old: Strides) -> Stri
 
 
 def _fresh_strides(
-    op: Op, shape: Sequence[int], tensor: Mapping[str, TensorMeta], strides: Mapping[str, Strides]
+    op: Op,
+    shape: Sequence[int],
+    program: Program,
+    strides: Mapping[str, Strides],
+    device_type: str,
 ) -> Strides:
     """Strides of newly allocated outputs: pointwise ops keep the order of a dense input."""
     name = base_name(op.target)
+    if name == "scaled_dot_product_attention" and is_plain(op, program, device_type):
+        return contiguous_strides(shape)
     if name in ("scaled_dot_product_attention", "causal_attention"):
         # Fused kernels allocate the output like the query: its order of dims, without gaps.
         return densified_strides(shape, strides[op.inputs[0]])
     if name in _POINTWISE:
         for source in op.inputs:
-            same_shape = tensor[source].shape_at(1) == tuple(shape)
+            same_shape = program.tensor[source].shape_at(1) == tuple(shape)
             if same_shape and is_dense(shape, strides[source]):
                 return strides[source]
     return contiguous_strides(shape)
