@@ -38,6 +38,9 @@ from search.chain_paths import ChainProblem, Cut, Floats, Lane, Paths, lanes_of
 from search.chain_reach import Reach
 from search.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
+_AT_ONCE = 1.5
+"""How much wider than a first look the last one may be for that to be the only one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
@@ -71,6 +74,8 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
             return found if found.cut else Solved(cut=None, fits=True)
         allowed = _reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
+        if needed <= _AT_ONCE * width:
+            width = needed
         windows = stage_windows(
             np.minimum(even_reach(n, min(width, needed)), allowed), stages, starts
         )

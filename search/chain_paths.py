@@ -41,7 +41,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from search.chain_windows import Window
+from search.chain_windows import Part, Window
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -75,8 +75,8 @@ class Band(Protocol):
         """About the bytes of a rank holding each run with this many microbatches in flight."""
         ...
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
-        """Whether each run may be within a limit: False is certain."""
+    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
+        """Whether each run of a part of the window may be within a limit: False is certain."""
         ...
 
 
@@ -264,7 +264,7 @@ class Paths:
         self.band = problem.stages.band(window)
         self.end = window.end
         self._seconds = self.band.forward_s + self.band.backward_s
-        self._fits: dict[int, Flags] = {}
+        self._fits: dict[tuple, Flags] = {}
         self._lanes: dict[int, Lane] = {}
 
     @classmethod
@@ -289,7 +289,7 @@ class Paths:
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
         f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
-        fits, picked = self.fits(stage)[part], None
+        fits, picked = self.fits(stage, (rows, starts)), None
         if quickest and self._is_by_time:
             picked = fits.argmax(axis=0)
             f, b, seconds, fits = (_pick(one, picked) for one in (f, b, seconds, fits))
@@ -349,21 +349,22 @@ class Paths:
         shares = stage > 0 or tail_s.ndim == self._seconds.ndim - 1
         return tail_s if shares else tail_s[self.problem.first_choices[0]]
 
-    def fits(self, stage: int) -> Flags:
-        """Whether each run, by choice, may stay within the memory limit on a stage."""
+    def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
+        """Whether each run of a part, by choice, may stay within the memory limit on a stage."""
         in_flight = self.problem.in_flight[stage]
-        if in_flight not in self._fits:
-            self._fits[in_flight] = self.window.valid & [
-                self._within(in_flight, choice) for choice in range(len(self.problem.choices))
+        key = in_flight, *((one.start, one.stop) for one in part)
+        if key not in self._fits:
+            self._fits[key] = self.window.valid[part] & [
+                self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
             ]
         refused = [one for one in self.problem.refused if one.stage == stage]
         first = self.problem.first_choices if stage == 0 else ()
         if not refused and not first:
-            return self._fits[in_flight]
-        fits = self._fits[in_flight].copy()
+            return self._fits[key]
+        fits = self._fits[key].copy()
         if first:
             fits[[choice not in first for choice in range(len(fits))]] = False
-        start, end = self.window.start, self.window.end
+        start, end = self.window.start[:, part[1]], self.window.end[part]
         for one in refused:
             if one.and_longer:
                 fits[one.choice] &= (start > one.first) | (end < one.end)
@@ -371,11 +372,11 @@ class Paths:
                 fits[one.choice] &= (start != one.first) | (end != one.end)
         return fits
 
-    def _within(self, in_flight: int, choice: int) -> Flags:
+    def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
         limit = self.problem.memory_limit_bytes
         if self.problem.is_careful:
-            return self.band.peak_bytes(in_flight, choice) <= limit
-        return self.band.fits(in_flight, choice, limit)
+            return self.band.peak_bytes(in_flight, choice)[part] <= limit
+        return self.band.fits(in_flight, choice, limit, part)
 
     def first_tail(self, first_cut: int) -> float:
         """Return what follows at stage 0, if it ends here, when its last input gradient is made."""

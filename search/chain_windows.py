@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import gt
+from types import EllipsisType
 
 import numpy as np
 from numpy.typing import NDArray
+
+Part = EllipsisType | tuple[slice, slice]
+"""Rows and starts of a window's arrays, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

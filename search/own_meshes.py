@@ -21,7 +21,7 @@ import numpy as np
 from planner.plan import ClassLayout, Plan
 from search.candidates import Candidates
 from search.chain_paths import Band, ChainProblem, Cut, Flags, Floats, Stages
-from search.chain_windows import Window
+from search.chain_windows import Part, Window
 from search.space import Configuration
 from search.stage_table import StageTable
 
@@ -73,10 +73,10 @@ class MixedBand:
         member, own = divmod(choice, self._kinds)
         return self.bands[member].peak_bytes(in_flight, own)
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
-        """Whether each run may be within a limit."""
+    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
+        """Whether each run of a part may be within a limit."""
         member, own = divmod(choice, self._kinds)
-        return self.bands[member].fits(in_flight, own, limit_bytes)
+        return self.bands[member].fits(in_flight, own, limit_bytes, part)
 
     @property
     def _kinds(self) -> int:

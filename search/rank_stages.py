@@ -26,7 +26,7 @@ from costmodel.offload import host_step_seconds
 from costmodel.stage import StageLoad, again_seconds
 from costmodel.topology import dp_group
 from planner.plan import Precision, Recompute
-from search.chain_windows import Window
+from search.chain_windows import Part, Window
 from search.rank_bytes import RankBytes
 from search.run_kinds import RunKinds
 from search.runs import distinct
@@ -109,9 +109,9 @@ class RankBand:
         """What a rank holding each run needs at least."""
         return self._spread(self._bytes[choice].least(in_flight))
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> Flags:
-        """Whether `least_bytes` are within a limit."""
-        return self._spread(self._bytes[choice].may_fit(in_flight, limit_bytes))
+    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
+        """Whether `least_bytes` are within a limit, of a part of the window."""
+        return self._bytes[choice].may_fit(in_flight, limit_bytes)[self.kinds.of[part]]
 
     @cached_property
     def _bytes(self) -> tuple[RankBytes, ...]:

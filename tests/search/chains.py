@@ -23,8 +23,8 @@ class SumBand:
     def peak_bytes(self, in_flight: int, choice: int) -> np.ndarray:
         return self.resident + in_flight * self.kept[choice] + self.working[choice]
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float) -> np.ndarray:
-        return self.peak_bytes(in_flight, choice) <= limit_bytes
+    def fits(self, in_flight: int, choice: int, limit_bytes: float, part=...) -> np.ndarray:
+        return self.peak_bytes(in_flight, choice)[part] <= limit_bytes
 
 
 @dataclass(frozen=True, eq=False)
