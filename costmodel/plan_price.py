@@ -18,6 +18,7 @@ from costmodel.communication import (
     boundary_seconds,
     data_parallel_seconds,
 )
+from costmodel.program import ProgramCost
 from costmodel.simulate import JobSeconds
 from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.tied import tied_seconds
@@ -119,16 +120,19 @@ def _stage_load(
     loads = []
     held: set[str] = set()
     side: set[str] = set()
+    of_class: dict[int, tuple[ProgramCost, StageLoad]] = {}
     for index in blocks:
         block = graph.blocks[index]
         layout = split.on_tp.get(block.class_index)
-        cost = costs.block(
-            block.class_index, split.tp, microbatch_size, layout,
-            cp=split.cp, cp_layout=split.on_cp.get(block.class_index),
-            recomputed=split.recomputed.get(block.class_index),
-        )  # fmt: skip
+        if block.class_index not in of_class:
+            cost = costs.block(
+                block.class_index, split.tp, microbatch_size, layout,
+                cp=split.cp, cp_layout=split.on_cp.get(block.class_index),
+                recomputed=split.recomputed.get(block.class_index),
+            )  # fmt: skip
+            of_class[block.class_index] = cost, block_load(cost)
+        cost, load = of_class[block.class_index]
         side.update(block.inputs[position] for position in cost.side_positions)
-        load = block_load(cost)
         there, back = block_entry_seconds(
             graph, index, split.on_tp, costs.profile, group=axes["tp"].group,
             microbatch_size=microbatch_size, other_layouts=split.on_cp, other_size=split.cp,
@@ -138,13 +142,15 @@ def _stage_load(
             microbatch_size=microbatch_size, other_layouts=split.on_tp, other_size=split.tp,
         )  # fmt: skip
         again = [name for name in block.params if name in held]
-        load = replace(
-            load,
-            comm_forward_s=load.comm_forward_s + there + cp_there,
-            comm_backward_s=load.comm_backward_s + back + cp_back,
-            param_bytes=load.param_bytes - _trained_bytes(costs, index, layout, split.tp, again),
-            num_params=load.num_params - sum(_is_trained(graph, name) for name in again),
-        )
+        if again or there or back or cp_there or cp_back:
+            load = replace(
+                load,
+                comm_forward_s=load.comm_forward_s + there + cp_there,
+                comm_backward_s=load.comm_backward_s + back + cp_back,
+                param_bytes=load.param_bytes
+                - _trained_bytes(costs, index, layout, split.tp, again),
+                num_params=load.num_params - sum(_is_trained(graph, name) for name in again),
+            )
         held.update(block.params)
         loads.append(load)
     total = join(loads)

@@ -1,12 +1,12 @@
 """Stages as equal as whole blocks allow: the cut used where virtual stages share ranks.
 
 Two steps. The longest stage of the best partition of the chain into S runs is found by
-bisection on its length, each probe a greedy walk (Pinar & Aykanat, "Fast optimal load balancing
-algorithms for 1D partitioning", 2004). Then every stage takes the blocks that bring it nearest
-to an equal share of what is left, never more than that longest length and never so few that
-the rest could not be cut within it.
+bisection on its length, each probe a greedy walk that also tells which lengths make no
+difference (Pinar & Aykanat, "Fast optimal load balancing algorithms for 1D partitioning", 2004).
+Then every stage takes the blocks that bring it nearest to an equal share of what is left, never
+more than that longest length and never so few that the rest could not be cut within it.
 
-Complexity: O(S log n) a probe, about 50 probes, then O(n).
+Complexity: O(S log n) a probe, a few probes where blocks are equal, then O(n).
 """
 
 from __future__ import annotations
@@ -50,28 +50,34 @@ def longest_stage(sums: Sequence[float], num_stages: int) -> float:
     n = len(sums) - 1
     high = sums[n]
     low = max(high / num_stages, max(b - a for a, b in pairwise(sums)))
-    if _fits(sums, num_stages, low):
+    fits, _ = _probe(sums, num_stages, low)
+    if fits:
         return low * (1 + 1e-12)
     while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        if _fits(sums, num_stages, middle):
-            high = middle
+        fits, length = _probe(sums, num_stages, (low + high) / 2)
+        if fits:
+            high = min(high, length)
         else:
-            low = middle
-    return high * (1 + 1e-12)
+            low = max((low + high) / 2, length)
+    return max(low, high) * (1 + 1e-12)
 
 
-def _fits(sums: Sequence[float], num_stages: int, longest: float) -> bool:
-    """Whether runs of at most `longest` cover the chain in num_stages or fewer."""
+def _probe(sums: Sequence[float], num_stages: int, longest: float) -> tuple[bool, float]:
+    """Return whether runs of at most `longest` cover the chain in num_stages or fewer, and how
+    long the longest of them is; where they do not, the least that takes any of them further.
+    """
     n, at = len(sums) - 1, 0
+    reached, further = 0.0, float("inf")
     for _ in range(num_stages):
         end = bisect_right(sums, sums[at] + longest * (1 + 1e-12)) - 1
         if end >= n:
-            return True
+            return True, max(reached, sums[n] - sums[at])
         if end == at:
-            return False
+            return False, sums[at + 1] - sums[at]
+        reached = max(reached, sums[end] - sums[at])
+        further = min(further, sums[end + 1] - sums[at])
         at = end
-    return False
+    return False, further
 
 
 def _stages_needed(sums: Sequence[float], longest: float) -> list[int]:
