@@ -200,8 +200,11 @@ def _in_order(
         for variable in scope:
             of_variable[variable].append(index)
     neighbours = {v: {u for t in of_variable[v] for u in scopes[t]} - {v} for v in remaining}
-    cells = {v: prod(sizes[u] for u in neighbours[v]) * sizes[v] for v in remaining}
     weight = [log2(size) if size else 0.0 for size in sizes]
+
+    def cells(v: int) -> float:
+        """The size of the sum that eliminating v needs."""
+        return prod(sizes[u] for u in neighbours[v]) * sizes[v]
 
     def fill(v: int) -> float:
         """The size of the links that eliminating v makes between its neighbours."""
@@ -211,10 +214,11 @@ def _in_order(
             if b not in neighbours[a]
         )
 
+    first = fill if by_fill else cells
+    score = {v: first(v) for v in remaining}
     steps = []
     while remaining:
-        first = fill if by_fill else cells.__getitem__
-        variable = min(remaining, key=lambda v: (first(v), v))
+        variable = min(remaining, key=lambda v: (score[v], v))
         wide = tuple(sorted(neighbours[variable] | {variable}))
         axis = wide.index(variable)
         scope = wide[:axis] + wide[axis + 1 :]
@@ -238,6 +242,8 @@ def _in_order(
             of_variable[other] = [t for t in of_variable[other] if t not in gone] + [made]
             neighbours[other] |= set(scope) - {other}
             neighbours[other].discard(variable)
-            cells[other] = prod(sizes[u] for u in neighbours[other]) * sizes[other]
         remaining.remove(variable)
+        # What joins two of the scope is all that changed.
+        for other in set(scope).union(*(neighbours[u] for u in scope)) if by_fill else scope:
+            score[other] = first(other)
     return tuple(steps)
