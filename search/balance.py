@@ -15,6 +15,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
+
 
 def balanced_cut(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Return cuts 0 = k_0 < ... < k_S = n with the smallest longest stage, else even.
@@ -26,12 +28,12 @@ def balanced_cut(seconds: Sequence[float], num_stages: int) -> tuple[int, ...]:
         raise ValueError(f"{n} blocks cannot make {num_stages} stages")
     sums = [0.0, *accumulate(seconds)]
     longest = longest_stage(sums, num_stages)
-    needed = _stages_needed(sums, longest)
+    furthest = (np.searchsorted(sums, np.add(sums, longest), side="right") - 1).tolist()
+    needed = _stages_needed(furthest)
     cuts = [0]
     for stages_left in range(num_stages, 1, -1):
         first = cuts[-1]
-        most = bisect_right(sums, sums[first] + longest) - 1
-        most = max(first + 1, min(most, n - stages_left + 1))
+        most = max(first + 1, min(furthest[first], n - stages_left + 1))
         share = sums[first] + (sums[n] - sums[first]) / stages_left
         end = min(most, max(first + 1, bisect_right(sums, share) - 1))
         if end < most and sums[end + 1] - share < share - sums[end]:
@@ -80,11 +82,11 @@ def _probe(sums: Sequence[float], num_stages: int, longest: float) -> tuple[bool
     return False, further
 
 
-def _stages_needed(sums: Sequence[float], longest: float) -> list[int]:
-    """Return for each block how few runs of at most `longest` cover it and all after it."""
-    n = len(sums) - 1
-    needed = [0] * (n + 1)
-    for first in range(n - 1, -1, -1):
-        end = max(first + 1, bisect_right(sums, sums[first] + longest) - 1)
-        needed[first] = 1 + needed[min(end, n)]
+def _stages_needed(furthest: Sequence[int]) -> list[int]:
+    """Return for each block how few runs cover it and all after it, `furthest` being where one
+    that starts at each block ends at the latest.
+    """
+    needed = [0] * len(furthest)
+    for first in range(len(furthest) - 2, -1, -1):
+        needed[first] = 1 + needed[max(first + 1, furthest[first])]
     return needed

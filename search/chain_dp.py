@@ -176,12 +176,12 @@ def _sweep(
 
 
 def chain_values(
-    problem: ChainProblem, lanes: Sequence[Lane], paths: Sequence[Floats]
+    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
 ) -> list[Floats]:
-    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none; `paths` are the lanes'."""
+    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
     values = [_end_of(problem)]
-    for lane, own in zip(reversed(lanes[1:]), reversed(paths[1:]), strict=True):
-        values.append(_fold(lane, own, values[-1])[0])
+    for lane in reversed(lanes[1:]):
+        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
     return [np.zeros(0), *reversed(values)]
 
 

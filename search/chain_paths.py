@@ -250,6 +250,13 @@ class Lane:
             return self.until + self.back
         return self.until + np.maximum(self.back + first_tail, self.tail)
 
+    def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
+        """Return `own` (choice, row) of the runs of these rows from one block on."""
+        column = start - self.first_start
+        back, tail = (np.broadcast_to(one, self.until.shape) for one in (self.back, self.tail))
+        ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
+        return self.until[:, rows, column] + ends
+
 
 _CELLS_OF_A_BAND = 10_000
 """How many runs can be priced in the time it takes to begin."""

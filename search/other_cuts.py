@@ -35,9 +35,9 @@ _CELLS_PER_JOB = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _FirstCut:
-    """A chain whose stage 0 ends at a given block: paths by stage, and V of each stage."""
+    """A chain whose stage 0 ends at a given block: the tail it has then, and V of each stage."""
 
-    paths: tuple[Floats, ...]
+    tail: float
     values: tuple[Floats, ...]
 
 
@@ -60,15 +60,16 @@ class OtherCuts:
         self._ticket = count()
         windows = reach_windows(problem, ceiling)
         self._lanes = lanes_of(problem, windows) if windows else []
+        # For V the quickest choices do.
+        self._quickest = lanes_of(problem, windows, quickest=True) if windows else []
         self.cells = sum(lane.until.size for lane in self._lanes)
         if not self._lanes:
             return
         first = self._lanes[0]
         self._ends = first.end[:, 0]
         self._tail = first.tail[:, 0] + problem.first_weight_s[self._ends]
-        paths = [lane.own(None) for lane in self._lanes]
-        values = chain_values(problem, self._lanes, paths)
-        bare = paths[0][:, :, 0].min(axis=0)
+        values = chain_values(problem, self._quickest, first_tail=None)
+        bare = self._quickest[0].own(None)[:, :, 0].min(axis=0)
         bounds = np.maximum(bare, values[1][self._ends]) + self._tail
         for row in np.flatnonzero(bounds < ceiling).tolist():
             self._push(float(bounds[row]), row)
@@ -101,19 +102,17 @@ class OtherCuts:
     def _open(self, row: int) -> None:
         """Begin all cuts whose stage 0 ends where this row of its lane does."""
         first_tail = float(self._tail[row])
-        paths = tuple(lane.own(first_tail) for lane in self._lanes)
-        values = tuple(chain_values(self._problem, self._lanes, paths))
-        first = _FirstCut(paths=paths, values=values)
+        values = tuple(chain_values(self._problem, self._quickest, first_tail=first_tail))
+        first = _FirstCut(tail=first_tail, values=values)
         root = _Partial(first=first, cuts=(0,), choices=(), value=0.0)
         self._extend(root, rows=slice(row, row + 1))
 
     def _extend(self, node: _Partial, rows: slice = slice(None)) -> None:
         """Put each run that may come next behind a partial cut."""
         stage = len(node.choices)
-        lane, paths = self._lanes[stage], node.first.paths[stage]
-        column = node.cuts[-1] - lane.first_start
-        ends = lane.end[rows, column]
-        own = np.maximum(paths[:, rows, column], node.value)
+        lane = self._lanes[stage]
+        ends = lane.end[rows, node.cuts[-1] - lane.first_start]
+        own = np.maximum(lane.own_from(node.cuts[-1], node.first.tail, rows), node.value)
         bounds = np.maximum(own, node.first.values[stage + 1][ends])
         for choice, row in np.argwhere(bounds < self._ceiling).tolist():
             self._push(
