@@ -158,7 +158,8 @@ def forward_walk(
     """Run a program's ops and return the bytes that takes beside its inputs and params.
 
     `roots` are the storages that stay, and `extra` what ops keep besides, by op. Storages in
-    `there` exist already, and ops in `skipped` do not run. With `stops` the run ends once it
+    `there` exist already, and ops in `skipped` do not run: they take what they are given and
+    let it go. With `stops` the run ends once it
     has made all that stays.
     """
     storage = saved.storages.storage
@@ -180,17 +181,16 @@ def forward_walk(
     live = peak = 0
     alive: dict[str, int] = {}
     for index, op in enumerate(program.ops[:end]):
-        if op.name in skipped:
-            continue
-        for name in op.outputs:
-            owner = storage[name]
-            if owner.root not in alive and owner.root not in outside:
-                alive[owner.root] = owner.num_bytes
-                live += owner.num_bytes
-        stays = extra.get(op.name, 0)
-        passing = saved.kept[op.name].extra_bytes - stays
-        live += stays
-        peak = max(peak, live + passing + _scratch_bytes(op, program, saved, forward=True))
+        if op.name not in skipped:
+            for name in op.outputs:
+                owner = storage[name]
+                if owner.root not in alive and owner.root not in outside:
+                    alive[owner.root] = owner.num_bytes
+                    live += owner.num_bytes
+            stays = extra.get(op.name, 0)
+            passing = saved.kept[op.name].extra_bytes - stays
+            live += stays
+            peak = max(peak, live + passing + _scratch_bytes(op, program, saved, forward=True))
         for root in dying.get(index, ()):
             if root in alive and root not in roots:
                 live -= alive.pop(root)

@@ -7,8 +7,8 @@ from tests.builders import tiny_models
 
 LAYOUTS = (
     "one", "full", "selective", "tp2", "pp2", "pp2-fthenb-full", "pp2-vpp2", "pp2-fold",
-    "pp2-zb_h1", "pp2-dualpipe_v", "dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-full",
-    "dp2-tp2-zero3", "bf16-pp2",
+    "pp2-zb_h1", "pp2-zb_h1-selective", "pp2-dualpipe_v", "dp2-zero1", "dp2-zero2", "dp2-zero3",
+    "tp2-full", "tp2-pp2", "dp2-tp2-zero3", "dp2-then-tp2-zero3", "bf16-pp2",
 )  # fmt: skip
 
 
