@@ -9,6 +9,7 @@ puts on the host is counted apart, though here both are the same memory.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +142,10 @@ def _track(
     from planner.runtime.engine import Engine
 
     ledger = _Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
-    model = build()
+    with warnings.catch_warnings():
+        # Copies of a layer's fake parameters (nn.TransformerEncoder makes some).
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        model = build()
     with ledger.watching():
         batch = make_batch()
         batch_bytes = ledger.live_bytes

@@ -13,6 +13,7 @@ shards rest: they are copied up to be gathered, and their gradients down once re
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,8 @@ def shard_stage(
     for block in stage.blocks:
         fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, **policies)
+    # A block's program writes into nothing that another handed on: capture made all writes pure.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():
         # The loss carries the 1/dp, as it does without ZeRO; the sum over dp stays a sum.
         if isinstance(module, FSDPModule):
