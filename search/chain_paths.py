@@ -226,8 +226,8 @@ class Lane:
     an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
     none or does not fit; `back` from then until the last gradient is at stage 0 and that makes
     its own, less all weight gradients up to the run's end, of which stage 0's are in its tail.
-    With `quickest` (rows, starts) there is one entry for all choices, that of the quickest which
-    fits: it says which.
+    With `fitting` (choice, row, start) there is one entry for all choices, that of the quickest
+    which fits: the first.
     """
 
     first_start: int
@@ -236,12 +236,12 @@ class Lane:
     until: Floats
     back: Floats
     tail: Floats
-    quickest: NDArray[np.intp] | None = None
+    fitting: Flags | None = None
 
     def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
         """Return the choices of the least of some costs (choice, row, start) at these runs."""
-        if self.quickest is not None:
-            return self.quickest[row, column]
+        if self.fitting is not None:
+            return self.fitting[:, row, column].argmax(axis=0)
         return costs[:, row, column].argmin(axis=0)
 
     def own(self, first_tail: float | None) -> Floats:
@@ -296,10 +296,11 @@ class Paths:
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
         f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
-        fits, picked = self.fits(stage, (rows, starts)), None
+        fits, fitting = self.fits(stage, (rows, starts)), None
         if quickest and self._is_by_time:
-            picked = fits.argmax(axis=0)
-            f, b, seconds, fits = (_pick(one, picked) for one in (f, b, seconds, fits))
+            fitting, fits = fits, fits.any(axis=0, keepdims=True)
+            f, b = f[:1], _quickest(b, fitting)
+            seconds = f + b
         # The hop next to the stage is known; farther ones cost at least the cheapest.
         nearer, farther = max(0, stage - 1), max(0, depth - 1)
         hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
@@ -336,7 +337,7 @@ class Paths:
             until=np.where(fits, until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
-            quickest=picked,
+            fitting=fitting,
         )
 
     @cached_property
@@ -401,11 +402,14 @@ class Paths:
         return np.where(self.window.valid, peak, np.inf)
 
 
-def _pick(by_choice: NDArray[Any], picked: NDArray[np.intp]) -> NDArray[Any]:
-    """Return each run's entry of the choice picked for it, with a leading axis of one."""
-    if not picked.any():
-        return by_choice[:1]
-    return np.take_along_axis(by_choice, picked[None], axis=0)
+def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
+    """Return each run's entry of the first choice that fits, with a leading axis of one; of runs
+    that fit under none, anything.
+    """
+    picked = by_choice[-1]
+    for one, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
+        picked = np.where(fits, one, picked)
+    return picked[None]
 
 
 def lanes_of(

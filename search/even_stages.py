@@ -120,7 +120,8 @@ class EvenStages:
             inputs = backward_s - ahead
             drain = np.cumsum(inputs)[:pp] - inputs[:pp] + hops_before_s + ahead[0]
             # Whichever of a rank's stages its last backward is of.
-            most_ahead = np.array([ahead[self.homes == rank].max() for rank in range(pp)])
+            most_ahead = np.zeros(pp)
+            np.maximum.at(most_ahead, self.homes, ahead)
             ends = np.maximum(ends, own - most_ahead + drain + np.ravel(tail_s)[0])
         m = one.num_microbatches
         return float(ends.max()) + self.table.least_inputs_s(pp=pp, num_microbatches=m)
