@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from costmodel.liveness import BackwardWalk, backward_walk, forward_walk
+from costmodel.backward_walk import BackwardWalk, backward_walk
+from costmodel.liveness import forward_walk
 from costmodel.remade import held_results, kept_storages
 from costmodel.saved import HELD_ANYWAY, SavedTensors, saved_tensors
 from planner.graph import Program
@@ -80,7 +81,7 @@ class Backwards:
         going: frozenset[str] = frozenset(),
         begun: frozenset[str] = frozenset(),
     ) -> BackwardWalk:
-        """Return the walk of `liveness.backward_walk`."""
+        """Return the walk of `backward_walk`."""
         key = first, held, leaves, split, wide, waiting, adds_products, staying, going, begun
         if key not in self._walks:
             self._walks[key] = backward_walk(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
-from costmodel.liveness import staging_bytes
+from costmodel.kernel_scratch import staging_bytes
 from costmodel.rank_walk import Message, StageJobs
 from costmodel.saved import HELD_ANYWAY
 from costmodel.sharded_bytes import ShardedStage, Unit

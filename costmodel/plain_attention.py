@@ -57,7 +57,7 @@ def kept_bytes(op: Op, program: Program) -> int:
 
 def forward_scratch(op: Op, program: Program) -> int:
     """Bytes beside the result and what is kept: the higher of the softmax and the end."""
-    size, output = _sizes(op, program), _bytes(program, op.outputs[0])
+    size, output = _sizes(op, program), program.tensor[op.outputs[0]].bytes_at(1)
     casts = size.query + size.key + size.value if size.narrow else 0
     cast_back = size.matrix * output // size.output + size.output if size.narrow else 0
     return max(casts + size.query + cast_back, casts + size.matrix - output)
@@ -69,7 +69,7 @@ def backward_scratch(op: Op, program: Program) -> int:
     are made, with all that is kept; the softmax's, with value's copy let go; query's and key's,
     with the probabilities let go. Gradients are cast, or summed to a mask's shape, at the end.
     """
-    size, mask = _sizes(op, program), _bytes(program, op.inputs[3])
+    size, mask = _sizes(op, program), program.tensor[op.inputs[3]].bytes_at(1)
     kept = kept_bytes(op, program)
     own_mask = mask if size.narrow or mask != size.matrix else 0
     height = max(
@@ -78,10 +78,5 @@ def backward_scratch(op: Op, program: Program) -> int:
         2 * (size.query + size.key) + size.value + size.matrix + own_mask,
     )
     made = [name for name in dict.fromkeys(op.inputs) if program.tensor[name].requires_grad]
-    arriving = _bytes(program, op.outputs[0])
-    return height - kept - arriving - sum(_bytes(program, name) for name in made)
-
-
-def _bytes(program: Program, name: str) -> int:
-    meta = program.tensor[name]
-    return prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype]
+    arriving = program.tensor[op.outputs[0]].bytes_at(1)
+    return height - kept - arriving - sum(program.tensor[name].bytes_at(1) for name in made)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from costmodel.arrivals import Arrival, Receives, Traffic
-from costmodel.liveness import Aside
+from costmodel.backward_walk import Aside
 from costmodel.sharded_bytes import ShardedBytes, ShardedStage
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes, StageWalk, held_aside, weight_job
 from planner.schedule.jobs import Job, JobKind

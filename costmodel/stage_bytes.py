@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from costmodel.backward_walk import Aside, BackwardWalk
 from costmodel.block_bytes import BlockBytes
 from costmodel.gradients import Gradients
-from costmodel.liveness import Aside, BackwardWalk
 
 
 class Copy(NamedTuple):
