@@ -298,7 +298,7 @@ class Paths:
         f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
         fits, fitting = self.fits(stage, (rows, starts)), None
         if quickest and self._is_by_time:
-            fitting, fits = fits, fits.any(axis=0, keepdims=True)
+            fitting, fits = fits, np.logical_or.reduce(fits, axis=0, keepdims=True)
             f, b = f[:1], _quickest(b, fitting)
             seconds = f + b
         # The hop next to the stage is known; farther ones cost at least the cheapest.
