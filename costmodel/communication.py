@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
 import numpy as np
 
 from planner.plan import Precision
 from profiles import Group, Profile
+from profiles.profile import Amount
 from profiles.records import ZeroWork
-
-Amount = Any
-"""A float or an array of floats."""
 
 MASTER_FACTOR = 2
 """Bytes of an fp32 master weight, or gradient, over those of its bf16 weight."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +11,8 @@ from costmodel.offload import HOST_BUCKET_BYTES
 from costmodel.stage import StageLoad
 from planner.plan import Precision, Recompute
 from profiles import Profile
+from profiles.profile import Amount
 
-Amount = Any
 ADAMW_STATES, COUNTER_BYTES = 2, 4
 """AdamW keeps two moments in the dtype of what it steps, and counts the steps of each tensor."""
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from costmodel.program import ProgramCost
 from planner.plan import Recompute
-
-Amount = Any
-"""A float or an array of floats."""
+from profiles.profile import Amount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

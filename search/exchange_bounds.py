@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.communication import BUCKET_BYTES, Amount, copies_s_per_byte, exposed_seconds
+from costmodel.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
 from costmodel.topology import dp_group
 from search.chain_paths import Floats
 from search.rank_stages import gradient_factor
