@@ -24,8 +24,8 @@ from benchmarks.predict_cpu import (
     GLOBAL_BATCH,
     MODEL_FILE,
     MODELS,
+    Runs,
     describe,
-    measured_step_s,
     note,
     run_plans,
 )
@@ -131,7 +131,7 @@ def _seconds(
         shutil.copy(plans[0].model.file, folder / "model.py")
         asked = argparse.Namespace(steps=options.steps, turns=turns, jobs=False)
         run_plans(missing, folder, asked)
-        found = measured_step_s(folder)
+        found = Runs.read(folder).step_s
         known |= {_name(missing[index]): seconds for index, seconds in found.items()}
         kept.write_text(json.dumps(known))
     return {index: known[_name(plan)] for index, plan in enumerate(plans) if _name(plan) in known}

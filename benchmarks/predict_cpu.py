@@ -171,6 +171,11 @@ class Runs:
                     runs.paces.setdefault(kind, []).append(statistics.median(seconds))
         return runs
 
+    @property
+    def step_s(self) -> dict[int, float]:
+        """Each plan's step time: the median of its turns."""
+        return {index: statistics.median(turns) for index, turns in self.turns.items()}
+
     def slowed(self, profile: Profile) -> Profile:
         """Return the profile of the machine as slow as it was beside these runs, which is told
         as the profile tells how slow it was beside its own visits.
@@ -224,7 +229,8 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
              f"x{known.value:.2f} beside the profile")  # fmt: skip
     costs, costs_then = CostCache(graph, profile), CostCache(graph, then)
     lines = []
-    for index, turns in sorted(runs.turns.items()):
+    for index, measured_s in sorted(runs.step_s.items()):
+        least_s = min(runs.turns[index])
         answer = estimate(graph, profile, plans[index], costs=costs)
         predicted_then_s = estimate(graph, then, plans[index], costs=costs_then).step_s
         line = {
@@ -232,11 +238,11 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
             "plan": describe(plans[index]),
             "predicted_s": answer.step_s,
             "predicted_then_s": predicted_then_s,
-            "measured_s": statistics.median(turns),
-            "least_s": min(turns),
-            "error_pct": 100 * (answer.step_s / statistics.median(turns) - 1),
-            "error_then_pct": 100 * (predicted_then_s / statistics.median(turns) - 1),
-            "least_error_pct": 100 * (answer.step_s / min(turns) - 1),
+            "measured_s": measured_s,
+            "least_s": least_s,
+            "error_pct": 100 * (answer.step_s / measured_s - 1),
+            "error_then_pct": 100 * (predicted_then_s / measured_s - 1),
+            "least_error_pct": 100 * (answer.step_s / least_s - 1),
             "parts_s": answer.to_dict()["time"],
             "job_ratios": job_ratios(folder, index, answer),
         }
