@@ -6,8 +6,9 @@ they only count where this block makes, keeps or frees them. All amounts are loc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from costmodel.backward_walk import BackwardWalk, backward_walk
@@ -41,7 +42,8 @@ class BlockBytes:
     by `second_rise_bytes` at most and has `made_again_bytes` more at the end. `forward_rise_bytes`
     is the height of the first forward, outputs counted and inputs not. `params` are the trained
     parameters' bytes, and `param_rows` the lengths of their first dims, along which ZeRO cuts.
-    `aside` is the same where weight gradients are put aside, if other things are kept then.
+    `backward` is `backward_walk` of the block and remembers its answers. `aside` is the same where
+    weight gradients are put aside, if other things are kept then.
     """
 
     input_names: tuple[str, ...]
@@ -54,52 +56,8 @@ class BlockBytes:
     made_again_bytes: int
     forward_rise_bytes: int
     second_rise_bytes: int
-    backwards: Backwards
+    backward: Callable[..., BackwardWalk]
     aside: BlockBytes | None = None
-
-
-class Backwards:
-    """The backwards of one block. Mutable: it remembers the walks it was asked for."""
-
-    def __init__(
-        self, program: Program, saved: SavedTensors, results: frozenset[str] = frozenset()
-    ) -> None:
-        self._program, self._saved, self._results = program, saved, results
-        self._walks: dict[tuple[object, ...], BackwardWalk] = {}
-
-    def walk(
-        self,
-        *,
-        first: bool,
-        held: frozenset[str],
-        leaves: frozenset[str] = frozenset(),
-        split: bool = False,
-        wide: int = 1,
-        waiting: frozenset[str] = frozenset(),
-        adds_products: bool = True,
-        staying: frozenset[str] = frozenset(),
-        going: frozenset[str] = frozenset(),
-        begun: frozenset[str] = frozenset(),
-    ) -> BackwardWalk:
-        """Return the walk of `backward_walk`."""
-        key = first, held, leaves, split, wide, waiting, adds_products, staying, going, begun
-        if key not in self._walks:
-            self._walks[key] = backward_walk(
-                self._program,
-                self._saved,
-                first=first,
-                held=held,
-                leaves=leaves,
-                split=split,
-                wide=wide,
-                waiting=waiting,
-                adds_products=adds_products,
-                results=self._results,
-                staying=staying,
-                going=going,
-                begun=begun,
-            )
-        return self._walks[key]
 
 
 def block_bytes(
@@ -175,7 +133,7 @@ def _held(
         made_again_bytes=made_again,
         forward_rise_bytes=first.rise_bytes,
         second_rise_bytes=second_rise,
-        backwards=Backwards(program, saved, results),
+        backward=cache(partial(backward_walk, program, saved, results=results)),
     )
 
 

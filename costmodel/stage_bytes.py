@@ -220,7 +220,7 @@ class StageWalk:
                 )
                 if name in grads.of and copy is None
             }
-            walk = block.bytes.backwards.walk(
+            walk = block.bytes.backward(
                 first=first,
                 held=frozenset(
                     local
