@@ -18,7 +18,8 @@ from itertools import pairwise
 import numpy as np
 
 from search.chain_dp import cut_value
-from search.chain_paths import ChainProblem, Cut, Paths
+from search.chain_paths import Paths
+from search.chain_problem import ChainProblem, Cut
 
 _MOST_SWEEPS = 20
 

@@ -35,7 +35,7 @@ from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
-from search.chain_paths import Floats
+from search.chain_problem import Floats
 from search.exchange_bounds import LeastExchange
 from search.rank_bytes import least_bytes
 from search.space import Configuration, Shape, recompute_choices

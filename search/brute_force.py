@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import combinations, product
 
 from search.chain_dp import cut_peak, cut_value
-from search.chain_paths import ChainProblem, Cut, Paths
+from search.chain_paths import Paths
+from search.chain_problem import ChainProblem, Cut
 
 
 def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

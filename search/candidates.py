@@ -24,7 +24,7 @@ from planner.schedule import (
 from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds
-from search.chain_paths import ChainProblem, Cut, Floats, TooLarge
+from search.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.drafts import Drafts
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of

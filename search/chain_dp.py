@@ -34,7 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from search.chain_paths import ChainProblem, Cut, Floats, Lane, Paths, lanes_of
+from search.chain_paths import Lane, Paths, lanes_of
+from search.chain_problem import ChainProblem, Cut, Floats
 from search.chain_reach import Reach
 from search.chain_windows import Window, even_reach, fixed_windows, stage_windows
 

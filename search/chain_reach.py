@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from search.chain_paths import ChainProblem, Floats
+from search.chain_problem import ChainProblem, Floats
 
 _SLACK = 1e-9
 """Relative, for sums taken in another order than paths take them."""

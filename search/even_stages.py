@@ -18,7 +18,7 @@ from costmodel import StageLoad
 from costmodel.memory import kept_bytes
 from planner.plan import Recompute
 from planner.schedule import Schedule, find_schedule, most_kept, stage_to_pp_rank
-from search.chain_paths import Floats, TooLarge
+from search.chain_problem import Floats, TooLarge
 from search.rank_bytes import RankBytes
 from search.space import Configuration, recompute_choices
 from search.stage_table import StageTable

@@ -25,7 +25,7 @@ import numpy as np
 from costmodel.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
 from costmodel.topology import dp_group
 from profiles.profile import Amount
-from search.chain_paths import Floats
+from search.chain_problem import Floats
 from search.rank_stages import gradient_factor
 from search.stage_table import StageTable
 

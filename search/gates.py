@@ -24,7 +24,7 @@ from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
 from search.candidates import in_flight_of
 from search.chain_dp import solve_chain
-from search.chain_paths import ChainProblem, Cut, TooLarge
+from search.chain_problem import ChainProblem, Cut, TooLarge
 from search.drafts import Draft, worth_trying
 from search.joint import solve_by_joint_program
 from search.space import Configuration, Shape

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from search.chain_paths import ChainProblem, Cut, Paths
+from search.chain_paths import Paths
+from search.chain_problem import ChainProblem, Cut
 from search.cpsat import solve_proven
 
 _STEPS = 10**9

@@ -21,7 +21,8 @@ from itertools import count
 import numpy as np
 
 from search.chain_dp import chain_values, reach_windows
-from search.chain_paths import ChainProblem, Cut, Floats, TooLarge, lanes_of
+from search.chain_paths import lanes_of
+from search.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.gates import price, too_large_of
 from search.walk import Entry, Finished, Walk
 

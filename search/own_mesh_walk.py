@@ -22,7 +22,7 @@ from planner.errors import LayoutError
 from search.bounds import pipeline_line
 from search.candidates import in_flight_of
 from search.chain_dp import Solved, solve_chain
-from search.chain_paths import ChainProblem, Cut, TooLarge
+from search.chain_problem import ChainProblem, Cut, TooLarge
 from search.gates import SOLVERS, Progress, too_large_stages
 from search.other_cuts import OpenCuts, close_gaps
 from search.own_meshes import (

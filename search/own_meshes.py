@@ -4,7 +4,7 @@ All pp ranks have equally many ranks G = dp tp, and one microbatch is the same B
 of them, so a stage is free to take any tp that divides G and leaves its G / tp replicas whole
 samples of B. What it then costs is what it costs in a plan where all stages have that tp (the
 estimate prices what arrives by the mesh of who receives it). A chain that may mix G's meshes is
-therefore the chain problem of `chain_paths` with a choice (mesh, recompute) in place of
+therefore the chain problem (`chain_problem`) with a choice (mesh, recompute) in place of
 recompute alone. `before` and `after` there are taken over the fastest mesh of each block, and a
 hop over the cheapest, so the value stays a lower bound; the tail of stage 0 enters the paths
 of all others, so each of its meshes is a problem of its own.
@@ -20,7 +20,7 @@ import numpy as np
 
 from planner.plan import ClassLayout, Plan
 from search.candidates import Candidates
-from search.chain_paths import Band, ChainProblem, Cut, Flags, Floats, Stages
+from search.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
 from search.chain_windows import Part, Window
 from search.space import Configuration
 from search.stage_table import StageTable
@@ -41,7 +41,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixedBand:
-    """A band (see `chain_paths.Band`) whose choices are those of one member after the other.
+    """A band (see `chain_problem.Band`) whose choices are those of one member after the other.
 
     With `shares_tail` a run's tail is the shortest of all members'.
     """
@@ -85,7 +85,7 @@ class MixedBand:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MixedStages:
-    """`chain_paths.Stages` whose stages may each be any member's."""
+    """`chain_problem.Stages` whose stages may each be any member's."""
 
     members: tuple[Stages, ...]
     shares_tail: bool = False

@@ -22,7 +22,7 @@ from costmodel.tied import exchange_seconds, gradient_bytes
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from planner.schedule.trips import Trip, trips
-from search.chain_paths import Cut
+from search.chain_problem import Cut
 from search.rank_stages import StageRuns
 from search.space import Configuration
 from search.stage_table import StageTable

@@ -65,7 +65,7 @@ class StageRuns:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBand:
-    """A band (see `chain_paths.Band`) for one dp degree and ZeRO stage.
+    """A band (see `chain_problem.Band`) for one dp degree and ZeRO stage.
 
     `load`, `bare` (what replicas exchange, as exposed) and `update_s` have an entry for each of
     the `kinds` of runs.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from costmodel import Estimate
 from planner.units import format_bytes, format_seconds
 from search.chain_dp import solve_chain
-from search.chain_paths import Cut
+from search.chain_problem import Cut
 from search.gates import only_cut, price
 from search.request import RunnerUp
 from search.space import Configuration

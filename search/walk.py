@@ -16,7 +16,7 @@ from itertools import count
 from costmodel import Estimate
 from planner.plan import Plan
 from search.candidates import Candidates
-from search.chain_paths import Cut, TooLarge
+from search.chain_problem import Cut, TooLarge
 from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable

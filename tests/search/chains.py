@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from search.chain_paths import FAMILIES, ChainProblem
+from search.chain_problem import FAMILIES, ChainProblem
 from search.chain_windows import Window
 
 

@@ -7,7 +7,7 @@ from costmodel.stage import StageLoad
 from planner.units import GIB
 from search import SearchRequest
 from search.candidates import Candidates, live_stages_of
-from search.chain_paths import Cut
+from search.chain_problem import Cut
 from search.chain_windows import fixed_windows
 from search.rank_bytes import RankBytes
 from search.space import recompute_choices

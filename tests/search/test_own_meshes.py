@@ -18,7 +18,7 @@ from planner.graph import ModelGraph
 from search import SearchRequest, find_plan
 from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_paths import Cut
+from search.chain_problem import Cut
 from search.own_meshes import Member, member_problem, mixed_problem, plan_of_mix
 from search.space import recompute_choices
 from tests.captures import capture_module
