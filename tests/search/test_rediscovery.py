@@ -1,0 +1,96 @@
+"""M14, D22: the block program finds what experts do by hand in a transformer layer, untold."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from planner.graph import ModelGraph
+from planner.lowering import lower
+from planner.plan import ClassLayout
+from planner.redistribute import REDISTRIBUTE, op_collectives
+from profiles import Group, Lookup
+from search import SearchRequest, find_plan
+from search.layouts import LayoutSolver
+from tests.builders import build_hf
+from tests.captures import capture_module
+from tests.search.machine import Machine
+
+TP, LENGTH = 8, 2048
+MACHINE = Machine(context_bytes=0.0, devices_per_node=TP)
+
+
+class SummingSwitch(Machine):
+    """A network that sums on the way: an all-reduce passes once, as an all-gather does."""
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        kind = "all_gather" if kind == "all_reduce" else kind
+        return super().collective_seconds(kind, num_bytes, group)
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelGraph:
+    """Two layers of Llama-3-8B's width; only their shapes exist."""
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = build_hf(
+            "LlamaForCausalLM",
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=LENGTH,
+        )
+
+        def batch(size):
+            ids = torch.zeros(size, LENGTH, dtype=torch.long)
+            return {"input_ids": ids, "labels": ids}
+
+        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name="llama")
+
+
+def layer_of(graph: ModelGraph, layouts: tuple[ClassLayout, ...]):
+    """Return the layout of the last layer's block and the placements of its weights by module."""
+    block = next(b for b in graph.blocks if b.name.endswith("layers.1"))
+    layout = next(one for one in layouts if one.class_index == block.class_index)
+    names = [graph.tensor[name].fqn.split(".")[-2] for name in block.params]
+    return layout, dict(zip(names, layout.params, strict=True))
+
+
+def collectives_of(graph: ModelGraph, layout: ClassLayout) -> tuple[Counter, Counter]:
+    """Count the collectives of a block's activations, forward and backward."""
+    local = lower(graph.classes[layout.class_index].bind(1), layout, axis_size=TP)
+    counts: tuple[Counter, Counter] = (Counter(), Counter())
+    for op in local.ops:
+        if op.target == REDISTRIBUTE and local.tensor[op.inputs[0]].kind == "activation":
+            for count, kind in zip(counts, op_collectives(op, local.tensor, TP)[0], strict=True):
+                count.update([kind] if kind else [])
+    return counts
+
+
+def test_a_layer_is_split_as_megatron_splits_it(llama):
+    """P2, D19: q, k, v, gate, up by column and o, down by row, with all else on pieces of the
+    sequence (Korthikanti et al., Reducing Activation Recomputation, 2022, figure 5)."""
+    plan = find_plan(llama, MACHINE, SearchRequest(num_devices=TP, global_batch=8, tp=TP)).plan
+    assert plan is not None
+    layout, placements = layer_of(llama, plan.layouts)
+    by_column = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    assert placements == (
+        dict.fromkeys(by_column, "S(0)")
+        | dict.fromkeys(("o_proj", "down_proj"), "S(1)")
+        | dict.fromkeys(("input_layernorm", "post_attention_layernorm"), "R")
+    )
+    assert (layout.inputs[0], layout.outputs) == ("S(1)", ("S(1)",))
+    assert collectives_of(llama, layout) == ({"all_gather": 2, "reduce_scatter": 2},) * 2
+
+
+def test_where_sums_are_cheap_and_norms_free_sequences_stay_whole(llama):
+    """The same weights, but two all-reduces each way: nothing is built in."""
+    machine = SummingSwitch(context_bytes=0.0, devices_per_node=TP, bytes_per_s=1e18)
+    fastest = LayoutSolver(graph=llama, profile=machine).fastest(TP, 1)[0]
+    layout, placements = layer_of(llama, fastest.by_class)
+    assert (placements["q_proj"], placements["o_proj"]) == ("S(0)", "S(1)")
+    assert (layout.inputs[0], layout.outputs) == ("R", ("R",))
+    assert collectives_of(llama, layout) == ({"all_reduce": 2},) * 2
