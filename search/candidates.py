@@ -36,7 +36,9 @@ from search.space import Configuration, Refusals, Shape, list_shapes, recompute_
 from search.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
-_FAMILIES = {"1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial"}
+_FAMILIES = {
+    "1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial", "zb_h1": "ZB-H1",
+}  # fmt: skip
 
 
 Priced = tuple[Configuration, int, tuple[int, ...], tuple[int, ...]]
@@ -132,7 +134,6 @@ class Candidates:
         choices = recompute_choices(one.recompute)
         again = least_again_s(table, choices)
         splits = find_schedule(one.schedule).splits_backward
-        known = "split" if splits else _FAMILIES.get(one.schedule, "any")
         return ChainProblem(
             stages=table.with_replicas(
                 dp=one.dp,
@@ -144,13 +145,15 @@ class Candidates:
             ),
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
-            block_weight_s=table.ahead_s(zero=one.zero, choices=choices),
+            block_weight_s=(
+                table.weight_s if splits else table.ahead_s(zero=one.zero, choices=choices)
+            ),
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             back_hop_s=table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
-            family=known,
+            family=_FAMILIES.get(one.schedule, "split" if splits else "any"),
             start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),

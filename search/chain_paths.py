@@ -13,6 +13,7 @@ included, and `start` what is loaded before the first job:
                           seconds after the first forward, w more forwards fit in between; the
                           last backward likewise. The larger of the two where all forwards come
                           first (m <= in_flight(s))
+            ZB-H1         the same with w = min(m, S - s) - 1
             FThenB        after
             serial        (m - 1) before + m after: one microbatch at a time
     end     max(backward part of before + tail(stage 0), tail(s))
@@ -22,9 +23,9 @@ included, and `start` what is loaded before the first job:
                           (`JobSeconds.last_sends_ahead_s`), so w of stages 1 .. s is taken
                           off, and w of later stages off the `after` of the last backward; off
                           the first backward's, w of their first blocks. Where backward is
-                          split, weight gradients may come after the last gradient has left,
-                          so m/2 b (their most) is taken off the first of the two, and half
-                          of `before`
+                          split, no weight gradients are on any way, and they may come after
+                          the last gradient has left: s + 1 microbatches' in ZB-H1, else all;
+                          those of stage s are taken off the first of the two, too
 
 `before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
 the same recompute choice; where several are allowed they are taken without recompute, which
@@ -135,15 +136,16 @@ class Paths:
         before_f, before_b = problem.before_f[start], problem.before_b[start]
         until = m * seconds + (problem.start_s + before_f + hops_in)
         back = before_b + hops_back - problem.before_w[end]
-        if problem.family == "split":
-            back = (before_b - m * b) / 2 + hops_back if stage else np.zeros(())
-        elif problem.family != "any":
+        if problem.splits_backward:
+            weight = problem.before_w[end] - problem.before_w[start]
+            back = back - (stage if problem.family == "ZB-H1" else m - 1) * weight
+        if problem.family not in ("any", "split"):
             hops_out = problem.hop_s + farther * problem.least_hop
             hops_out += problem.back_hop_s + farther * problem.least_back_hop
             after = (problem.after + hops_out * (depth > 0))[end]
             last_ahead = (problem.before_w[-1] - problem.before_w)[end]
             ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
-            if m == 1:
+            if m == 1 or problem.splits_backward:
                 ahead = last_ahead
             if problem.family == "FThenB":
                 until = until + after - ahead
@@ -152,7 +154,7 @@ class Paths:
                 again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
                 until = until + (m - 1) * again + m * after - last_ahead
             else:
-                warmup = problem.in_flight[stage] - 1
+                warmup = problem.warmup(stage)
                 between = min(warmup, m - 1)
                 first = np.maximum(0.0, after - ahead - between * f)
                 last = np.maximum(0.0, after - last_ahead - between * b)

@@ -18,7 +18,7 @@ from search.chain_windows import Part, Window
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
-FAMILIES = ("any", "1F1B", "FThenB", "serial", "split")
+FAMILIES = ("any", "1F1B", "FThenB", "serial", "ZB-H1", "split")
 """What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
 
 
@@ -92,7 +92,8 @@ class ChainProblem:
     """One configuration's chain.
 
     block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
-    block_weight_s (n): the most of its backward that may come after its gradient is sent on.
+    block_weight_s (n): the most of its backward that may come after its gradient is sent on; where
+    backward is split its weight gradients, which always may.
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
     back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at
     most. start_s: what is loaded before the first job. most_blocks: no run of more blocks fits
@@ -136,6 +137,19 @@ class ChainProblem:
         """The most blocks a stage can hold."""
         left = self.num_blocks - self.num_stages + 1
         return left if self.most_blocks is None else min(left, self.most_blocks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are jobs of their own."""
+        return self.family in ("split", "ZB-H1")
+
+    def warmup(self, stage: int) -> int:
+        """Return how many forwards lie between a stage's first and its backward, in 1F1B and ZB-H1
+        of many microbatches.
+        """
+        if self.family == "ZB-H1":
+            return min(self.num_microbatches, self.num_stages - stage) - 1
+        return self.in_flight[stage] - 1
 
     @cached_property
     def before_f(self) -> Floats:

@@ -34,11 +34,6 @@ class Reach:
         f, b = problem.before_f, problem.before_b
         self._problem = problem
         self._until = f - m * (f + b), m * (f + b)
-        before, after = self._until
-        if problem.family == "split":
-            self._back = before + (1 + m) / 2 * b, after - m / 2 * b
-        else:
-            self._back = before + b, after - problem.before_w
 
     def starts(self, ceiling: float) -> tuple[tuple[int, int], ...] | None:
         """Return (earliest, latest) start of each stage, and of what comes after the last, in
@@ -73,39 +68,55 @@ class Reach:
     @cached_property
     def _sums(self) -> list[list[Sum]]:
         """By stage."""
-        until, back = ((before, _least_after(after)) for before, after in (self._until, self._back))
-        return [self._sums_of(stage, until, back) for stage in range(self._problem.num_stages)]
+        before, after = self._until
+        until = before, _least_after(after)
+        return [self._sums_of(stage, until) for stage in range(self._problem.num_stages)]
 
-    def _sums_of(
-        self, stage: int, until: tuple[Floats, Floats], back: tuple[Floats, Floats]
-    ) -> list[Sum]:
+    def _sums_of(self, stage: int, until: tuple[Floats, Floats]) -> list[Sum]:
         problem = self._problem
         arrives = problem.start_s + problem.least_hop * stage
         ends = arrives + problem.least_back_hop * stage
-        if problem.family == "split" and stage == 0:
-            return [(*until, ends)]
-        sums = [(*until, arrives), (*back, ends)]
-        if problem.family == "1F1B":
+        before, after = self._back(stage)
+        sums = [(*until, arrives), (before, _least_after(after), ends)]
+        if problem.family in ("1F1B", "ZB-H1"):
+            bases = [(before, after, ends)]
+            if problem.splits_backward:  # a stage's own end may come after the way back
+                bases.append((*self._until, arrives))
             out = (problem.least_hop + problem.least_back_hop) * (problem.num_stages - 1 - stage)
-            sums += [(*one, ends + times * out) for times, one in self._waits(stage)]
+            sums += [
+                (before + done, _least_after(after + waited - done), more + times * out)
+                for times, done, waited in self._waits(stage)
+                for before, after, more in bases
+            ]
         return sums
 
-    def _waits(self, stage: int) -> Iterator[tuple[int, tuple[Floats, Floats]]]:
-        """Yield the way back with what 1F1B's first and last backward of a stage wait for: of
-        both, or of either; first how many of the two.
+    def _back(self, stage: int) -> tuple[Floats, Floats]:
+        """Sums of a stage's path with the way of the last gradient back to stage 0."""
+        problem = self._problem
+        before, after = self._until
+        # Of how many microbatches the stage's weight gradients are not ahead of the last gradient.
+        last = 0
+        if problem.splits_backward:
+            last = stage if problem.family == "ZB-H1" else problem.num_microbatches - 1
+        weight = problem.before_w
+        return before + problem.before_b + last * weight, after - (last + 1) * weight
+
+    def _waits(self, stage: int) -> Iterator[tuple[int, Floats, Floats]]:
+        """Yield what the first and last backward of a stage wait for, both or either: of how many
+        of the two, what the stage does meanwhile, and what comes after it.
         """
         problem = self._problem
-        m, warmup = problem.num_microbatches, problem.in_flight[stage] - 1
+        m, warmup = problem.num_microbatches, problem.warmup(stage)
         between = min(warmup, m - 1)
         wait = problem.after - (problem.before_w[-1] - problem.before_w)
-        before, after = self._back
         meanwhile = [between * problem.before_f, between * problem.before_b]
-        if m > warmup + 1:
+        times = 1
+        if problem.splits_backward:
+            meanwhile.pop()  # with weight gradients done meanwhile there is little left to wait for
+        elif m > warmup + 1:
             meanwhile, times = [meanwhile[0] + meanwhile[1]], 2
-        else:
-            times = 1
         for done in meanwhile:
-            yield times, (before + done, _least_after(after + times * wait - done))
+            yield times, done, times * wait
 
 
 def _least_after(values: Floats) -> Floats:

@@ -74,7 +74,7 @@ class Mix:
         ahead = np.max([p.block_weight_s for p in self.problems], axis=0)
         m, pp = self.one.num_microbatches, self.one.pp
         bound = m * max(block.sum() / pp, block.max())
-        if self.problems[0].family != "split":
+        if not self.problems[0].splits_backward:
             part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
             part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
             if part < 1.0:

@@ -72,14 +72,16 @@ class SumStages:
 def chain(
     stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", hop_s=None, ahead=0.0
 ):
-    """`ahead` is the part of each backward that may come after its gradient is sent on."""
+    """`ahead` is the part of each backward that may come after its gradient is sent on, where
+    backward is split half of it.
+    """
     n = stages.num_blocks
     hops = np.zeros(n + 1) if hop_s is None else hop_s
     return ChainProblem(
         stages=stages,
         block_forward_s=stages.forward_s.min(axis=0),
         block_backward_s=stages.backward_s.min(axis=0),
-        block_weight_s=ahead * stages.backward_s[0],
+        block_weight_s=(0.5 if family in ("split", "ZB-H1") else ahead) * stages.backward_s[0],
         hop_s=hops,
         back_hop_s=hops / 2,
         in_flight=tuple(in_flight),

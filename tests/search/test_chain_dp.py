@@ -1,6 +1,8 @@
 """The chain DP against brute force, by hand, and against what it promises about long chains."""
 
 import time
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -54,6 +56,7 @@ def test_smallest_peak_equals_brute_force():
         ("1F1B", "1f1b"),
         ("FThenB", "fthenb"),
         ("serial", "naive"),
+        ("ZB-H1", "zb_h1"),
         ("split", "zb_h1"),
         ("any", "1f1b"),
     ],
@@ -74,9 +77,10 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
         ]
         hops = [float(problem.hop_s[first]) for _, _, first in runs]
         backs = [float(problem.back_hop_s[first]) for _, _, first in runs]
-        half = [float(band.backward_s[run]) / 2 for run in runs]
         # Stages that recompute send nothing ahead, others the first block's or all of it.
         weights = problem.block_weight_s
+        backward = [float(band.backward_s[run]) for run in runs]
+        split = [float(weights[i:j].sum()) for i, j in pairwise(found.cuts)]
         sends = list(zip(runs, zip(found.cuts, found.cuts[1:], strict=False), strict=True))
         first = tuple(float(weights[i]) * (c == 0) for (c, _, _), (i, _) in sends)
         whole = tuple(float(weights[i:j].sum()) * (c == 0) for (c, _, _), (i, j) in sends)
@@ -86,8 +90,8 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
             ),
             JobSeconds(
                 forward_s=tuple(float(band.forward_s[run]) for run in runs),
-                backward_input_s=tuple(half),
-                backward_weight_s=tuple(half),
+                backward_input_s=tuple(b - w for b, w in zip(backward, split, strict=True)),
+                backward_weight_s=tuple(split),
                 receive_forward_s=tuple(hops),
                 receive_backward_s=(*backs[1:], 0.0),
                 sends_ahead_s=first,
@@ -107,6 +111,16 @@ def test_equal_stages_give_the_textbook_step_time():
     assert found is not None
     assert found.cuts == (0, 2, 4, 6, 8)
     assert found.value == pytest.approx((8 + 4 - 1) * 6.0)
+
+
+def test_equal_stages_of_zb_h1_wait_for_input_gradients_alone():
+    """4 stages of 2 blocks, F, I and W of 2 s each: 8 * 6 s and (pp - 1) (F + I - W) = 6 s."""
+    problem = uniform_chain(8, 4, 8)
+    problem = replace(problem, family="ZB-H1", block_weight_s=problem.block_backward_s / 2)
+    found = solve_chain(problem).cut
+    assert found is not None
+    assert found.cuts == (0, 2, 4, 6, 8)
+    assert found.value == pytest.approx(8 * 6.0 + 6.0)
 
 
 def test_the_first_stage_gets_fewer_blocks_when_its_tail_is_long():
