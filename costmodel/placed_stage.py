@@ -10,10 +10,10 @@ from typing import Literal
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
 from costmodel.kernel_scratch import staging_bytes
-from costmodel.rank_walk import Message, StageJobs
 from costmodel.saved import HELD_ANYWAY
 from costmodel.sharded_bytes import ShardedStage, Unit
 from costmodel.stage_bytes import Copy, PlacedBlock, StageWalk
+from costmodel.stage_jobs import Message, StageJobs
 from costmodel.storage import Storage, is_view_slice
 from planner.placement import Placement, Replicate, Shard
 from planner.plan import Plan, Recompute
@@ -115,6 +115,7 @@ def _sharded(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> Sh
 def _message(plan: Plan, edge: Edge, other: int) -> Message:
     return Message(
         name=edge.tensor,
+        tensor=edge.tensor,
         taken_bytes=_edge_bytes(plan, edge, "taken"),
         sent_bytes=_edge_bytes(plan, edge, "sent"),
         other_stage=other,

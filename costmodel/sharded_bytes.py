@@ -11,9 +11,10 @@ _fsdp_collectives}.py.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes
@@ -50,96 +51,176 @@ class ShardedStage:
     @property
     def shard_bytes(self) -> int:
         """A rank's shards, in the dtype that gradients are summed in."""
-        units = [unit for unit in (*self.blocks, self.shared) if unit is not None]
-        return sum(unit.message_bytes // self.replicas for unit in units)
+        return sum(unit.message_bytes // self.replicas for unit in self.units.values())
+
+    @cached_property
+    def units(self) -> Mapping[int, Unit]:
+        """The units there are."""
+        every = enumerate([*self.blocks, self.shared])
+        return {index: unit for index, unit in every if unit is not None}
+
+    @cached_property
+    def ran_before(self) -> Mapping[int, int]:
+        """The unit that ran before each; before the first, the last one of another forward."""
+        order = list(self.units)
+        return dict(zip(order, [*order[-1:], *order[:-1]], strict=True))
+
+    @cached_property
+    def played(self) -> dict[tuple, tuple[int, Held, ForwardBytes | BackwardBytes]]:
+        """Jobs already played: by job, what was held and how, their height and what was then."""
+        return {}
 
     @property
     def keeps_sums(self) -> bool:
         """Whether autograd adds to gradients that are there."""
-        units = [unit for unit in (*self.blocks, self.shared) if unit is not None]
+        units = self.units.values()
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
-class _Held:
-    """A set of units and the bytes they take together, kept as they come and go."""
+class Held(NamedTuple):
+    """What FSDP2 holds of a stage between two jobs: units whose weights are gathered, or fetched
+    for later; whose gradients are whole, summed or as autograd made them, or in shards; and the
+    one whose message of sums is still there. What that takes together, and its gradients alone.
 
-    def __init__(self, sizes: Mapping[int, int]) -> None:
-        self._sizes = sizes
-        self._members: set[int] = set()
-        self.num_bytes = 0
+    Units are known by their block's position; the shared one by the number of blocks.
+    """
 
-    def __contains__(self, index: int) -> bool:
-        return index in self._members
-
-    def add(self, index: int) -> None:
-        """Hold a unit, if it is not held."""
-        if index not in self._members:
-            self._members.add(index)
-            self.num_bytes += self._sizes[index]
-
-    def discard(self, index: int) -> None:
-        """Let a unit go, if it is held."""
-        if index in self._members:
-            self._members.remove(index)
-            self.num_bytes -= self._sizes[index]
-
-    def clear(self) -> None:
-        """Let all go."""
-        self._members.clear()
-        self.num_bytes = 0
+    gathered: frozenset[int] = frozenset()
+    fetched: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+    fresh: frozenset[int] = frozenset()
+    sharded: frozenset[int] = frozenset()
+    sum_message: int | None = None
+    live_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 class ShardedBytes:
     """What FSDP2 holds of one stage now. Mutable: it is a tally.
 
-    Units are known by their block's position; the shared one by the number of blocks.
+    A job that starts where one like it has started does what that did: the stage remembers.
     """
 
     def __init__(self, stage: ShardedStage) -> None:
         self._stage = stage
+        self._in_flight = 0
+        self._ran_back = False
+        self.held = Held()
+
+    def forward(self, job: ForwardBytes) -> int:
+        """Play a forward and return its height, activations counted, above its start."""
+        self._in_flight += 1
+        return self._play(job, _Play.forward)
+
+    def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
+        """Play a backward and return its height, activations counted, above its start; `is_last`
+        is the stage's last one of a step.
+        """
+        # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing ran.
+        is_first = self._in_flight == 1 and not self._ran_back
+        self._ran_back |= is_first
+        self._in_flight -= 1
+        if is_last:
+            self._ran_back = False
+        return self._play(job, _Play.backward, is_last=is_last, is_first=is_first)
+
+    def _play(
+        self, job: ForwardBytes | BackwardBytes, run: Callable[..., None], **how: bool
+    ) -> int:
+        key = id(job), self.held, *how.values()
+        if key not in self._stage.played:
+            play = _Play(self._stage, self.held)
+            run(play, job, **how)
+            # With the job, whose id no other then has.
+            self._stage.played[key] = play.peak, play.held(), job
+        peak, self.held, _ = self._stage.played[key]
+        return peak
+
+
+class _Units:
+    """A set of units and the bytes they take together, kept as they come and go."""
+
+    def __init__(self, sizes: Mapping[int, int], members: frozenset[int]) -> None:
+        self._sizes = sizes
+        self.members = set(members)
+        self.num_bytes = sum(sizes[index] for index in members)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.members
+
+    def add(self, index: int) -> None:
+        """Hold a unit, if it is not held."""
+        if index not in self.members:
+            self.members.add(index)
+            self.num_bytes += self._sizes[index]
+
+    def discard(self, index: int) -> None:
+        """Let a unit go, if it is held."""
+        if index in self.members:
+            self.members.remove(index)
+            self.num_bytes -= self._sizes[index]
+
+    def clear(self) -> None:
+        """Let all go."""
+        self.members.clear()
+        self.num_bytes = 0
+
+
+class _Play:
+    """One job from what is held at its start to what is at its end. Mutable: it is a tally."""
+
+    def __init__(self, stage: ShardedStage, held: Held) -> None:
+        self._stage = stage
         self._shared = len(stage.blocks)
-        self._units: dict[int, Unit] = {
-            index: unit
-            for index, unit in enumerate([*stage.blocks, stage.shared])
-            if unit is not None
-        }
+        self._units = stage.units
         units = self._units.items()
         gathered = {index: unit.gathered_bytes for index, unit in units}
-        self._gathered, self._fetched = _Held(gathered), _Held(gathered)
+        gradients = {index: unit.gradient_bytes for index, unit in units}
+        self._gathered = _Units(gathered, held.gathered)
+        self._fetched = _Units(gathered, held.fetched)
         self._forward_message: int | None = None
-        self._sum_message: int | None = None
-        self._summed = _Held({index: unit.sum_bytes for index, unit in units})
-        self._fresh = _Held({index: unit.gradient_bytes for index, unit in units})
-        self._sharded = _Held({index: self._shard_bytes(index) for index in self._units})
-        self._ran: list[int] = []
-        self._places: dict[int, list[int]] = {index: [] for index in self._units}
-        self._base = self._peak = 0
+        self._sum_message = held.sum_message
+        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, held.summed)
+        self._fresh = _Units(gradients, held.fresh)
+        shards = {index: self._shard_bytes(index) for index in self._units}
+        self._sharded = _Units(shards, held.sharded)
+        self._base = self.peak = 0
+
+    def held(self) -> Held:
+        """Return what is held now."""
+        return Held(
+            gathered=frozenset(self._gathered.members),
+            fetched=frozenset(self._fetched.members),
+            summed=frozenset(self._summed.members),
+            fresh=frozenset(self._fresh.members),
+            sharded=frozenset(self._sharded.members),
+            sum_message=self._sum_message,
+            live_bytes=self._live_bytes,
+            gradient_bytes=self._gradient_bytes,
+        )
 
     @property
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients, whole and in shards."""
+    def _gradient_bytes(self) -> int:
         whole = self._fresh.num_bytes + self._summed.num_bytes
         return whole + (0 if self._stage.shards_on_host else self._sharded.num_bytes)
 
     @property
-    def live_bytes(self) -> int:
-        """Bytes of gathered weights, gradients and messages."""
+    def _live_bytes(self) -> int:
         held = self._gathered.num_bytes + self._fetched.num_bytes
         if self._forward_message is not None:
             held += self._units[self._forward_message].gathered_bytes
         if self._sum_message is not None:
             held += self._units[self._sum_message].message_bytes
-        return held + self.gradient_bytes
+        return held + self._gradient_bytes
 
     def _shard_bytes(self, index: int) -> int:
         return self._units[index].message_bytes // self._stage.replicas
 
     def _note(self, more: int = 0) -> None:
-        self._peak = max(self._peak, self._base + self.live_bytes + more)
+        self.peak = max(self.peak, self._base + self._live_bytes + more)
 
-    def forward(self, job: ForwardBytes) -> int:
-        """Play a forward and return its height, activations counted, above its start."""
-        self._base = self._peak = 0
+    def forward(self, job: ForwardBytes) -> None:
+        """Play a forward."""
         self._before_forward(self._shared)
         for index, turn in enumerate(job.turns):
             self._base = turn.start_bytes
@@ -151,7 +232,6 @@ class ShardedBytes:
         self._note()
         self._after_forward(self._shared)
         self._forward_message = None
-        return self._peak
 
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
@@ -162,25 +242,19 @@ class ShardedBytes:
             self._forward_message = index
 
     def _after_forward(self, index: int) -> None:
-        if index in self._units:
-            if self._stage.zero_stage == 3 and index != self._shared:
-                self._gathered.discard(index)
-            self._places[index].append(len(self._ran))
-            self._ran.append(index)
+        if self._stage.zero_stage == 3 and index != self._shared:
+            self._gathered.discard(index)
 
-    def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
-        """Play a backward and return its height, activations counted, above its start; `is_last`
-        is the stage's last one of a step.
-        """
-        self._base = self._peak = 0
+    def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
+        """Play a backward; `is_first` is that of the stage's first forward in a step."""
         last = len(job.turns) - 1
         waiting: list[int] = []
         for back, turn in enumerate(job.turns):
             index = last - back
             self._base = turn.start_bytes
-            self._before_backward(index)
+            self._before_backward(index, is_first)
             if index == last:
-                self._before_backward(self._shared)
+                self._before_backward(self._shared, is_first)
             self._base = turn.peak_bytes
             self._note()
             self._base = turn.end_bytes
@@ -197,10 +271,7 @@ class ShardedBytes:
             self._after_backward(index, is_last)
         if is_last:
             self._fetched.clear()
-            self._ran.clear()
-            self._places = {index: [] for index in self._units}
             self._sum_message = None
-        return self._peak
 
     def _make_gradient(self, index: int) -> None:
         """Hold a unit's new gradients, unless they add to sums in place."""
@@ -208,7 +279,7 @@ class ShardedBytes:
         if index not in self._summed or unit.sum_bytes != unit.gradient_bytes:
             self._fresh.add(index)
 
-    def _before_backward(self, index: int) -> None:
+    def _before_backward(self, index: int, is_first: bool) -> None:
         if index not in self._units:
             return
         if index not in self._gathered:
@@ -216,11 +287,9 @@ class ShardedBytes:
             self._gathered.add(index)
             self._note()
             self._fetched.discard(index)
-        if self._places[index]:
-            place = self._places[index].pop()
-            before = self._ran[place - 1] if place else index
-            if before not in self._gathered:
-                self._fetched.add(before)
+        before = self._stage.ran_before[index]
+        if before not in self._gathered and not (is_first and before >= index):
+            self._fetched.add(before)
 
     def _after_backward(self, index: int, is_last: bool) -> None:
         self._note()

@@ -13,8 +13,9 @@ from costmodel.memory import (
     kept_bytes,
     rank_memory,
 )
-from costmodel.rank_walk import StageJobs, walk_rank
+from costmodel.rank_walk import walk_rank
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes
+from costmodel.stage_jobs import StageJobs
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
 from planner.sharding import propagate_graph
