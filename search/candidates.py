@@ -248,8 +248,7 @@ class Candidates:
         if choices is None:
             return None
         names = recompute_choices(one.recompute)
-        hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)
-        bound = stages.step_bound(one, hops, [names[choice] for choice in choices])
+        bound = stages.step_bound(one, [names[choice] for choice in choices])
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
     def too_large_ranks(

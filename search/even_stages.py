@@ -24,6 +24,49 @@ from search.space import Configuration, recompute_choices
 from search.stage_table import StageTable
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What a step's bound is made of, by stage: forward and backward, what of that may come after
+    the gradient is sent on, and the hops into the stage and of the gradient back (one 0 for all:
+    not counted). `tail_s` is what follows a rank's last job.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    ahead_s: Floats
+    hop_s: Floats
+    back_hop_s: Floats
+    tail_s: Floats
+
+
+def least_end_s(
+    configuration: Configuration, homes: NDArray[np.intp], seconds: StageSeconds
+) -> float:
+    """Return when a step ends at the earliest, whatever table of the schedule's kind is run.
+
+    A rank starts when the first microbatch has passed the stages before its first one, does
+    all its work, and (unless backward is split, when weight gradients may come last) sends
+    the last gradient back through those stages to rank 0, from each ahead of the weight
+    gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
+    """
+    one, pp = configuration, configuration.pp
+    forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
+    work = np.bincount(homes, weights=forward_s + backward_s)
+    # Rank r's first stage is r under loop and fold placements alike.
+    fill = np.cumsum(forward_s)[:pp] - forward_s[:pp] + np.cumsum(seconds.hop_s)[:pp]
+    own = fill + one.num_microbatches * work
+    ends = own + seconds.tail_s
+    if not find_schedule(one.schedule).splits_backward:
+        inputs = backward_s - ahead_s
+        drain = np.cumsum(inputs)[:pp] - inputs[:pp] + np.cumsum(seconds.back_hop_s)[:pp]
+        drain += ahead_s[0]
+        # Whichever of a rank's stages its last backward is of.
+        most_ahead = np.zeros(pp)
+        np.maximum.at(most_ahead, homes, ahead_s)
+        ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])
+    return float(ends.max())
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvenStages:
     """The stages between `cuts`; stage s is on pp rank `homes[s]`. Remembers answers."""
@@ -63,7 +106,7 @@ class EvenStages:
     def _backward_s(self) -> Floats:
         return np.add.reduceat(self.table.backward_s, self._first)
 
-    def _ahead_s(self, configuration: Configuration) -> Floats:
+    def ahead_s(self, configuration: Configuration) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         one = configuration
         choices = recompute_choices(one.recompute)
@@ -71,60 +114,51 @@ class EvenStages:
 
     def least_step_s(self, configuration: Configuration) -> float:
         """Return a step time that the stages cannot beat, whoever recomputes or exchanges what."""
-        return self._step_bound(configuration, self._forward_s, self._backward_s, 0.0, 0.0)
+        nothing = np.zeros(1)
+        seconds = StageSeconds(
+            forward_s=self._forward_s, backward_s=self._backward_s,
+            ahead_s=self.ahead_s(configuration),
+            hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
+        )  # fmt: skip
+        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
 
-    def step_bound(
-        self, configuration: Configuration, hop_s: Floats, recomputed: Sequence[Recompute]
-    ) -> float:
-        """Return a step time that the stages cannot beat when they recompute this.
+    def step_bound(self, configuration: Configuration, recomputed: Sequence[Recompute]) -> float:
+        """Return a step time that the stages cannot beat when they recompute this."""
+        seconds = self.seconds(configuration, recomputed)
+        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
 
-        With what replicas exchange, transfers between stages and the optimizer.
+    def _start_s(self, configuration: Configuration) -> float:
+        one = configuration
+        return self.table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches)
+
+    def seconds(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        back_hop_s: Floats | None = None,
+    ) -> StageSeconds:
+        """Return what the stages take when they recompute this: with what replicas exchange,
+        transfers between stages and the optimizer. `back_hop_s` (n + 1) are, if not the table's
+        own, those of gradients from a stage starting at each block.
         """
         one = configuration
         ranks = self.table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
         runs = ranks.runs(self.cuts)
-        hops = hop_s[self._first]
-        hops[1:] *= self.homes[1:] != self.homes[:-1]
+        degrees = {"dp": one.dp, "cp": one.cp, "pp": one.pp}
+        if back_hop_s is None:
+            back_hop_s = self.table.back_hop_s(**degrees)
+        # A stage on the rank of the one before receives nothing.
+        moves = np.append(True, self.homes[1:] != self.homes[:-1])
         sizes, counts = self.by_rank(runs.param_bytes), self.by_rank(runs.num_params)
         update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
-        return self._step_bound(
-            one,
-            runs.forward_s + runs.per_forward_s,
-            runs.backward_s + runs.per_backward_s + runs.again_s(recomputed),
-            np.cumsum(hops)[: one.pp],
-            self.by_rank(runs.after_s) + update,
+        return StageSeconds(
+            forward_s=runs.forward_s + runs.per_forward_s,
+            backward_s=runs.backward_s + runs.per_backward_s + runs.again_s(recomputed),
+            ahead_s=self.ahead_s(one),
+            hop_s=self.table.hop_s(**degrees)[self._first] * moves,
+            back_hop_s=back_hop_s[self._first] * moves,
+            tail_s=self.by_rank(runs.after_s) + update,
         )
-
-    def _step_bound(
-        self,
-        configuration: Configuration,
-        forward_s: Floats,
-        backward_s: Floats,
-        hops_before_s: Floats | float,
-        tail_s: Floats | float,
-    ) -> float:
-        """Return a step time that no table of the schedule's kind can beat.
-
-        A rank starts when the first microbatch has passed the stages before its first one, does
-        all its work, and (unless backward is split, when weight gradients may come last) sends
-        the last gradient back through those stages to rank 0, from each ahead of the weight
-        gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
-        """
-        one, pp = configuration, configuration.pp
-        # Rank r's first stage is r under loop and fold placements alike.
-        fill = np.cumsum(forward_s)[:pp] - forward_s[:pp] + hops_before_s
-        own = fill + one.num_microbatches * self.by_rank(forward_s + backward_s)
-        ends = own + tail_s
-        if not find_schedule(one.schedule).splits_backward:
-            ahead = self._ahead_s(one)
-            inputs = backward_s - ahead
-            drain = np.cumsum(inputs)[:pp] - inputs[:pp] + hops_before_s + ahead[0]
-            # Whichever of a rank's stages its last backward is of.
-            most_ahead = np.zeros(pp)
-            np.maximum.at(most_ahead, self.homes, ahead)
-            ends = np.maximum(ends, own - most_ahead + drain + np.ravel(tail_s)[0])
-        m = one.num_microbatches
-        return float(ends.max()) + self.table.least_inputs_s(pp=pp, num_microbatches=m)
 
     def choices(
         self,

@@ -65,6 +65,7 @@ def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> 
                 count = sum(shape.num_configurations for shape in members)
                 considered += count
                 search.pruned[enough] += count
+                search.skipped_sizes.add((cp, tp, size))
                 continue
             found, enough = _price_size(search, members)
             considered += found
@@ -293,7 +294,8 @@ def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:
     if one.pp > 1 and one.vpp == 1 and search.request.solver == "dp" and not entry.is_careful:
         search.open_cuts.append(entry)
     else:
-        search.open_bounds.append(bound)
+        # Where skips reach past a stage the estimate knows of more than the simulation alone.
+        search.open_bounds.append(done.answer.step_s if one.vpp > 1 else bound)
     if is_slower:
         search.losers.append((step_s, next(search.ticket), entry))
         return

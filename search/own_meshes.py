@@ -1,8 +1,8 @@
 """Stages with meshes of their own: each pp rank cuts its ranks into the dp and tp that suit it.
 
-All pp ranks have equally many ranks G = dp tp, and one microbatch is the same B samples for all
-of them, so a stage is free to take any tp that divides G and leaves its G / tp replicas whole
-samples of B. What it then costs is what it costs in a plan where all stages have that tp (the
+All pp ranks have equally many ranks, G = dp tp beside cp, and one microbatch is the same B samples
+for all of them, so a stage is free to take any tp that divides G and leaves its G / tp replicas
+whole samples of B. What it then costs is what it costs in a plan where all stages have that tp (the
 estimate prices what arrives by the mesh of who receives it). A chain that may mix G's meshes is
 therefore the chain problem (`chain_problem`) with a choice (mesh, recompute) in place of
 recompute alone. `before` and `after` there are taken over the fastest mesh of each block, and a
@@ -18,12 +18,14 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.errors import LayoutError
 from planner.plan import ClassLayout, Plan
 from search.candidates import Candidates
 from search.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
 from search.chain_windows import Part, Window
 from search.space import Configuration
 from search.stage_table import StageTable
+from search.walk import Finished
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,11 +139,46 @@ def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
     ]
 
 
-def member_problem(candidates: Candidates, member: Member, limit_bytes: float) -> ChainProblem:
-    """Return the problem of a member alone. ZeRO shards nothing where there are no replicas."""
+def least_of_blocks(members: Sequence[Member]) -> float:
+    """Return a step time that no mix can beat: each block by its quickest member, dealt evenly."""
+    block = np.min([one.table.forward_s + one.table.backward_s for one in members], axis=0)
+    one = members[0].configuration
+    return float(one.num_microbatches * max(block.sum() / one.pp, block.max()))
+
+
+def as_held(configuration: Configuration) -> Configuration:
+    """Return a member's configuration as its stages have it: ZeRO shards nothing where there are no
+    replicas.
+    """
+    one = configuration
+    return replace(one, zero=0) if one.dp * one.cp == 1 else one
+
+
+def least_back_hop_s(member: Member, members: Sequence[Member]) -> Floats:
+    """Return the least seconds of a gradient's way back from a member's stage starting at each
+    block (n + 1), whichever mesh the stage before has.
+    """
     one = member.configuration
-    alone = one.dp * one.cp == 1
-    return candidates.problem(replace(one, zero=0) if alone else one, member.table, limit_bytes)
+    return np.min(
+        [
+            member.table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp, to_tp=other.tp)
+            for other in members
+        ],
+        axis=0,
+    )
+
+
+def member_problems(
+    candidates: Candidates, members: Sequence[Member], limit_bytes: float
+) -> tuple[ChainProblem, ...]:
+    """Return the problems of chains of each member alone, but for whom they send back to."""
+    return tuple(
+        replace(
+            candidates.problem(as_held(member.configuration), member.table, limit_bytes),
+            back_hop_s=least_back_hop_s(member, members),
+        )
+        for member in members
+    )
 
 
 def plan_of_mix(
@@ -163,7 +200,7 @@ def plan_of_mix(
         own = None if member is base else member.tp
         layouts += [
             layout.model_copy(update={"tp": own})
-            for layout in member.table.layouts
+            for layout in (*member.table.layouts, *member.table.cp_layouts)
             if (member.tp, layout.class_index) in used
         ]
     stages = tuple(
@@ -175,3 +212,14 @@ def plan_of_mix(
         replace(base.configuration, stage_tps=tps if len(set(tps)) > 1 else ()),
         plan.model_copy(update={"stages": stages, "layouts": tuple(layouts)}),
     )
+
+
+def price_mix(
+    candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
+) -> Finished | None:
+    """Return a solution's estimate; None where its stages cannot hand over what it asks of them."""
+    one, plan = plan_of_mix(candidates, members, cut, kinds)
+    try:
+        return Finished(configuration=one, plan=plan, answer=candidates.estimate(plan))
+    except LayoutError:
+        return None

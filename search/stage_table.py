@@ -65,7 +65,7 @@ class StageTable:
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _kinds: dict[Window, tuple[RunKinds, StageLoad]] = field(default_factory=dict)
-    _hops: dict[Group, tuple[Floats, Floats]] = field(default_factory=dict)
+    _hops: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @property
@@ -282,17 +282,20 @@ class StageTable:
 
     def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
-        return self._hop_seconds(dp, cp, pp)[0]
+        return self._hop_seconds(dp, cp, pp, self.tp)[0]
 
-    def back_hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
-        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`."""
-        return self._hop_seconds(dp, cp, pp)[1]
+    def back_hop_s(self, *, dp: int, cp: int, pp: int, to_tp: int | None = None) -> Floats:
+        """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`; the stage
+        before, which gathers what came in pieces, may have a tp of its own.
+        """
+        return self._hop_seconds(dp, cp, pp, to_tp or self.tp)[1]
 
-    def _hop_seconds(self, dp: int, cp: int, pp: int) -> tuple[Floats, Floats]:
+    def _hop_seconds(self, dp: int, cp: int, pp: int, to_tp: int) -> tuple[Floats, Floats]:
         cluster = self.profile.cluster
         hop = hop_group(cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
-        if hop not in self._hops:
-            tp = split_axes(cluster, tp=self.tp)["tp"].group
+        key = hop, to_tp
+        if key not in self._hops:
+            tp = split_axes(cluster, tp=to_tp)["tp"].group
             kinds, inverse = np.unique(
                 np.moveaxis(self._arrivals, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
             )
@@ -303,8 +306,8 @@ class StageTable:
                 ]
             )
             there, back = seconds[inverse].reshape(2, -1)
-            self._hops[hop] = there, back
-        return self._hops[hop]
+            self._hops[key] = there, back
+        return self._hops[key]
 
     def receive_bytes(self, start: Indices, end: Indices) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""

@@ -67,6 +67,7 @@ class Walk:
     which have one even cut, and then those whose boundaries are free.
     `open_bounds` are step times that something left open may have, `open_cuts` priced
     configurations of which other cuts may be as fast as their bound.
+    `skipped_sizes` are microbatch sizes left out by rule, as (cp, tp, size).
     `per_sample` are the least seconds of a sample through all blocks by (cp, tp), and
     `least_per_sample` those with what was never priced at its bound; `left_out` counts
     configurations that a time limit left without a price, `other_cuts` cuts simulated beside
@@ -93,6 +94,7 @@ class Walk:
     left_out: int = 0
     simulated: int = 0
     other_cuts: int = 0
+    skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     best: Finished | None = None
     stopped_early: str = ""
 

@@ -56,7 +56,7 @@ def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
     total, inner = 0, len(graph.blocks) - 1
     for shape in candidates.shapes(request):
         kinds = len(recompute_choices(shape.recompute))
-        tables = len(candidates.tables(shape.tp, shape.microbatch_size))
+        tables = len(candidates.tables(shape.tp, shape.microbatch_size, shape.cp))
         for one in shape.configurations():
             cuts = comb(inner, one.pp - 1) if one.vpp == 1 else 1
             total += tables * cuts * kinds**one.pp
@@ -72,7 +72,7 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
         for one in shape.configurations():
-            for table in candidates.tables(one.tp, one.microbatch_size):
+            for table in candidates.tables(one.tp, one.microbatch_size, one.cp):
                 if one.vpp == 1:
                     tries = list(all_cuts(candidates.problem(one, table, float("inf"))))
                 else:

@@ -15,12 +15,14 @@ from torch.nn import functional as F
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.schedule import stage_to_pp_rank
 from search import SearchRequest, find_plan
 from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.chain_problem import Cut
-from search.own_meshes import Member, member_problem, mixed_problem, plan_of_mix
+from search.own_meshes import Member, member_problems, mixed_problem, plan_of_mix
 from search.space import recompute_choices
+from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
 from tests.search.referee import best_within, check_against, every_answer, seconds_and_bytes
@@ -53,32 +55,69 @@ def pooled(narrow: int, *wide: int) -> ModelGraph:
     return capture_module(Pooled(narrow, wide), batch(2), batch(3), name="pooled")
 
 
+class ByTurns(nn.Module):
+    """Long samples and their mean by turns: what suits the stages of one rank under virtual stages
+    does not suit the other's."""
+
+    def __init__(self, narrow: int, wide: int):
+        super().__init__()
+        self.long = nn.ModuleList(nn.Linear(narrow, narrow) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Linear(narrow, wide) for _ in range(2))
+        self.back = nn.ModuleList(nn.Linear(wide, narrow) for _ in range(2))
+
+    def forward(self, x, target):
+        for long, wide, back in zip(self.long, self.wide, self.back, strict=True):
+            x = torch.relu(long(x))
+            x = x + back(torch.relu(wide(x.mean(1)))).unsqueeze(1)
+        return F.mse_loss(x.mean(1), target)
+
+
+@cache
+def by_turns(narrow: int, wide: int) -> ModelGraph:
+    def batch(size):
+        return {"x": torch.zeros(size, 256, narrow), "target": torch.zeros(size, narrow)}
+
+    return capture_module(ByTurns(narrow, wide), batch(2), batch(3), name="by-turns")
+
+
 def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
     """Yield (seconds, bytes) of all plans whose stages may have a mesh of their own."""
     candidates = Candidates.of(graph, machine, request)
     groups: dict[tuple, list] = {}
     for shape in candidates.shapes(request):
         for one in shape.configurations():
-            if one.pp > 1 and one.vpp == 1:
-                key = (one.pp, one.num_microbatches, one.schedule)
+            if one.pp > 1:
+                key = (one.cp, one.pp, one.num_microbatches, one.schedule, one.vpp)
                 groups.setdefault(key, []).append(one)
     for group in groups.values():
         for zero in {one.zero for one in group}:
             of_zero = {one.tp: replace(one, zero=zero) for one in group}.values()
-            tables = [candidates.tables(one.tp, one.microbatch_size) for one in of_zero]
+            tables = [candidates.tables(one.tp, one.microbatch_size, one.cp) for one in of_zero]
             for some in product(*tables):
                 members = [
                     Member(configuration=one, table=table)
                     for one, table in zip(of_zero, some, strict=True)
                 ]
-                kinds = len(recompute_choices(members[0].configuration.recompute))
-                problem = mixed_problem(
-                    [member_problem(candidates, one, float("inf")) for one in members]
-                )
-                for cuts, choices in all_cuts(problem):
-                    cut = Cut(cuts=cuts, choices=choices, value=0.0)
+                for cut in every_cut(candidates, members):
+                    kinds = len(recompute_choices(members[0].configuration.recompute))
                     answer = candidates.estimate(plan_of_mix(candidates, members, cut, kinds)[1])
                     yield answer.step_s, answer.peak_bytes
+
+
+def every_cut(candidates: Candidates, members: list[Member]) -> Iterator[Cut]:
+    """Yield all cuts of a mix; with several stages a rank the even ones, with all choices of
+    ranks."""
+    one = members[0].configuration
+    if one.vpp == 1:
+        problem = mixed_problem(member_problems(candidates, members, float("inf")))
+        for cuts, choices in all_cuts(problem):
+            yield Cut(cuts=cuts, choices=choices, value=0.0)
+        return
+    kinds = range(len(members) * len(recompute_choices(one.recompute)))
+    homes = stage_to_pp_rank(one.schedule, one.pp, one.vpp)
+    for cuts in {candidates.even_stages(m.configuration, m.table).cuts for m in members}:
+        for by_rank in product(kinds, repeat=one.pp):
+            yield Cut(cuts=cuts, choices=tuple(by_rank[home] for home in homes), value=0.0)
 
 
 def random_machine(rng):
@@ -134,6 +173,71 @@ def test_the_best_equals_trying_every_mix(instances):
     )
     assert max(gains) > 0.01
     assert np.mean(np.array(gaps) < 1e-9) >= 0.9
+
+
+def gain_of_mixing(graph, machine, request, *, factor: float) -> float | None:
+    """Check a search against every mix under a limit of so much of what the fastest needs; return
+    how much slower the best of one mesh is (0 where that is best, or the best has one mesh, cut as
+    suits another), None where nothing fits."""
+    same = seconds_and_bytes(every_answer(graph, machine, request))
+    every = [*same, *every_mix(graph, machine, request)]
+    limit = int(min(every)[1] * factor)
+    best, alone = (best_within(limit, some) for some in (every, same))
+    result = find_plan(graph, machine, replace(request, memory_limit_bytes=limit))
+    gap = check_against(best, limit, result)
+    if gap is None:
+        return None
+    assert gap < 1e-9
+    assert result.plan.estimate["step_s"] == pytest.approx(best)
+    is_mixed = any(stage.tp for stage in result.plan.stages)
+    assert not is_mixed or best < alone * (1 - 1e-9)
+    return alone / best - 1 if is_mixed else 0.0
+
+
+@pytest.mark.parametrize(
+    "instances", [3, pytest.param(48, marks=pytest.mark.slow)], ids=["quick", "whole"]
+)
+def test_virtual_stages_equal_trying_every_mix(instances):
+    """With several stages a rank, in a loop or a V; where a mix of ranks is best it is found."""
+    rng = np.random.default_rng(14)
+    gains = []
+    for number in range(instances):
+        graph = by_turns(16, 256) if number % 2 == 0 else pooled(16, 128, 128)
+        machine = random_machine(rng)
+        schedule = ["interleaved_1f1b", "zb_v", "dualpipe_v"][number % 3]
+        allow = [("schedule", schedule), ("zero", "0"), ("recompute", "none"), ("vpp", "2")]
+        allow += [("zero", "1")] * int(rng.integers(2))
+        allow += [("recompute", "full")] * int(rng.integers(2))
+        request = SearchRequest(
+            num_devices=4, global_batch=8, pp=2, allow=tuple(allow), offload="none", meshes="own"
+        )
+        gain = gain_of_mixing(graph, machine, request, factor=rng.choice([0.8, 1.0, 2.0]))
+        gains += [] if gain is None else [gain]
+    wins = [gain for gain in gains if gain > 1e-9]
+    print(f"{len(gains)} of {instances} fit; a mix wins in {len(wins)}, by up to {max(gains):.1%}")
+    assert max(gains) > 0.01
+
+
+@pytest.mark.parametrize(
+    "instances", [2, pytest.param(12, marks=pytest.mark.slow)], ids=["quick", "whole"]
+)
+def test_parts_of_sequences_beside_own_meshes_equal_trying_every_mix(instances):
+    """cp is one for all stages; dp and tp change places between them."""
+    rng = np.random.default_rng(7)
+    gpt = tiny_models()["gpt"]
+    graph = capture_module(gpt.build(), gpt.batch(2), gpt.batch(3), loss=gpt.loss, name="gpt")
+    gains = []
+    for number in range(instances):
+        allow = (("schedule", "1f1b" if number % 2 == 0 else "interleaved_1f1b"),)
+        allow += (("zero", str(rng.choice([0, 1]))), ("recompute", "none"))
+        request = SearchRequest(
+            num_devices=8, global_batch=4, pp=2, cp=2, allow=allow, offload="none", meshes="own"
+        )
+        factor = rng.choice([0.9, 1.0, 2.0])
+        gain = gain_of_mixing(graph, random_machine(rng), request, factor=factor)
+        gains += [] if gain is None else [gain]
+    print(f"{len(gains)} of {instances} fit; a mix wins by up to {max(gains):.1%}")
+    assert gains
 
 
 def test_other_words_are_refused():
