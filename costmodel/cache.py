@@ -6,10 +6,14 @@ never on where in the model it stands.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from costmodel.block_bytes import BlockBytes, block_bytes
 from costmodel.fusion import Kernels
+from costmodel.links import Links, find_links
 from costmodel.program import ProgramCost, price_program
 from costmodel.side_values import SideValues, find_side_values
+from costmodel.stage_jobs import StageJobs
 from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
 from planner.lowering import lower
@@ -40,6 +44,12 @@ class CostCache:
         self._blocks: dict[tuple, ProgramCost] = {}
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
+        self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
+
+    @cached_property
+    def links(self) -> Links:
+        """How the graph's blocks hang together."""
+        return find_links(self.graph)
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""

@@ -151,7 +151,7 @@ class MicrobatchBytes:
             if not rank.is_local(message):
                 taken_bytes += message.taken_bytes
                 kept_bytes += self._hold(value(s, message.name), message.taken_bytes)
-        done = walk.forward()
+        done = walk.forward
         height_bytes = kept_bytes
         kept = {name: value(s, name) for name in done.kept}
         for name, key in kept.items():

@@ -21,34 +21,111 @@ from planner.runtime.wiring import Edge, Placements, block_placements
 from planner.units import DTYPE_BYTES
 
 
-def stage_jobs(
-    plan: Plan, costs: CostCache, stage_index: int, edges: Sequence[Edge], *, accumulates: bool
+class PlacedStages:
+    """The stages of a plan as their byte walks need them; those of one kind share their walks.
+
+    Stages are of one kind where nothing but names tells them apart: what follows from blocks,
+    layouts and options is then the same. `costs` knows the kinds of all plans.
+    """
+
+    def __init__(self, plan: Plan, costs: CostCache, edges: Sequence[Edge]) -> None:
+        self._plan, self._costs = plan, costs
+        self._incoming: dict[int, list[Edge]] = {}
+        self._outgoing: dict[int, list[Edge]] = {}
+        for edge in edges:
+            self._incoming.setdefault(edge.consumer, []).append(edge)
+            self._outgoing.setdefault(edge.producer, []).append(edge)
+        options = (
+            plan.cp,
+            plan.zero_stage,
+            plan.precision,
+            plan.optimizer_on_host,
+            plan.recomputed,
+            plan.layouts,
+        )
+        self._known = costs.stage_jobs.setdefault(options, {})
+
+    def kind(self, stage_index: int) -> tuple:
+        """Return what tells a stage from others of such plans, but for names."""
+        plan, links, stage = self._plan, self._costs.links, self._plan.stages[stage_index]
+        first, producer = stage.first_block, self._costs.graph.producer
+        ends = tuple(
+            (
+                links.makers[edge.tensor][0] - first,
+                links.makers[edge.tensor][1],
+                plan.stages[other].pp_rank != stage.pp_rank,
+                placed,
+                edge.requires_grad,
+            )
+            for edges, is_taken in ((self._incoming, True), (self._outgoing, False))
+            for edge in edges.get(stage_index, ())
+            for other, placed in (
+                ((edge.producer, edge.taken) if is_taken else (edge.consumer, edge.sent)),
+            )
+        )
+        return (
+            links.signatures[first : stage.last_block + 1],
+            producer[self._costs.graph.loss] in stage.blocks,
+            ends,
+            plan.stage_tp(stage_index),
+            plan.stage_dp(stage_index),
+            plan.stage_microbatch_size(stage_index),
+            stage.recompute,
+            stage.recompute_last,
+            stage.activations_on_host,
+        )
+
+    def jobs(self, stage_index: int) -> StageJobs:
+        """Return the jobs of a stage."""
+        kind = self.kind(stage_index)
+        incoming, outgoing = (
+            edges.get(stage_index, []) for edges in (self._incoming, self._outgoing)
+        )
+        if kind not in self._known:
+            self._known[kind] = _stage_jobs(
+                self._plan, self._costs, stage_index, incoming, outgoing
+            )
+        like = self._known[kind]
+        return replace(
+            like,
+            incoming=[
+                _message(self._plan, edge, edge.producer, name=one.name)
+                for edge, one in zip(incoming, like.incoming, strict=True)
+            ],
+            outgoing=[
+                _message(self._plan, edge, edge.consumer, name=one.name)
+                for edge, one in zip(outgoing, like.outgoing, strict=True)
+            ],
+        )
+
+
+def _stage_jobs(
+    plan: Plan,
+    costs: CostCache,
+    stage_index: int,
+    incoming: Sequence[Edge],
+    outgoing: Sequence[Edge],
 ) -> StageJobs:
-    """Return the jobs of a stage; `accumulates` tells that gradients always have their place."""
     stage = plan.stages[stage_index]
     replicas = plan.stage_dp(stage_index) * plan.cp
     sharded = plan.zero_stage > 0 and replicas > 1
-    walk = _walk(plan, costs, stage_index, edges, stage.recompute)
+    walk = _walk(plan, costs, stage_index, incoming, outgoing, stage.recompute)
     last = walk
     is_waited_for = any(
         edge.requires_grad and plan.stages[edge.producer].pp_rank != stage.pp_rank
-        for edge in edges
-        if edge.consumer == stage_index
+        for edge in incoming
     )
     if not stage.recompute_last and stage.recompute != "none":
-        last = _walk(plan, costs, stage_index, edges, "none")
+        last = _walk(plan, costs, stage_index, incoming, outgoing, "none")
     return StageJobs(
         walk=walk,
         last=last,
         first_aside=_aside(walk, 1),
         all_aside=_aside(walk, len(walk.blocks)),
-        incoming=tuple(
-            _message(plan, edge, edge.producer) for edge in edges if edge.consumer == stage_index
-        ),
-        outgoing=tuple(
-            _message(plan, edge, edge.consumer) for edge in edges if edge.producer == stage_index
-        ),
-        accumulates=accumulates and not sharded,
+        incoming=[_message(plan, edge, edge.producer, name=edge.tensor) for edge in incoming],
+        outgoing=[_message(plan, edge, edge.consumer, name=edge.tensor) for edge in outgoing],
+        # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
+        accumulates=replicas > 1 and not sharded,
         sends_first=is_waited_for and stage.recompute == "none" and not sharded,
         on_host=stage.activations_on_host,
         loss_bytes=DTYPE_BYTES[costs.graph.tensor[costs.graph.loss].dtype]
@@ -112,9 +189,9 @@ def _sharded(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> Sh
     )
 
 
-def _message(plan: Plan, edge: Edge, other: int) -> Message:
+def _message(plan: Plan, edge: Edge, other: int, *, name: str) -> Message:
     return Message(
-        name=edge.tensor,
+        name=name,
         tensor=edge.tensor,
         taken_bytes=_edge_bytes(plan, edge, "taken"),
         sent_bytes=_edge_bytes(plan, edge, "sent"),
@@ -136,13 +213,16 @@ def _edge_bytes(plan: Plan, edge: Edge, end: Literal["taken", "sent"]) -> int:
 
 
 def _walk(
-    plan: Plan, costs: CostCache, stage_index: int, edges: Sequence[Edge], recompute: Recompute
+    plan: Plan,
+    costs: CostCache,
+    stage_index: int,
+    incoming: Sequence[Edge],
+    leaving: Sequence[Edge],
+    recompute: Recompute,
 ) -> StageWalk:
     graph, stage = costs.graph, plan.stages[stage_index]
     tp, size = plan.stage_tp(stage_index), plan.stage_microbatch_size(stage_index)
     recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
-    incoming = [edge for edge in edges if edge.consumer == stage_index]
-    leaving = [edge for edge in edges if edge.producer == stage_index]
     lies = {edge.tensor: edge.taken for edge in incoming}
     side_values = costs.side_values(size)
     blocks, side = [], {}

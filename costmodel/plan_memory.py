@@ -15,7 +15,7 @@ from costmodel.memory import (
     host_state_bytes,
     with_overheads,
 )
-from costmodel.placed_stage import stage_jobs
+from costmodel.placed_stage import PlacedStages
 from costmodel.plan_price import PlanPrice
 from costmodel.rank_walk import walk_rank
 from costmodel.side_values import frozen_bytes
@@ -33,7 +33,10 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
     plan = price.plan
     edges = build_edges(costs.graph, plan)
     tied = _tied_params(plan, costs.graph)
-    return tuple(_walked(price, costs, schedule, rank, edges, tied) for rank in range(plan.pp))
+    placed = PlacedStages(plan, costs, edges)
+    return tuple(
+        _walked(price, costs, schedule, rank, edges, placed, tied) for rank in range(plan.pp)
+    )
 
 
 def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
@@ -78,6 +81,7 @@ def _walked(
     schedule: Schedule,
     rank: int,
     edges: Sequence[Edge],
+    placed: PlacedStages,
     tied: Mapping[str, Sequence[int]],
 ) -> MemoryParts:
     """Return the memory of a rank from its byte walk."""
@@ -86,7 +90,7 @@ def _walked(
     replicas = plan.stage_dp(mine[0]) * plan.cp
     wide = MASTER_FACTOR if plan.precision == "bf16" else 1
     weights = join(price.loads[s] for s in mine)
-    stages = {s: stage_jobs(plan, costs, s, edges, accumulates=replicas > 1) for s in mine}
+    stages = {s: placed.jobs(s) for s in mine}
     row, home = SteadyRow(schedule.jobs[rank]), schedule.stage_to_pp_rank.__getitem__
     on_cpu = profile.cluster.device_type == "cpu"
     traffic = find_traffic(

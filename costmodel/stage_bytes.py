@@ -135,8 +135,9 @@ class StageWalk:
                 keepers.setdefault(root[name], index)
         return keepers
 
+    @cached_property
     def forward(self) -> ForwardBytes:
-        """Return the forward job of one microbatch."""
+        """The forward job of one microbatch."""
         root = self._roots
         keepers = self._keepers(root)
         last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
@@ -193,6 +194,28 @@ class StageWalk:
         `sharded`, a block's gradients are as wide as those and, once it has made them, not
         counted here (`costmodel.sharded_bytes`). `staying` are values that others keep alive.
         """
+        asked = (*received.items(), first, num_aside, flush, sharded, staying)
+        if asked not in self._backwards:
+            self._backwards[asked] = self._backward(
+                received, first=first, num_aside=num_aside, flush=flush, sharded=sharded,
+                staying=staying,
+            )  # fmt: skip
+        return self._backwards[asked]
+
+    @cached_property
+    def _backwards(self) -> dict[tuple, BackwardBytes]:
+        return {}
+
+    def _backward(
+        self,
+        received: Mapping[str, int],
+        *,
+        first: bool,
+        num_aside: int,
+        flush: bool,
+        sharded: bool,
+        staying: frozenset[str],
+    ) -> BackwardBytes:
         wide = 1 if sharded else self.wide
         stays = first and not sharded
         turns: list[Turn] = []
