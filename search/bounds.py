@@ -8,7 +8,8 @@ step (`exchange_bounds`), m the microbatches, pp the pipeline ranks. Any schedul
     m * (longest block)                        a block lies on one rank
     T                                          one microbatch passes every block
     c(schedule, pp, m) T - d   vpp = 1         `pipeline_line`: the paths of `chain_dp` with
-                                               stages cut freely, as a linear program
+                                               stages cut freely, as a linear program; for
+                                               ZB-H1 `zero_bubble_bound`
 
 A gradient may leave a stage ahead of weight gradients (`JobSeconds.sends_ahead_s`); the third
 then is T less all of those but the first block's.
@@ -40,6 +41,7 @@ from search.exchange_bounds import LeastExchange
 from search.rank_bytes import least_bytes
 from search.space import Configuration, Shape, recompute_choices
 from search.stage_table import StageTable
+from search.zero_bubble_bound import ZeroBubbleBound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class TableBounds:
     _seconds: dict[str, Floats] = field(default_factory=dict)
     _exchange: dict[tuple[int, int, int], LeastExchange] = field(default_factory=dict)
     _ahead: dict[tuple[str, bool], _Ahead] = field(default_factory=dict)
+    _zero_bubble: dict[str, ZeroBubbleBound] = field(default_factory=dict)
 
     def block_seconds(self, recompute: str) -> float:
         """Return one microbatch's seconds through all blocks, nothing exchanged."""
@@ -97,6 +100,16 @@ class TableBounds:
             )
         return self._ahead[key]
 
+    def zero_bubble(self, recompute: str) -> ZeroBubbleBound:
+        """Return the bound of ZB-H1, nothing exchanged."""
+        if recompute not in self._zero_bubble:
+            forward_s, weight_s = self.table.forward_s, self.table.weight_s
+            input_s = self._of_blocks(recompute) - forward_s - weight_s
+            self._zero_bubble[recompute] = ZeroBubbleBound(
+                seconds=np.stack([forward_s, input_s, weight_s], axis=1)
+            )
+        return self._zero_bubble[recompute]
+
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries can beat."""
         least = min(
@@ -115,7 +128,10 @@ class TableBounds:
         m, pp = one.num_microbatches, one.pp
         exchange = self.exchange(one.dp, one.cp, one.zero)
         bound = self._least_of_any(pp=pp, m=m, recompute=one.recompute, exchange=exchange)
-        if not find_schedule(one.schedule).splits_backward:
+        if one.schedule == "zb_h1" and pp > 1:
+            least = self.zero_bubble(one.recompute).least_step_s(pp, m, exchange.each_s(pp))
+            bound = max(bound, least)
+        elif not find_schedule(one.schedule).splits_backward:
             ahead = self.ahead(one.recompute, zero=one.zero)
             part = round(ahead.part, 6) + 1e-6 if ahead.part else 0.0
             factor, firsts = pipeline_line(one.schedule, pp, m, part)
