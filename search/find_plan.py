@@ -98,9 +98,8 @@ def search_among(
         for with_cp in (False, True):
             some = [shape for shape in shapes if (shape.cp > 1) == with_cp]
             considered += first_gate(search, some, progress)
-            for put_off in (search.even_pipelines, search.free_pipelines):
-                search.open(put_off)
-                run_gates(search, progress)
+            search.open_pipelines()
+            run_gates(search, progress)
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break

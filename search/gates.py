@@ -158,17 +158,11 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     if not zeros:
         return False
     bound = bounds.least_step_of_shape(shape)
-    even = tuple(option for option in shape.options if option[1] > 1)
-    free = tuple(option for option in shape.options if option[1] == 1)
-    for options, put_off in ((even, search.even_pipelines), (free, search.free_pipelines)):
-        if options:
-            part = Unopened(
-                shape=replace(shape, zeros=zeros, options=options), table=table, bound=bound
-            )
-            if shape.pp == 1:
-                search.push(part)
-            else:
-                put_off.append(part)
+    part = Unopened(shape=replace(shape, zeros=zeros), table=table, bound=bound)
+    if shape.pp == 1:
+        search.push(part)
+    else:
+        search.pipelines.append(part)
     return True
 
 

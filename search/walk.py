@@ -63,8 +63,7 @@ class Finished:
 class Walk:
     """State of one search; mutable because branch and bound is a walk.
 
-    Pipelines are put off until what is quicker to price is searched: those with virtual stages,
-    which have one even cut, and then those whose boundaries are free.
+    `pipelines` are put off until what has none, quicker to price, is searched.
     `open_bounds` are step times that something left open may have, `open_cuts` priced
     configurations of which other cuts may be as fast as their bound.
     `skipped_sizes` are microbatch sizes left out by rule, as (cp, tp, size).
@@ -84,8 +83,7 @@ class Walk:
     pruned: Counter[str] = field(default_factory=Counter)
     too_many: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
     finished: list[Finished] = field(default_factory=list)
-    even_pipelines: list[Unopened] = field(default_factory=list)
-    free_pipelines: list[Unopened] = field(default_factory=list)
+    pipelines: list[Unopened] = field(default_factory=list)
     losers: list[tuple[float, int, Entry | Unopened]] = field(default_factory=list)
     open_bounds: list[float] = field(default_factory=list)
     open_cuts: list[Entry] = field(default_factory=list)
@@ -111,11 +109,11 @@ class Walk:
             return
         heapq.heappush(self.heap, (entry.bound, next(self.ticket), entry))
 
-    def open(self, put_off: list[Unopened]) -> None:
+    def open_pipelines(self) -> None:
         """Push what was put off."""
-        for entry in put_off:
+        for entry in self.pipelines:
             self.push(entry)
-        put_off.clear()
+        self.pipelines.clear()
 
     def leave_out(self, bound: float, count: int) -> None:
         """Leave configurations that may be as fast as `bound` without a look: time is up."""
