@@ -14,14 +14,16 @@ from planner.graph import ModelGraph
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """What each block takes from where. Blocks of equal `signatures` are of one class and take
-    the same outputs of blocks as far before them, the same values that no block makes, and the
-    same parameters as far as others use them too. `makers` has the block that makes each value and
-    the value's place among its outputs, `users` the blocks that use each parameter of several.
+    the same outputs of blocks as far before them, the same values that no block makes (`given`),
+    and parameters that nobody else uses, or the same ones. `untrained` has the places of those
+    of a block's parameters that get no gradient. `makers` has the block that makes each value and
+    the value's place among its outputs.
     """
 
     signatures: tuple[int, ...]
+    given: tuple[frozenset[str], ...]
+    untrained: tuple[tuple[int, ...], ...]
     makers: Mapping[str, tuple[int, int]]
-    users: Mapping[str, tuple[int, ...]]
 
 
 def find_links(graph: ModelGraph) -> Links:
@@ -31,22 +33,24 @@ def find_links(graph: ModelGraph) -> Links:
         for block in graph.blocks
         for place, name in enumerate(block.outputs)
     }
-    all_users: dict[str, list[int]] = {}
-    for block in graph.blocks:
-        for name in dict.fromkeys(block.params):
-            all_users.setdefault(name, []).append(block.index)
-    users = {name: tuple(blocks) for name, blocks in all_users.items() if len(blocks) > 1}
+    shared = graph.shared_params
     known: dict[tuple, int] = {}
-    signatures = []
+    signatures, given, untrained = [], [], []
     for block in graph.blocks:
         taken = tuple(
             (block.index - makers[name][0], makers[name][1]) if name in makers else name
             for name in block.inputs
         )
-        metas = [(name, graph.tensor[name]) for name in block.params]
-        params = tuple(
-            (name if name in users else "", meta.kind, meta.requires_grad) for name, meta in metas
-        )
-        signature = block.class_index, taken, params
+        metas = [graph.tensor[name] for name in block.params]
+        is_trained = tuple(meta.kind == "param" and meta.requires_grad for meta in metas)
+        names = tuple(name if name in shared else "" for name in block.params)
+        signature = block.class_index, taken, names, is_trained
         signatures.append(known.setdefault(signature, len(known)))
-    return Links(signatures=tuple(signatures), makers=makers, users=users)
+        given.append(frozenset(name for name in block.inputs if name not in makers))
+        untrained.append(tuple(at for at, trained in enumerate(is_trained) if not trained))
+    return Links(
+        signatures=tuple(signatures),
+        given=tuple(given),
+        untrained=tuple(untrained),
+        makers=makers,
+    )

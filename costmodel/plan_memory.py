@@ -21,10 +21,10 @@ from costmodel.rank_walk import walk_rank
 from costmodel.side_values import frozen_bytes
 from costmodel.stage import join
 from costmodel.steady_row import SteadyRow, steady_row
+from costmodel.tied import check_copies, tied_stages, tied_sum_bytes
 from planner.graph import ModelGraph
-from planner.placement import Shard
 from planner.plan import Plan
-from planner.runtime.wiring import Edge, build_edges, param_placements, stage_params
+from planner.runtime.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
 
@@ -32,7 +32,8 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
     """Return the memory of each pp rank, from the job table's own order."""
     plan = price.plan
     edges = build_edges(costs.graph, plan)
-    tied = _tied_params(plan, costs.graph)
+    check_copies(plan, costs.graph)
+    tied = tied_stages(plan, costs.graph)
     placed = PlacedStages(plan, costs, edges)
     return tuple(
         _walked(price, costs, schedule, rank, edges, placed, tied) for rank in range(plan.pp)
@@ -41,38 +42,6 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
 
 def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
     return sum(graph.tensor[n].bytes_at(plan.global_batch) for n in graph.batch_inputs)
-
-
-def _tied_params(plan: Plan, graph: ModelGraph) -> dict[str, list[int]]:
-    """Return the stages that use each trained parameter of several stages."""
-    users: dict[str, list[int]] = {}
-    for stage, names in enumerate(stage_params(graph, plan)):
-        for name in names:
-            users.setdefault(name, []).append(stage)
-    return {
-        name: stages
-        for name, stages in users.items()
-        if len(stages) > 1
-        and graph.tensor[name].kind == "param"
-        and graph.tensor[name].requires_grad
-    }
-
-
-def _tied_bytes(
-    plan: Plan, graph: ModelGraph, tied: Mapping[str, Sequence[int]], mine: Sequence[int]
-) -> int:
-    """Bytes that summing the gradients of copies on several stages takes beside them."""
-    total = 0
-    for name, stages in tied.items():
-        here = [stage for stage in stages if stage in mine]
-        if not here:
-            continue
-        meta = graph.tensor[name]
-        placed = param_placements(graph, plan, plan.stages[here[0]].pp_rank)[name]
-        size = meta.bytes_at(1) // (plan.stage_tp(here[0]) if isinstance(placed, Shard) else 1)
-        # The sum of the copies here, and the message that goes round.
-        total += size * (1 if len(here) == len(stages) else 2)
-    return total
 
 
 def _walked(
@@ -136,13 +105,15 @@ def _walked(
         )
     # Fused or foreach steps hold one more copy of what they update.
     steps_here = not on_cpu and not plan.optimizer_on_host
-    tied_bytes = _tied_bytes(plan, costs.graph, tied, mine) * wide // (replicas if shards else 1)
+    tied_bytes = tied_sum_bytes(plan, costs.graph, tied, rank) * wide
+    tied_bytes //= replicas if shards else 1
     after = max(stepped if steps_here else 0, tied_bytes) + last_gradients
     height = worst.peak_bytes - worst.gradient_bytes + gradients
     transient = worst.peak_bytes - worst.kept_bytes - worst.gradient_bytes - worst.buffer_bytes
     return with_overheads(
         MemoryParts(
-            parameter_bytes=resting + frozen_bytes(plan, costs.graph, rank, side_values),
+            parameter_bytes=resting
+            + frozen_bytes(plan, costs.graph, costs.links, rank, side_values),
             gradient_bytes=gradients,
             optimizer_bytes=states,
             activation_bytes=worst.kept_bytes,

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from costmodel.links import Links
 from costmodel.saved import HELD_ANYWAY
 from costmodel.storage import Storage, map_storages
 from planner.graph import ModelGraph
-from planner.placement import Shard
+from planner.placement import Placement, Shard
 from planner.plan import Plan
-from planner.runtime.wiring import param_placements
+from planner.runtime.wiring import block_placements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +45,26 @@ def find_side_values(graph: ModelGraph, microbatch_size: int) -> SideValues:
     )
 
 
-def frozen_bytes(plan: Plan, graph: ModelGraph, pp_rank: int, values: SideValues) -> int:
+def frozen_bytes(
+    plan: Plan, graph: ModelGraph, links: Links, pp_rank: int, values: SideValues
+) -> int:
     """Bytes that a rank has all the time and does not train: buffers, constants, frozen
     parameters, and those of the side `values` that are made once.
     """
     mine = [index for index, stage in enumerate(plan.stages) if stage.pp_rank == pp_rank]
-    tp, total = plan.stage_tp(mine[0]), 0
-    for name, placed in param_placements(graph, plan, pp_rank).items():
-        meta = graph.tensor[name]
-        if meta.kind != "param" or not meta.requires_grad:
-            total += meta.bytes_at(1) // (tp if isinstance(placed, Shard) else 1)
-    blocks = [graph.blocks[index] for stage in mine for index in plan.stages[stage].blocks]
-    return total + values.num_bytes({n for b in blocks for n in b.inputs}, fixed=True)
+    given: set[frozenset[str]] = set()
+    placed: dict[str, Placement] = {}
+    for stage in mine:
+        for index in plan.stages[stage].blocks:
+            given.add(links.given[index])
+            if links.untrained[index]:
+                names = graph.blocks[index].params
+                _, params, _ = block_placements(graph, plan, index, stage)
+                for at in links.untrained[index]:
+                    placed.setdefault(names[at], params[at].tp)
+    tp = plan.stage_tp(mine[0])
+    total = sum(
+        graph.tensor[name].bytes_at(1) // (tp if isinstance(one, Shard) else 1)
+        for name, one in placed.items()
+    )
+    return total + values.num_bytes(frozenset().union(*given), fixed=True)

@@ -277,6 +277,15 @@ class ModelGraph:
         return sum(t.numel_at(1) for t in self.params)
 
     @cached_property
+    def shared_params(self) -> dict[str, tuple[int, ...]]:
+        """The blocks that use each parameter, buffer or constant of several blocks."""
+        users: dict[str, list[int]] = {}
+        for block in self.blocks:
+            for name in dict.fromkeys(block.params):
+                users.setdefault(name, []).append(block.index)
+        return {name: tuple(blocks) for name, blocks in users.items() if len(blocks) > 1}
+
+    @cached_property
     def producer(self) -> dict[str, int]:
         """Index of the block that makes each boundary tensor."""
         return {name: block.index for block in self.blocks for name in block.outputs}
