@@ -127,9 +127,10 @@ class Executor:
             if job.kind is JobKind.BACKWARD_INPUT and weight_queue is not None
         )
         self._taken = tuple(messages(job, edges, incoming=True) for job in self.jobs)
+        apart = JobKind.BACKWARD_WEIGHT if weight_queue is not None else JobKind.BACKWARD_INPUT
         last: dict[int, int] = {}
         for position, job in enumerate(self.jobs):
-            if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_WEIGHT):
+            if job.kind in (JobKind.FULL_BACKWARD, apart):
                 last[job.stage_index] = position
         self._last_gradients = frozenset(last.values())
         self._sends_first = {

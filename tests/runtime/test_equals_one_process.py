@@ -125,6 +125,9 @@ def test_pairs_of_axes_on_four_ranks():
             ("gpt", {"tp": 2, "pp": 2}),
             ("gpt", {"dp": 2, "pp": 2, "zero_stage": 3}),
             ("gpt", {"dp": 2, "tp": 2, "zero_stage": 1}),
+            # A split backward, which ZeRO makes as one: the last of them reduces.
+            ("gpt", {"dp": 2, "pp": 2, "zero_stage": 1, "schedule": "zb_h1"}),
+            ("deep-gpt", {"dp": 2, "pp": 2, "vpp": 2, "zero_stage": 3, "schedule": "zb_v"}),
             ("gpt", {"pp": 4}),
         ],
     )
