@@ -134,15 +134,16 @@ class Candidates:
         choices = recompute_choices(one.recompute)
         again = least_again_s(table, choices)
         splits = find_schedule(one.schedule).splits_backward
+        stages = table.with_replicas(
+            dp=one.dp,
+            cp=one.cp,
+            zero=one.zero,
+            choices=choices,
+            num_microbatches=one.num_microbatches,
+            splits_backward=splits,
+        )
         return ChainProblem(
-            stages=table.with_replicas(
-                dp=one.dp,
-                cp=one.cp,
-                zero=one.zero,
-                choices=choices,
-                num_microbatches=one.num_microbatches,
-                splits_backward=splits,
-            ),
+            stages=stages,
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             block_weight_s=(
@@ -157,6 +158,7 @@ class Candidates:
             start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),
+            needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             refused=refused,
             is_careful=is_careful,

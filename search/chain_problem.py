@@ -6,6 +6,7 @@ What stages cost comes from `Stages`, run by run; which of it makes a step long 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -87,6 +88,24 @@ class TooLarge:
         return holds or (first, end) == (self.first, self.end)
 
 
+Line = tuple[float, float, float]
+"""(live, slope, room): a run fits only if live * kept bytes + slope * param bytes <= room."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LeastNeeds:
+    """What any run of blocks takes at least: differences of running sums along the chain (n + 1).
+
+    backward_s and kept_bytes, of a microbatch, have a list for each choice. `lines` are those of a
+    rank with so many microbatches in flight.
+    """
+
+    backward_s: tuple[list[float], ...]
+    kept_bytes: tuple[list[float], ...]
+    param_bytes: list[float]
+    lines: Callable[[int], tuple[Line, ...]]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainProblem:
     """One configuration's chain.
@@ -97,8 +116,9 @@ class ChainProblem:
     hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
     back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at
     most. start_s: what is loaded before the first job. most_blocks: no run of more blocks fits
-    the memory (None: not known). cuts: stage boundaries that are fixed, so that recompute alone
-    is chosen (empty: free). refused: what is known not to fit beside what `Band.fits` tells.
+    the memory (None: not known). needs: what any run takes at least, if that is known.
+    cuts: stage boundaries that are fixed, so that recompute alone is chosen (empty: free).
+    refused: what is known not to fit beside what `Band.fits` tells.
     first_choices: what stage 0 may choose (empty: all); where tails differ by choice, these share
     one. With `is_careful` a run fits if `Band.peak_bytes` do, which refuses most of what does not
     fit, and perhaps what does.
@@ -117,6 +137,7 @@ class ChainProblem:
     start_s: float = 0.0
     choices: tuple[str, ...] = ("none",)
     most_blocks: int | None = None
+    needs: LeastNeeds | None = None
     cuts: tuple[int, ...] = ()
     refused: tuple[TooLarge, ...] = ()
     first_choices: tuple[int, ...] = ()

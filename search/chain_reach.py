@@ -1,9 +1,10 @@
 """Where the stages of a chain may start if no path is to be longer than a ceiling.
 
-A path (`chain_paths`) from block j to k is, without recomputation, memory and what replicas
-exchange, a sum A(j) + G(k) of prefix sums, or the largest of a few such. A never rises with j. So
+A path (`chain_paths`) from block j to k is, without what replicas exchange and with the fastest
+choice of all other blocks, a sum of differences of running sums. It never rises with j and never
+falls with k, and neither do the bytes that a rank needs at least (`LeastNeeds`). So
 
-    latest(s + 1) = the largest k with  min over k' >= k of G(k')  <=  ceiling - A(latest(s))
+    latest(s + 1) = the largest k to which, under some choice, stage s may reach from latest(s)
 
 is the furthest that s + 1 stages get, likewise `earliest` from the end, and if `latest(S)` is not
 the end no cut is short enough: O(log n) a stage, where the chain DP looks at all runs.
@@ -11,114 +12,112 @@ the end no cut is short enough: O(log n) a stage, where the chain DP looks at al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 
-import numpy as np
-
-from search.chain_problem import ChainProblem, Floats
+from search.chain_problem import ChainProblem
 
 _SLACK = 1e-9
 """Relative, for sums taken in another order than paths take them."""
 
-
-Sum = tuple[Floats, Floats, float]
-"""A by start, the least G from each end on, and what both leave out."""
+Path = Callable[[int, int], float]
+"""Seconds of a stage's path from a block to another."""
 
 
 class Reach:
-    """How far stages of a problem get. Keeps the sums that no path of a stage is shorter than."""
+    """How far stages of a problem get. Keeps the running sums."""
 
     def __init__(self, problem: ChainProblem) -> None:
-        m = problem.num_microbatches
-        f, b = problem.before_f, problem.before_b
         self._problem = problem
-        self._until = f - m * (f + b), m * (f + b)
+        self._forward: list[float] = problem.before_f.tolist()
+        self._backward: list[float] = problem.before_b.tolist()
+        self._weight: list[float] = problem.before_w.tolist()
+        self._own = problem.needs.backward_s if problem.needs else (self._backward,)
 
     def starts(self, ceiling: float) -> tuple[tuple[int, int], ...] | None:
         """Return (earliest, latest) start of each stage, and of what comes after the last, in
         cuts whose paths are within a ceiling; None where there are none.
         """
-        problem = self._problem
-        n, stages = problem.num_blocks, problem.num_stages
+        n, stages = self._problem.num_blocks, self._problem.num_stages
         budget = ceiling * (1 + _SLACK)
         latest = [0]
-        for stage, sums in enumerate(self._sums):
-            at = latest[-1]
-            reach = min(
-                int(np.searchsorted(after, budget - more - before[at], side="right")) - 1
-                for before, after, more in sums
-            )
-            if reach <= at:
+        for stage in range(stages):
+            reach = self._furthest(stage, latest[-1], budget)
+            if reach == latest[-1]:
                 return None
             latest.append(min(reach, n - (stages - stage - 1)))
         if latest[-1] < n:
             return None
         earliest = [n]
-        for sums in reversed(self._sums):
-            end = earliest[-1]
-            earliest.append(
-                max(
-                    int(np.searchsorted(-before, after[end] - budget + more, side="left"))
-                    for before, after, more in sums
-                )
-            )
+        for stage in reversed(range(stages)):
+            earliest.append(self._first(stage, earliest[-1], budget))
         return tuple(zip(reversed(earliest), latest, strict=True))
 
-    @cached_property
-    def _sums(self) -> list[list[Sum]]:
-        """By stage."""
-        before, after = self._until
-        until = before, _least_after(after)
-        return [self._sums_of(stage, until) for stage in range(self._problem.num_stages)]
+    def _furthest(self, stage: int, start: int, budget: float) -> int:
+        """Return where a stage from a block on must end, under any choice."""
+        n = self._problem.num_blocks
+        ends, best = range(n + 1), start
+        for choice in range(len(self._own)):
+            path, fits = self._path(stage, choice), self._fits(stage, choice)
+            # Most choices get no further than those before them.
+            if best == n or path(start, best + 1) > budget or not fits(start, best + 1):
+                continue
+            last = bisect_left(ends, True, best + 1, key=lambda k: not fits(start, k)) - 1
+            best = bisect_right(ends, budget, best + 1, last + 1, key=lambda k: path(start, k)) - 1
+        return best
 
-    def _sums_of(self, stage: int, until: tuple[Floats, Floats]) -> list[Sum]:
-        problem = self._problem
+    def _first(self, stage: int, end: int, budget: float) -> int:
+        """Return where a stage up to a block may start at the earliest, under any choice."""
+        best = end
+        for choice in range(len(self._own)):
+            path, fits = self._path(stage, choice), self._fits(stage, choice)
+            if best == 0 or path(best - 1, end) > budget or not fits(best - 1, end):
+                continue
+            best = bisect_left(
+                range(best), True, key=lambda j: fits(j, end) and path(j, end) <= budget
+            )
+        return best
+
+    def _path(self, stage: int, choice: int) -> Path:
+        """Return what no path of a stage under a choice is shorter than."""
+        problem, m = self._problem, self._problem.num_microbatches
+        forward, backward, weight = self._forward, self._backward, self._weight
+        own = self._own[choice]
         arrives = problem.start_s + problem.least_hop * stage
-        ends = arrives + problem.least_back_hop * stage
-        before, after = self._back(stage)
-        sums = [(*until, arrives), (before, _least_after(after), ends)]
-        if problem.family in ("1F1B", "ZB-H1"):
-            bases = [(before, after, ends)]
-            if problem.splits_backward:  # a stage's own end may come after the way back
-                bases.append((*self._until, arrives))
-            out = (problem.least_hop + problem.least_back_hop) * (problem.num_stages - 1 - stage)
-            sums += [
-                (before + done, _least_after(after + waited - done), more + times * out)
-                for times, done, waited in self._waits(stage)
-                for before, after, more in bases
-            ]
-        return sums
-
-    def _back(self, stage: int) -> tuple[Floats, Floats]:
-        """Sums of a stage's path with the way of the last gradient back to stage 0."""
-        problem = self._problem
-        before, after = self._until
-        # Of how many microbatches the stage's weight gradients are not ahead of the last gradient.
-        last = 0
+        returns = problem.least_back_hop * stage
+        # Of how many microbatches, beside the last, weight gradients may come after the last
+        # gradient is sent on.
+        late = 0
         if problem.splits_backward:
-            last = stage if problem.family == "ZB-H1" else problem.num_microbatches - 1
-        weight = problem.before_w
-        return before + problem.before_b + last * weight, after - (last + 1) * weight
+            late = stage if problem.family == "ZB-H1" else m - 1
+        waits = problem.family in ("1F1B", "ZB-H1")
+        warmup = problem.warmup(stage)
+        between, waits_twice = min(warmup, m - 1), m > warmup + 1
+        out = (problem.least_hop + problem.least_back_hop) * (problem.num_stages - 1 - stage)
+        way_on = forward[-1] + backward[-1] - weight[-1] + out
 
-    def _waits(self, stage: int) -> Iterator[tuple[int, Floats, Floats]]:
-        """Yield what the first and last backward of a stage wait for, both or either: of how many
-        of the two, what the stage does meanwhile, and what comes after it.
-        """
-        problem = self._problem
-        m, warmup = problem.num_microbatches, problem.warmup(stage)
-        between = min(warmup, m - 1)
-        wait = problem.after - (problem.before_w[-1] - problem.before_w)
-        meanwhile = [between * problem.before_f, between * problem.before_b]
-        times = 1
-        if problem.splits_backward:
-            meanwhile.pop()  # with weight gradients done meanwhile there is little left to wait for
-        elif m > warmup + 1:
-            meanwhile, times = [meanwhile[0] + meanwhile[1]], 2
-        for done in meanwhile:
-            yield times, done, times * wait
+        def path(start: int, end: int) -> float:
+            f, b = forward[end] - forward[start], own[end] - own[start]
+            back = returns + backward[start] - weight[end] - late * (weight[end] - weight[start])
+            seconds = arrives + forward[start] + m * (f + b) + max(0.0, back)
+            if waits:
+                after = way_on - forward[end] - backward[end] + weight[end]
+                first, last = max(0.0, after - between * f), max(0.0, after - between * b)
+                seconds += first + last if waits_twice else max(first, last)
+            return seconds
 
+        return path
 
-def _least_after(values: Floats) -> Floats:
-    """Return the least of each value and all after it."""
-    return np.minimum.accumulate(values[::-1])[::-1]
+    def _fits(self, stage: int, choice: int) -> Callable[[int, int], bool]:
+        """Return whether a stage's run may fit the memory under a choice: False is certain."""
+        needs = self._problem.needs
+        if needs is None:
+            return lambda start, end: True
+        kept, params = needs.kept_bytes[choice], needs.param_bytes
+        lines = needs.lines(self._problem.in_flight[stage])
+
+        def fits(start: int, end: int) -> bool:
+            held, sizes = kept[end] - kept[start], params[end] - params[start]
+            return all(live * held + slope * sizes <= room for live, slope, room in lines)
+
+        return fits

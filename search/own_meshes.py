@@ -121,6 +121,7 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
         start_s=min(one.start_s for one in problems),
         choices=problems[0].choices * len(problems),
         most_blocks=None if None in most else max(one or 0 for one in most),
+        needs=None,
     )
 
 

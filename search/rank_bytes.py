@@ -169,3 +169,24 @@ def least_bytes(load: StageLoad, *, in_flight: int, **options: Any) -> Any:
     `options` are `RankBytes`'s other fields.
     """
     return RankBytes(load=load, **options).least(in_flight)
+
+
+_UNIT = 1e12
+"""Bytes of parameters by which a slope is taken; powers of ten lose nothing of them."""
+
+
+def least_lines(
+    *, in_flight: int, limit_bytes: float, **options: Any
+) -> tuple[tuple[float, float, float], ...]:
+    """Return (live, slope, room) of lines that a rank within a limit is under: live * bytes kept of
+    a microbatch + slope * bytes of parameters <= room, as `RankBytes.may_fit` asks.
+
+    `options` are `RankBytes`'s other fields.
+    """
+    empty, full = (RankBytes(load=StageLoad(param_bytes=size), **options) for size in (0.0, _UNIT))
+    room, always = empty._room(limit_bytes), full._always - empty._always
+    lines = [(0.0, float(full._at_update + always) / _UNIT, float(room))]
+    for live, has_gradients in full._moments(in_flight, splits=full.splits_backward):
+        beside = float(full._beside[has_gradients] + always) / _UNIT
+        lines.append((float(live), beside, float(room)))
+    return tuple(lines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +26,9 @@ from costmodel.offload import host_step_seconds
 from costmodel.stage import StageLoad, again_seconds
 from costmodel.topology import dp_group
 from planner.plan import Precision, Recompute
+from search.chain_problem import LeastNeeds, Line
 from search.chain_windows import Part, Window
-from search.rank_bytes import RankBytes
+from search.rank_bytes import RankBytes, least_lines
 from search.run_kinds import RunKinds
 from search.runs import distinct
 
@@ -196,6 +197,35 @@ class RankStages:
             per_forward_s=bare.forward_s,
             per_backward_s=bare.backward_s,
             after_s=bare.once_s,
+        )
+
+    def least_needs(self, limit_bytes: float) -> LeastNeeds:
+        """Return what any run of blocks takes at least, and what fits a limit."""
+        table = self.table
+        backward_s, kept_bytes = zip(*map(table.least_sums, self.choices), strict=True)
+        held_twice = sum(size for _, _, size in table.ties)
+
+        def lines(in_flight: int) -> tuple[Line, ...]:
+            found = least_lines(
+                in_flight=in_flight,
+                limit_bytes=limit_bytes * (1 + 1e-9),
+                num_microbatches=self.num_microbatches,
+                recompute="none",
+                replicas=self.dp * self.cp,
+                zero=self.zero,
+                profile=table.profile,
+                precision=table.precision,
+                on_host=table.on_host,
+                batch_bytes=self.batch_bytes,
+                splits_backward=self.splits_backward,
+            )
+            return tuple((live, slope, room + slope * held_twice) for live, slope, room in found)
+
+        return LeastNeeds(
+            backward_s=backward_s,
+            kept_bytes=kept_bytes,
+            param_bytes=table.sums["param_bytes"].tolist(),
+            lines=lru_cache(maxsize=None)(lines),
         )
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.stage import StageLoad
+from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 
@@ -33,6 +34,9 @@ _UNUSED = (
     "split_peak_bytes",
     "pending_bytes",
 )
+_KEPT: dict[Recompute, str] = {
+    "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
+}  # fmt: skip
 _KEPT_WITH_PEAK = (
     ("saved_bytes", "saved_peak_bytes"),
     ("input_bytes", "recompute_peak_bytes"),
@@ -77,6 +81,14 @@ class Runs:
             columns[name] = largest(name)
         columns[_LAST] = np.broadcast_to(getattr(self.blocks, _LAST)[end - 1], level.shape)
         return StageLoad(**columns)
+
+    def kept_sums(self, recompute: Recompute) -> Floats:
+        """Return running sums (n + 1) of what blocks keep of a microbatch, side inputs apart: a run
+        keeps the difference of two at least.
+        """
+        name = _KEPT[recompute]
+        before = self._before[name]
+        return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
 
     @cached_property
     def _sums(self) -> dict[str, Floats]:

@@ -22,7 +22,7 @@ from costmodel.communication import (
     boundary_seconds,
 )
 from costmodel.inputs import input_seconds
-from costmodel.stage import StageLoad, block_load, join
+from costmodel.stage import StageLoad, again_seconds, block_load, join
 from costmodel.topology import hop_group, split_axes
 from planner.graph import ModelGraph
 from planner.placement import Shard
@@ -64,6 +64,7 @@ class StageTable:
     replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     replica_seconds: dict[tuple, tuple[DataParallelSeconds, Floats]] = field(default_factory=dict)
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+    _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(default_factory=dict)
     _kinds: dict[Window, tuple[RunKinds, StageLoad]] = field(default_factory=dict)
     _hops: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
@@ -196,6 +197,18 @@ class StageTable:
             "num_params": self.blocks.num_params,
         }
         return {name: np.append(0.0, np.cumsum(values)) for name, values in columns.items()}
+
+    def least_sums(self, choice: Recompute) -> tuple[list[float], list[float]]:
+        """Return running sums (n + 1) of what blocks take at least under a recompute choice: their
+        backward's seconds, and the bytes they keep of a microbatch.
+        """
+        if choice not in self._least_sums:
+            seconds = self.backward_s + again_seconds(self.blocks, choice)
+            self._least_sums[choice] = (
+                np.append(0.0, np.cumsum(seconds)).tolist(),
+                self.runs.kept_sums(choice).tolist(),
+            )
+        return self._least_sums[choice]
 
     @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:

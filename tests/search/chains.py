@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from search.chain_problem import FAMILIES, ChainProblem
+from search.chain_problem import FAMILIES, ChainProblem, LeastNeeds
 from search.chain_windows import Window
 
 
@@ -76,6 +76,16 @@ def chain(
     backward is split half of it.
     """
     n = stages.num_blocks
+
+    def sums(values: np.ndarray) -> list[float]:
+        return [0.0, *np.cumsum(values).tolist()]
+
+    needs = LeastNeeds(
+        backward_s=tuple(map(sums, stages.backward_s)),
+        kept_bytes=tuple(map(sums, stages.kept)),
+        param_bytes=sums(stages.resident),
+        lines=lambda live: ((live, 1.0, limit + stages.tied + 1e-9),),
+    )
     hops = np.zeros(n + 1) if hop_s is None else hop_s
     return ChainProblem(
         stages=stages,
@@ -87,6 +97,7 @@ def chain(
         in_flight=tuple(in_flight),
         num_microbatches=m,
         memory_limit_bytes=limit,
+        needs=needs,
         family=family,
         choices=("none", "full")[: stages.forward_s.shape[0]],
     )
