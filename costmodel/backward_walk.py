@@ -7,17 +7,13 @@ freed by the earliest op that kept it. How gradients share buffers is in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from costmodel.gradients import Gradients, leaves_gaps, passes_on, seen_through
-from costmodel.kept import Kept
-from costmodel.kept_products import has_rows
-from costmodel.kernel_scratch import scratch_bytes, unreduced_bytes
-from costmodel.saved import HELD_ANYWAY, SavedTensors
-from costmodel.storage import contiguous_strides
-from planner.graph import Op, Program, Ref
-from planner.weight_products import LARGE_BYTES, deferrable_products
+from costmodel.backward_facts import BackwardFacts, Product, Taker
+from costmodel.gradients import Gradients, seen_through
+from planner.graph import Op
+from planner.weight_products import LARGE_BYTES
 
 
 class Aside(NamedTuple):
@@ -62,8 +58,7 @@ class BackwardWalk(NamedTuple):
 
 
 def backward_walk(
-    program: Program,
-    saved: SavedTensors,
+    facts: BackwardFacts,
     *,
     first: bool,
     held: frozenset[str],
@@ -89,94 +84,80 @@ def backward_walk(
     call of the block holds until the first op that kept anything has run backward. `staying`:
     outputs that somebody else keeps alive. `going`: inputs that nobody else does.
     """
-    tensor, storage = program.tensor, saved.storages.storage
-    with_weights = deferrable_products(program)
-    products = with_weights if split else {}
-    readers = {name: op.name for op in reversed(program.ops) for name in op.inputs}
+    program = facts.program
     grads = Gradients()
-    for name in program.outputs:
-        if tensor[name].requires_grad:
-            grads.allocate(name, program.tensor[name].bytes_at(1))
+    for name, size in facts.outputs.items():
+        grads.allocate(name, size)
     given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
     for name in begun:
         grads.allocate(name, program.tensor[name].bytes_at(1))
     for name in held:
         grads.hold(name)
-    start = saved.num_bytes + grads.live
-    live_saved = saved.num_bytes
-    keeps = (op.name for op in program.ops if saved.kept[op.name] != Kept())
-    first_saver = next(keeps, None)
-    never_freed = {storage[name].root for name in program.inputs if name not in going}
-    never_freed |= {storage[name].root for name in staying}
-    for x, weight, bias, _ in products.values():
-        if _is_held_as_given(x.name, program, saved):
-            never_freed.add(storage[x.name].root)
-        never_freed.update(storage[ref.name].root for ref in (weight, bias) if ref is not None)
-    laid = {name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs}
+    live_saved = facts.kept_bytes
+    start = live_saved + grads.live
+    never_freed = {facts.roots[name] for name in program.inputs if name not in going}
+    never_freed |= {facts.roots[name] for name in staying}
+    if split:
+        never_freed.update(*(one.product.never_freed for one in facts.ops if one.product))
+    laid = dict(facts.strides)
     there: dict[str, int] = {}
+    there_bytes = 0
     made: set[str] = set()
     reached: set[str] = set()
     aside: list[Aside] = []
     peak = start
-    for op in reversed(program.ops):
+    for one in facts.ops:
+        op = one.op
         arriving = [name for name in op.outputs if name in grads.of]
-        needing: list[str] = []
+        takers: Sequence[Taker] = ()
         if arriving:
-            product = products.get(op.name)
-            later = {ref.name for ref in product[1:3] if isinstance(ref, Ref)} if product else set()
-            needing = [
-                n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad and n not in later
-            ]
-            reached.update(needing)
-            scratch = scratch_bytes(op, program, saved, forward=False)
-            scratch += unreduced_bytes(op, needing, program)
-            for name in needing:
-                size = program.tensor[name].bytes_at(1)
-                is_same = passes_on(op, name, program, saved)
-                if tensor[name].kind != "param":
-                    shape = tensor[name].shape_at(1)
+            product = one.product if split else None
+            takers, scratch = one.takers, one.scratch_bytes
+            if product is not None:
+                takers = [taker for taker in takers if taker.name not in product.later]
+                scratch = one.aside_scratch_bytes
+            for name, size, is_param, is_weight, is_same, has_gaps, strides in takers:
+                reached.add(name)
+                if not is_param:
                     seen = laid.get(arriving[0]) if is_same else None
                     through = None if seen is None else seen_through(op, name, program, seen)
                     if through is not None:
-                        grads.share(name, arriving[0], gaps=leaves_gaps(op, program))
+                        grads.share(name, arriving[0], gaps=has_gaps)
                     else:
                         grads.allocate(name, size)
-                    laid.setdefault(name, through or contiguous_strides(shape))
+                    laid.setdefault(name, through or strides)
                     continue
                 made.add(name)
-                if name in waiting:
-                    there[name] = size
-                elif first:
-                    there[name] = wide * size
-                    scratch += size if wide > 1 and not is_same else 0
+                if name in waiting or first:
+                    kept = size if name in waiting else wide * size
+                    there_bytes += kept - there.get(name, 0)
+                    there[name] = kept
+                    scratch += size if name not in waiting and wide > 1 and not is_same else 0
                 else:
-                    product_of = with_weights.get(op.name)
-                    is_weight = product_of is not None and product_of[1].name == name
                     adds = is_weight and adds_products and wide == 1 and size >= LARGE_BYTES
                     scratch += 0 if is_same or adds else size
-            peak = max(peak, live_saved + grads.live + sum(there.values()) + scratch)
+            peak = max(peak, live_saved + grads.live + there_bytes + scratch)
             if product is not None:
-                aside.append(_put_aside(op, product, program, saved, grads, given_by))
-                if not _is_held_as_given(product[0].name, program, saved):
-                    there[f"rows of {op.name}"] = program.tensor[product[0].name].bytes_at(1)
-                    peak = max(peak, live_saved + grads.live + sum(there.values()))
-            for name in arriving if product is None else ():
-                grads.free(name)
-        kept, extra = saved.by_op.get(op.name, ((), 0))
-        live_saved -= extra + sum(
-            s.num_bytes for s in kept if s.root not in never_freed and s.root not in results
+                aside.append(_put_aside(op, product, grads, given_by))
+                if product.rows_bytes is not None:
+                    there_bytes += product.rows_bytes
+                    peak = max(peak, live_saved + grads.live + there_bytes)
+            else:
+                for name in arriving:
+                    grads.free(name)
+        live_saved -= one.extra_bytes + sum(
+            size for root, size in one.kept if root not in never_freed and root not in results
         )
-        if op.name == first_saver:
-            every = {s.root: s.num_bytes for storages, _ in saved.by_op.values() for s in storages}
-            live_saved -= sum(every.get(root, 0) for root in results - never_freed)
-        beside = live_saved + sum(there.values())
-        for name in needing:
+        if op.name == facts.first_saver:
+            live_saved -= sum(facts.kept.get(root, 0) for root in results - never_freed)
+        beside = live_saved + there_bytes
+        for taker in takers:
+            name, size = taker.name, taker.num_bytes
             if name not in grads.of:
                 continue
-            size = program.tensor[name].bytes_at(1)
             before = grads.live
             peak = max(peak, beside + before + grads.add_up(name, size))
-            if name in leaves and readers[name] == op.name and not grads.is_own(name):
+            if name in leaves and facts.readers[name] == op.name and not grads.is_own(name):
                 peak = max(peak, beside + grads.live + size)
                 grads.copy(name, size)
     given = {}
@@ -187,33 +168,16 @@ def backward_walk(
     return BackwardWalk(peak - start, frozenset(made), tuple(aside), given)
 
 
-def _put_aside(
-    op: Op,
-    product: tuple[Ref, Ref, Ref | None, bool],
-    program: Program,
-    saved: SavedTensors,
-    grads: Gradients,
-    given_by: Mapping[int, str],
-) -> Aside:
-    x, weight, bias, _ = product
+def _put_aside(op: Op, product: Product, grads: Gradients, given_by: Mapping[int, str]) -> Aside:
     buffer, size = grads.buffer_of(op.outputs[0])
-    as_given = _is_held_as_given(x.name, program, saved)
-    given = [ref.name for ref in (x if as_given else None, weight, bias) if ref is not None]
-    roots = dict.fromkeys(saved.storages.storage[name] for name in given)
-    held = [(root.root, root.num_bytes) for root in roots if root.kind not in HELD_ANYWAY]
-    if not as_given:
-        held.append((f"rows of {op.name}", program.tensor[x.name].bytes_at(1)))
-    made_from = saved.storages.storage[weight.name]
+    held = product.held
+    if product.rows_bytes is not None:
+        held += ((f"rows of {op.name}", product.rows_bytes),)
     return Aside(
         held=(*held, (f"gradient {given_by.get(buffer, buffer)}", size)),
-        weight_bytes=program.tensor[weight.name].bytes_at(1),
-        bias_bytes=0 if bias is None else program.tensor[bias.name].bytes_at(1),
-        adds=program.tensor[weight.name].kind == "param",
-        whole_bytes=made_from.num_bytes,
-        weight=made_from.root,
+        weight_bytes=product.weight_bytes,
+        bias_bytes=product.bias_bytes,
+        adds=product.adds,
+        whole_bytes=product.whole_bytes,
+        weight=product.weight,
     )
-
-
-def _is_held_as_given(x: str, program: Program, saved: SavedTensors) -> bool:
-    """Whether a product put aside waits with its input; else with a copy of it in rows."""
-    return has_rows(program.tensor[x].shape_at(1), saved.storages.strides[x])

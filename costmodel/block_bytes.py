@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
+from costmodel.backward_facts import backward_facts
 from costmodel.backward_walk import BackwardWalk, backward_walk
 from costmodel.liveness import forward_walk
 from costmodel.remade import held_results, kept_storages
@@ -133,8 +134,15 @@ def _held(
         made_again_bytes=made_again,
         forward_rise_bytes=first.rise_bytes,
         second_rise_bytes=second_rise,
-        backward=cache(partial(backward_walk, program, saved, results=results)),
+        backward=_backward(program, saved, results),
     )
+
+
+def _backward(
+    program: Program, saved: SavedTensors, results: frozenset[str]
+) -> Callable[..., BackwardWalk]:
+    facts = cache(partial(backward_facts, program, saved))
+    return cache(lambda **how: backward_walk(facts(), results=results, **how))
 
 
 def _others(program: Program, remade: frozenset[str]) -> frozenset[str]:

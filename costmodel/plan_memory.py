@@ -82,7 +82,8 @@ def _walked(
         traffic=traffic,
     )
     losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
-    moments = [*moments[: row.gap], *(one.holding(losses) for one in moments[row.gap :])]
+    if losses:
+        moments = [*moments[: row.gap], *(one.holding(losses) for one in moments[row.gap :])]
     worst = max(moments, key=lambda moment: moment.peak_bytes)
     shards = [stage.sharded.shard_bytes for stage in stages.values() if stage.sharded is not None]
     # What is stepped on: in bf16 masters, beside which ZeRO needs no weights at rest.

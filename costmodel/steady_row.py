@@ -8,8 +8,8 @@ so whoever wants the worst moment of a row need not go through all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from planner.schedule.jobs import Job, JobKind
@@ -46,7 +46,12 @@ def steady_row(row: tuple[Job, ...], *, ahead: int) -> SteadyRow:
     gap, moved = first + kept, gone * step
     rest = row[gap + gone * period :]
     shorter = row[:gap] + tuple(
-        replace(job, microbatch_index=job.microbatch_index - moved) for job in rest
+        Job(
+            kind=job.kind,
+            stage_index=job.stage_index,
+            microbatch_index=job.microbatch_index - moved,
+        )
+        for job in rest
     )
     # A microbatch that waits all through the middle is the same one in every repetition.
     return SteadyRow(shorter, gap, moved) if _is_complete(shorter) else SteadyRow(row)
@@ -71,15 +76,19 @@ def _middle_of(row: Sequence[Job]) -> tuple[int, int, int, int] | None:
     centre = len(row) // 2
     here = row[centre]
     num_stages = len({job.stage_index for job in row})
-    for position in range(centre + 1, len(row)):
-        there = row[position]
+    forward, back = (
+        list(accumulate((job.kind in kinds for job in row[centre:]), initial=0))
+        for kinds in ((JobKind.FORWARD,), (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT))
+    )
+    for period in range(1, len(row) - centre):
+        there = row[centre + period]
         step = there.microbatch_index - here.microbatch_index
         if (there.kind, there.stage_index) != (here.kind, here.stage_index) or step <= 0:
             continue
-        period = position - centre
-        if not _has_all(row[centre:position], num_stages, step):
+        # Fewer forwards or backwards than that are of a lesser repetition.
+        if not forward[period] == back[period] == num_stages * step:
             continue
-        first, end = centre, position + 1
+        first, end = centre, centre + period + 1
         while first > 0 and _repeats(row[first - 1], row[first - 1 + period], step):
             first -= 1
         while end < len(row) and _repeats(row[end - period], row[end], step):
@@ -89,13 +98,6 @@ def _middle_of(row: Sequence[Job]) -> tuple[int, int, int, int] | None:
         if period > len(row) // (_PERIODS_KEPT + 2):
             return None
     return None
-
-
-def _has_all(jobs: Sequence[Job], num_stages: int, step: int) -> bool:
-    """Whether so many microbatches go forward and back on every stage: no lesser repetition."""
-    forward = sum(job.kind is JobKind.FORWARD for job in jobs)
-    back = sum(job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT) for job in jobs)
-    return forward == back == num_stages * step
 
 
 def _repeats(job: Job, later: Job, step: int) -> bool:
