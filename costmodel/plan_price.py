@@ -208,7 +208,8 @@ def _job_seconds(
     arrivals: Sequence[Arrivals],
     syncs: Sequence[DataParallelSeconds],
 ) -> JobSeconds:
-    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward.
+    """Seconds of each stage's jobs; a W takes the weight gradients' part of a backward, unless ZeRO
+    reduces them: then they are made with the input's gradient.
 
     A full backward sends its input's gradient before the weight gradients that the runtime puts
     aside (`planner.runtime.executor`): those of its stage's first block, in the stage's last
@@ -216,13 +217,14 @@ def _job_seconds(
     """
     profile = costs.profile
     forward, inputs, last_inputs, weights = [], [], [], []
-    for stage, load, sync in zip(plan.stages, loads, syncs, strict=True):
+    for s, (stage, load, sync) in enumerate(zip(plan.stages, loads, syncs, strict=True)):
         again = float(again_seconds(load, stage.recompute))
-        alone = load.backward_s - load.weight_s + load.comm_backward_s + sync.backward_s
+        weight = 0.0 if _is_sharded(plan, s) else float(load.weight_s)
+        alone = load.backward_s - weight + load.comm_backward_s + sync.backward_s
         forward.append(float(load.forward_s + load.comm_forward_s + sync.forward_s))
         inputs.append(float(alone) + again)
         last_inputs.append(float(alone) + again * stage.recompute_last)
-        weights.append(float(load.weight_s))
+        weights.append(weight)
     group = hop_group(profile.cluster, dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp)
     tps = [axis_group(profile.cluster, size=plan.stage_tp(s), stride=1) for s in range(len(loads))]
     there = [
@@ -256,5 +258,9 @@ def _job_seconds(
 
 def _sends_ahead(plan: Plan, stage: int) -> bool:
     """Whether a stage puts weight gradients aside: not what ZeRO reduces, nor what is remade."""
-    is_sharded = plan.zero_stage > 0 and plan.stage_dp(stage) * plan.cp > 1
-    return plan.stages[stage].recompute == "none" and not is_sharded
+    return plan.stages[stage].recompute == "none" and not _is_sharded(plan, stage)
+
+
+def _is_sharded(plan: Plan, stage: int) -> bool:
+    """Whether ZeRO has replicas of a stage to shard over."""
+    return plan.zero_stage > 0 and plan.stage_dp(stage) * plan.cp > 1

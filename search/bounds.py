@@ -64,7 +64,7 @@ class TableBounds:
     _seconds: dict[str, Floats] = field(default_factory=dict)
     _exchange: dict[tuple[int, int, int], LeastExchange] = field(default_factory=dict)
     _ahead: dict[tuple[str, bool], _Ahead] = field(default_factory=dict)
-    _zero_bubble: dict[str, ZeroBubbleBound] = field(default_factory=dict)
+    _zero_bubble: dict[tuple[str, bool], ZeroBubbleBound] = field(default_factory=dict)
 
     def block_seconds(self, recompute: str) -> float:
         """Return one microbatch's seconds through all blocks, nothing exchanged."""
@@ -100,15 +100,18 @@ class TableBounds:
             )
         return self._ahead[key]
 
-    def zero_bubble(self, recompute: str) -> ZeroBubbleBound:
-        """Return the bound of ZB-H1, nothing exchanged."""
-        if recompute not in self._zero_bubble:
-            forward_s, weight_s = self.table.forward_s, self.table.weight_s
+    def zero_bubble(self, recompute: str, *, is_sharded: bool) -> ZeroBubbleBound:
+        """Return the bound of ZB-H1, nothing exchanged; weight gradients that ZeRO reduces are made
+        with the input's.
+        """
+        key = recompute, is_sharded
+        if key not in self._zero_bubble:
+            forward_s, weight_s = self.table.forward_s, self.table.weight_s * (not is_sharded)
             input_s = self._of_blocks(recompute) - forward_s - weight_s
-            self._zero_bubble[recompute] = ZeroBubbleBound(
+            self._zero_bubble[key] = ZeroBubbleBound(
                 seconds=np.stack([forward_s, input_s, weight_s], axis=1)
             )
-        return self._zero_bubble[recompute]
+        return self._zero_bubble[key]
 
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries can beat."""
@@ -129,8 +132,8 @@ class TableBounds:
         exchange = self.exchange(one.dp, one.cp, one.zero)
         bound = self._least_of_any(pp=pp, m=m, recompute=one.recompute, exchange=exchange)
         if one.schedule == "zb_h1" and pp > 1:
-            least = self.zero_bubble(one.recompute).least_step_s(pp, m, exchange.each_s(pp))
-            bound = max(bound, least)
+            zero_bubble = self.zero_bubble(one.recompute, is_sharded=one.is_sharded)
+            bound = max(bound, zero_bubble.least_step_s(pp, m, exchange.each_s(pp)))
         elif not find_schedule(one.schedule).splits_backward:
             ahead = self.ahead(one.recompute, zero=one.zero)
             part = round(ahead.part, 6) + 1e-6 if ahead.part else 0.0

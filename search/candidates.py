@@ -147,7 +147,9 @@ class Candidates:
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             block_weight_s=(
-                table.weight_s if splits else table.ahead_s(zero=one.zero, choices=choices)
+                table.weight_s * (not one.is_sharded)
+                if splits
+                else table.ahead_s(zero=one.zero, choices=choices)
             ),
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             back_hop_s=table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp),

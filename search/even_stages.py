@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from costmodel import StageLoad
 from costmodel.memory import kept_bytes
 from planner.plan import Recompute
-from planner.schedule import Schedule, find_schedule, most_kept, stage_to_pp_rank
+from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.chain_problem import Floats, TooLarge
 from search.rank_bytes import RankBytes
 from search.space import Configuration, recompute_choices
@@ -56,7 +56,7 @@ def least_end_s(
     fill = np.cumsum(forward_s)[:pp] - forward_s[:pp] + np.cumsum(seconds.hop_s)[:pp]
     own = fill + one.num_microbatches * work
     ends = own + seconds.tail_s
-    if not find_schedule(one.schedule).splits_backward:
+    if not one.splits_backward:
         inputs = backward_s - ahead_s
         drain = np.cumsum(inputs)[:pp] - inputs[:pp] + np.cumsum(seconds.back_hop_s)[:pp]
         drain += ahead_s[0]

@@ -46,6 +46,7 @@ def quick_step_s(
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
         one.zero == 0 and "none" in again,
+        one.is_sharded,
         float(runs.per_forward_s.sum()),
         cut.cuts,
         again,
@@ -99,14 +100,15 @@ def _simulated_rank_ends(
     starts = list(cut.cuts[:-1])
     hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
     backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - runs.weight_s
+    weights = runs.weight_s * (not one.is_sharded)
+    inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - weights
     sends_ahead = np.array([choice == "none" and one.zero == 0 for choice in recomputed])
     timeline = simulate(
         job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
         JobSeconds(
             forward_s=tuple((runs.forward_s + runs.per_forward_s).tolist()),
             backward_input_s=tuple(inputs.tolist()),
-            backward_weight_s=tuple(runs.weight_s.tolist()),
+            backward_weight_s=tuple(weights.tolist()),
             receive_forward_s=tuple(hops),
             receive_backward_s=(*backs[1:], 0.0),
             sends_ahead_s=tuple((runs.first_weight_s * sends_ahead).tolist()),

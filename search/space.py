@@ -54,6 +54,18 @@ class Configuration:
     stage_tps: tuple[int, ...] = ()
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO has replicas to shard over."""
+        return self.zero > 0 and self.dp * self.cp > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have jobs of their own with something to do: ZeRO's are made
+        with the input's, since FSDP2 reduces them when a block's backward ends.
+        """
+        return find_schedule(self.schedule).splits_backward and not self.is_sharded
+
+    @property
     def label(self) -> str:
         """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
         tps = "/".join(map(str, self.stage_tps)) or self.tp

@@ -208,6 +208,17 @@ def test_weight_gradients_take_their_products(graph, profile):
     assert input_s > weight_s
 
 
+def test_what_zero_reduces_is_made_with_the_input_s_gradient(graph, profile):
+    """M16: as the runtime does it (decision 6), where there are replicas: a W has nothing to do."""
+    costs = CostCache(graph, OneFlopASecond(profile))
+    whole, alone = (plan_job_seconds(make_plan(graph, zero=zero), costs) for zero in (0, 1))
+    assert alone.backward_weight_s == whole.backward_weight_s
+    sharded = plan_job_seconds(make_plan(graph, dp=2, zero=1), costs)
+    assert sharded.backward_weight_s == (0.0,)
+    (input_s,), (weight_s,) = whole.backward_input_s, whole.backward_weight_s
+    assert sharded.backward_input_s[0] >= input_s + weight_s
+
+
 def test_a_stage_sends_its_gradient_ahead_of_weight_gradients(graph, profile):
     """P4: all of them in its last backward, its first block's in others; none under ZeRO (with
     replicas to shard over), nor where activations are recomputed."""
