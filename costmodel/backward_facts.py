@@ -49,14 +49,16 @@ class Product(NamedTuple):
 
 
 class OpFacts(NamedTuple):
-    """An op in a backward: who gets gradients, what the kernel holds only while it runs, also
-    where its product is put aside, and what it is the first to have kept: storages and more.
+    """An op in a backward: who gets gradients, what its kernel holds only while it runs and how
+    much more where gradients are summed or cast, also where its product is put aside, and what
+    it is the first to have kept: storages and more.
     """
 
     op: Op
     takers: tuple[Taker, ...]
     scratch_bytes: int
-    aside_scratch_bytes: int
+    unreduced_bytes: int
+    aside_unreduced_bytes: int
     kept: tuple[tuple[str, int], ...]
     extra_bytes: int
     product: Product | None
@@ -124,8 +126,9 @@ def _op_facts(
     return OpFacts(
         op=op,
         takers=tuple(takers),
-        scratch_bytes=scratch + in_all,
-        aside_scratch_bytes=scratch + without_weights,
+        scratch_bytes=scratch,
+        unreduced_bytes=in_all,
+        aside_unreduced_bytes=without_weights,
         kept=tuple((one.root, one.num_bytes) for one in kept),
         extra_bytes=extra,
         product=aside,

@@ -112,10 +112,10 @@ def backward_walk(
         takers: Sequence[Taker] = ()
         if arriving:
             product = one.product if split else None
-            takers, scratch = one.takers, one.scratch_bytes
+            takers, scratch = one.takers, one.scratch_bytes + one.unreduced_bytes
             if product is not None:
                 takers = [taker for taker in takers if taker.name not in product.later]
-                scratch = one.aside_scratch_bytes
+                scratch = one.scratch_bytes + one.aside_unreduced_bytes
             for name, size, is_param, is_weight, is_same, has_gaps, strides in takers:
                 reached.add(name)
                 if not is_param:

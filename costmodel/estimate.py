@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,7 @@ class TimeParts:
     inputs_s: float = 0.0
     clipping_s: float = 0.0
 
-    @property
+    @cached_property
     def step_s(self) -> float:
         """Seconds of the step."""
         return sum(getattr(self, part.name) for part in fields(self))

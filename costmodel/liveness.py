@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from costmodel.gradients import Gradients, leaves_gaps, passes_on
+from costmodel.backward_facts import BackwardFacts, backward_facts
+from costmodel.gradients import Gradients
 from costmodel.kernel_scratch import scratch_bytes
 from costmodel.saved import SavedTensors
 from planner.graph import Program
@@ -38,10 +39,11 @@ class Peaks:
 
 def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
     """Return the peaks of one forward and one backward of a bound program."""
+    facts = backward_facts(program, saved)
     later = {name: product[0].name for name, product in deferrable_products(program).items()}
-    backward, _ = _backward_peak(program, saved, {})
-    split, pending = _backward_peak(program, saved, later)
-    owning, _ = _backward_peak(program, saved, {}, owns_gradients=True)
+    backward, _ = _backward_peak(facts, saved, {})
+    split, pending = _backward_peak(facts, saved, later)
+    owning, _ = _backward_peak(facts, saved, {}, owns_gradients=True)
     return Peaks(
         forward_bytes=_forward_peak(program, saved),
         backward_bytes=backward,
@@ -82,7 +84,7 @@ def _forward_peak(program: Program, saved: SavedTensors) -> int:
 
 
 def _backward_peak(
-    program: Program,
+    facts: BackwardFacts,
     saved: SavedTensors,
     later: Mapping[str, str],
     *,
@@ -91,45 +93,39 @@ def _backward_peak(
     """Return the peak, and what is left at the end for the products named in `later` (with
     their activation): that activation and the gradient of the product.
     """
-    tensor = program.tensor
     waiting = {saved.storages.storage[name].root for name in later.values()}
     grads = Gradients()
-    for name in program.outputs:
-        if tensor[name].requires_grad:
-            grads.allocate(name, program.tensor[name].bytes_at(1))
-    live_saved = saved.num_bytes
-    outside = {s.root for n in program.inputs for s in (saved.storages.storage[n],)}
+    for name, size in facts.outputs.items():
+        grads.allocate(name, size)
+    live_saved = facts.kept_bytes
+    held = waiting | {facts.roots[name] for name in facts.program.inputs}
     peak = live_saved + grads.live
-    for op in reversed(program.ops):
+    for one in facts.ops:
+        op = one.op
         arriving = [name for name in op.outputs if name in grads.of]
         if arriving:
-            needing = [n for n in dict.fromkeys(op.inputs) if tensor[n].requires_grad]
-            scratch = scratch_bytes(op, program, saved, forward=False)
-            for name in needing:
-                if tensor[name].kind == "param" and owns_gradients:
-                    if name not in grads.of:
-                        grads.allocate(name, program.tensor[name].bytes_at(1))
-                elif tensor[name].kind == "param":
-                    scratch += 0 if op.name in later else program.tensor[name].bytes_at(1)
-                elif passes_on(op, name, program, saved):
-                    grads.share(name, arriving[0], gaps=leaves_gaps(op, program))
+            scratch = one.scratch_bytes
+            for taker in one.takers:
+                if taker.is_param and owns_gradients:
+                    if taker.name not in grads.of:
+                        grads.allocate(taker.name, taker.num_bytes)
+                elif taker.is_param:
+                    scratch += 0 if op.name in later else taker.num_bytes
+                elif taker.is_same:
+                    grads.share(taker.name, arriving[0], gaps=taker.has_gaps)
                 else:
-                    grads.allocate(name, program.tensor[name].bytes_at(1))
+                    grads.allocate(taker.name, taker.num_bytes)
             peak = max(peak, live_saved + grads.live + scratch)
             for name in arriving if op.name not in later else ():
                 grads.free(name)
-        kept, extra = saved.by_op.get(op.name, ((), 0))
-        held = outside | waiting
-        live_saved -= extra + sum(s.num_bytes for s in kept if s.root not in held)
-        for name in needing if arriving else ():
+        live_saved -= one.extra_bytes + sum(size for root, size in one.kept if root not in held)
+        for taker in one.takers if arriving else ():
             before = grads.live
-            peak = max(
-                peak, live_saved + before + grads.add_up(name, program.tensor[name].bytes_at(1))
-            )
-    roots = {s.root: s for kept, _ in saved.by_op.values() for s in kept}
-    pending = sum(roots[root].num_bytes for root in waiting if root in roots)
+            more = grads.add_up(taker.name, taker.num_bytes)
+            peak = max(peak, live_saved + before + more)
+    pending = sum(facts.kept[root] for root in waiting if root in facts.kept)
     pending += grads.bytes_of(
-        output for op in program.ops if op.name in later for output in op.outputs
+        output for one in facts.ops if one.op.name in later for output in one.op.outputs
     )
     return peak, pending
 
