@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from costmodel.topology import Axis
-from planner.flops import backward_work, op_work
+from planner.flops import Work, backward_work, op_work
 from planner.graph import Op, TensorMeta
 from planner.redistribute import inner_collectives, op_collectives
 from profiles import Group, OpQuery, Profile
+from profiles.records import Direction
 
 
 def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tuple[float, float]:
@@ -26,19 +26,21 @@ def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tu
         (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
         tensor[op.outputs[0]].dtype,
     )
-    query = OpQuery(
-        target=op.target,
-        shapes=tuple(tensor[name].shape_at(1) for name in op.inputs),
-        dtype=dtype,
-        direction="forward",
-        flop=forward.flop,
-        num_bytes=forward.num_bytes,
-    )
-    forward_s = profile.op_seconds(query).seconds
-    if backward.num_bytes == 0:
-        return forward_s, 0.0
-    query = replace(query, direction="backward", flop=backward.flop, num_bytes=backward.num_bytes)
-    return forward_s, profile.op_seconds(query).seconds
+    shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
+
+    def seconds(direction: Direction, work: Work) -> float:
+        query = OpQuery(
+            target=op.target,
+            shapes=shapes,
+            dtype=dtype,
+            direction=direction,
+            flop=work.flop,
+            num_bytes=work.num_bytes,
+        )
+        return profile.op_seconds(query).seconds
+
+    forward_s = seconds("forward", forward)
+    return forward_s, seconds("backward", backward) if backward.num_bytes else 0.0
 
 
 def redistribute_seconds(

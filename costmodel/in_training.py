@@ -43,11 +43,12 @@ class TrainingProfile(Profile):
 
     def _op_seconds(self, query: OpQuery) -> Lookup:
         answer = self._alone.op_seconds(query)
-        seconds = answer.seconds
         peak = self.rates.peak_flop_per_s.get(query.dtype)
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
-            seconds = max(seconds, query.flop / (peak * self.rates.matmul_efficiency))
-        return replace(answer, seconds=seconds * self.waited)
+            least_s = query.flop / (peak * self.rates.matmul_efficiency)
+            if answer.seconds < least_s:
+                answer = replace(answer, seconds=least_s)
+        return answer.times(self.waited)
 
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         """Return the time of a collective beside compute."""

@@ -132,12 +132,7 @@ def price_program(
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
     trainable = [n for n in local.params if _is_trainable(local, n)]
-    # Each microbatch's gradients are added to the sum so far.
-    accumulate_s = profile.step_seconds(
-        "accumulate",
-        num_bytes=sum(4 * prod(tensor[name].shape_at(1)) for name in trainable),
-        num_tensors=len(trainable),
-    ).seconds
+    accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     peaks = find_peaks(local, saved)
     selective = selective_bytes(local, saved, remade)
@@ -175,6 +170,19 @@ def price_program(
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=len(trainable),
     )
+
+
+def accumulate_seconds(program: Program, profile: Profile, *, cut: int = 1) -> float:
+    """Return what adding a microbatch's gradients to the sum so far takes.
+
+    With `cut`, if a rank holds only that part of every parameter.
+    """
+    trainable = [n for n in program.params if _is_trainable(program, n)]
+    return profile.step_seconds(
+        "accumulate",
+        num_bytes=sum(4 * prod(program.tensor[name].shape_at(1)) for name in trainable) / cut,
+        num_tensors=len(trainable),
+    ).seconds
 
 
 def _seconds_of_ops(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from planner.errors import LayoutError
 
@@ -49,6 +50,7 @@ Placement = Shard | Replicate | Partial
 _SHARD = re.compile(r"S\((\d+)\)(?:x([1-9]\d*))?")
 
 
+@lru_cache(maxsize=1024)
 def parse_placement(text: str) -> Placement:
     """Parse ``R``, ``P``, ``S(dim)`` or ``S(dim)xSEGMENTS``; raise LayoutError on anything else."""
     if text == "R":
@@ -77,10 +79,15 @@ class OpSharding:
     @classmethod
     def parse(cls, text: str) -> OpSharding:
         """Inverse of `str`; raise LayoutError on a malformed text."""
-        left, arrow, right = text.partition("->")
-        if not arrow:
-            raise LayoutError(f"op sharding {text!r} has no '->'; write it like R,S(0)->S(2)")
-        return cls(inputs=_parse_list(left), outputs=_parse_list(right))
+        return _parse_sharding(text)
+
+
+@lru_cache(maxsize=4096)
+def _parse_sharding(text: str) -> OpSharding:
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise LayoutError(f"op sharding {text!r} has no '->'; write it like R,S(0)->S(2)")
+    return OpSharding(inputs=_parse_list(left), outputs=_parse_list(right))
 
 
 def _parse_list(text: str) -> tuple[Placement, ...]:

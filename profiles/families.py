@@ -6,6 +6,7 @@ base-2 logarithms of the numbers that matter, so a distance of 1 means "twice as
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import log2, prod
 
 from planner.flops import ATTENTION as _ATTENTION_PACKETS
@@ -35,6 +36,7 @@ def packet_of(target: str) -> str:
     return parts[1] if len(parts) > 1 else target
 
 
+@lru_cache(maxsize=4096)
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
     if target == BLOCK_TARGET:

@@ -57,7 +57,7 @@ class OpModel:
         return answer
 
     def _look_up(self, query: OpQuery) -> Lookup:
-        if same := self._exact.get(record_key(query)):
+        if self._exact and (same := self._exact.get(record_key(query))):
             record = min(same, key=lambda r: abs(r.flop - query.flop))
             return Lookup(
                 seconds=record.seconds,

@@ -107,8 +107,7 @@ class Profile:
 
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return the time of one operator on one device, as slow as that typically is."""
-        answer = self._op_model.seconds(query)
-        return replace(answer, seconds=answer.seconds * self._slowdown(pace_kind(query.target)))
+        return self._op_model.seconds(query).times(self._slowdown(pace_kind(query.target)))
 
     def _slowdown(self, kind: PaceKind) -> float:
         """Return by how much work of a kind is typically slower than undisturbed."""

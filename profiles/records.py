@@ -92,6 +92,14 @@ class Lookup:
     source: str
     relative_error: float
 
+    def times(self, factor: float) -> Lookup:
+        """Return the answer of a device, or beside work, that takes so much longer."""
+        return Lookup(
+            seconds=self.seconds * factor,
+            source=self.source,
+            relative_error=self.relative_error,
+        )
+
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
+from search.alike import BoundClass
 from search.block_prices import STATE_FACTOR, Prices
 from search.block_problem import BlockProblem, Boundary, Link, SharedTables, Variable
 from search.link_patterns import (
@@ -18,15 +19,15 @@ from search.link_patterns import (
     Offer,
     Yields,
     asks,
-    kinds_from_rest,
     link_pattern,
+    moves_from_rest,
     offer,
     yields,
 )
 
 
 def build_block_problems(
-    programs: Sequence[tuple[int, Program]],
+    classes: Sequence[BoundClass],
     *,
     boundaries: Sequence[Boundary],
     prices: Prices,
@@ -34,7 +35,7 @@ def build_block_problems(
     pins: Mapping[tuple[int, str], Placement] | None = None,
     shared: Sequence[Sequence[tuple[int, str]]] = (),
 ) -> tuple[BlockProblem, ...]:
-    """Return the choice problem of bound programs, given as (class index, program).
+    """Return the choice problem of bound classes.
 
     There is one for each of `boundaries`; they differ in the links at the blocks' ends alone.
     `segments` are the counts of segments to offer beside plain shards. `pins` fixes tensors
@@ -42,11 +43,12 @@ def build_block_problems(
     LayoutError when a pin leaves an op no strategy.
     """
     builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
-    for class_index, program in programs:
-        builder.add_ops(class_index, program)
+    for one in classes:
+        builder.add_ops(one)
     group_of = {member: tuple(group) for group in shared for member in group}
-    for class_index, program in programs:
-        builder.add_links(class_index, program, group_of)
+    for one in classes:
+        builder.add_links(one, group_of)
+    programs = tuple((one.class_index, one.program) for one in classes)
     builder.add_shared_params([tuple(group) for group in shared], dict(programs))
     tables = SharedTables()
     return tuple(
@@ -54,7 +56,7 @@ def build_block_problems(
             axis_size=prices.axis_size,
             variables=tuple(builder.variables),
             links=(*builder.links, *builder.links_at_ends(boundary)),
-            programs=tuple(programs),
+            programs=programs,
             shared=tuple(builder.shared_variables),
             boundary=boundary,
             tables=tables,
@@ -105,10 +107,10 @@ class _Builder:
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
         self.ends: list[_End] = []
 
-    def add_ops(self, class_index: int, program: Program) -> None:
-        owned = _single_use_params(program)
-        for op in program.ops:
-            offered, seconds, num_bytes = self.prices.of_op(op, program, owned, self.segments)
+    def add_ops(self, one: BoundClass) -> None:
+        class_index, program = one.class_index, one.program
+        for op, alike in zip(program.ops, one.alike, strict=True):
+            offered, seconds, num_bytes = self.prices.of_op(alike, self.segments)
             if self.pins:
                 keep = [
                     index
@@ -146,12 +148,11 @@ class _Builder:
 
     def add_links(
         self,
-        class_index: int,
-        program: Program,
+        one: BoundClass,
         group_of: Mapping[tuple[int, str], tuple[tuple[int, str], ...]],
     ) -> None:
+        class_index, program = one.class_index, one.program
         uses = self._uses(class_index, program)
-        owned = _single_use_params(program)
         at_end = {*program.inputs, *program.outputs}
         made: dict[str, tuple[int, Yields]] = {}
         for op in program.ops:
@@ -178,7 +179,7 @@ class _Builder:
             meta = program.tensor[name]
             if meta.kind != "param":
                 self._add_link(meta, None, yields(Replicate()), uses[name])
-            elif name in owned:
+            elif name in one.owned:
                 self._add_owned_param(meta, uses[name])
             else:
                 self._add_param([(class_index, name)], meta, uses[name])
@@ -248,8 +249,7 @@ class _Builder:
         ((variable, use),) = uses
         if variable is None:
             return
-        kinds = kinds_from_rest(use)
-        extra = self.prices.of_kinds(kinds, meta.bytes_at(1), meta.requires_grad)
+        extra = self.prices.of_moves(meta.bytes_at(1), meta.requires_grad)[moves_from_rest(use)]
         if extra.any():
             old = self.variables[variable]
             self.variables[variable] = replace(old, seconds=old.seconds + extra)
@@ -281,16 +281,3 @@ class _Builder:
                 asks=pattern.asks,
             )
         )
-
-
-def _single_use_params(program: Program) -> set[str]:
-    """Parameters that exactly one op argument uses (and no output hands on)."""
-    count: dict[str, int] = defaultdict(int)
-    for op in program.ops:
-        for name in op.inputs:
-            count[name] += 1
-    return {
-        name
-        for name in program.params
-        if program.tensor[name].kind == "param" and count[name] == 1 and name not in program.outputs
-    }

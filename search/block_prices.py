@@ -8,19 +8,21 @@ a handful, however many pairs of placements there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.compute import op_seconds
-from planner.graph import Op, Program, Ref, TensorMeta, map_refs
-from planner.placement import OpSharding, Placement, Shard
-from planner.sharding import strategies
-from profiles import Group, Profile
-from search.link_patterns import Kinds, LinkPattern, Offer, offer
+from planner.graph import TensorMeta
+from planner.placement import Placement, Shard
+from planner.sharding import strategies_of
+from profiles import Group
+from search.alike import Alike, OpSeconds
+from search.link_patterns import MOVES, LinkPattern, Offer, offer
 
 Floats = NDArray[np.float64]
+Dims = tuple[int | None, ...]
+"""The dim along which each tensor of an op is cut; None: whole."""
 
 STATE_FACTOR = 4.0
 """Bytes that a parameter's byte costs with its gradient and optimizer state."""
@@ -30,58 +32,55 @@ STATE_FACTOR = 4.0
 class Prices:
     """Seconds and bytes on an axis of `axis_size` ranks in `group`; remembers its answers."""
 
-    profile: Profile
+    ops: OpSeconds
     group: Group
     axis_size: int
     _ops: dict[tuple, tuple[Offer, Floats, Floats]] = field(default_factory=dict)
-    _links: dict[tuple, Floats] = field(default_factory=dict)
+    _moves: dict[tuple[int, bool], Floats] = field(default_factory=dict)
     _collectives: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def of_op(
-        self, op: Op, program: Program, owned: set[str], segments: tuple[int, ...]
-    ) -> tuple[Offer, Floats, Floats]:
+    def of_op(self, alike: Alike, segments: tuple[int, ...]) -> tuple[Offer, Floats, Floats]:
         """Return an op's shardings, with the seconds and bytes of each.
 
-        `owned` are parameters that no other op uses; their bytes are the op's.
+        Parameters that no other op uses count with its bytes.
         """
-        key = (_signature(op, program, owned), segments)
+        key = alike, segments
         if key not in self._ops:
-            offered = strategies(op, program.tensor, self.axis_size, segments=segments)
-            self._ops[key] = (
-                offer(offered),
-                self._seconds_of(op, program, offered),
-                np.array([self._bytes_of(op, program, one, owned) for one in offered]),
-            )
+            offered = strategies_of(alike.op, alike.metas, self.axis_size, segments)
+            dims = [
+                tuple(place.dim if isinstance(place, Shard) else None for place in places)
+                for places in ((*one.inputs, *one.outputs) for one in offered)
+            ]
+            seconds = self._seconds_of(alike, dims), self._bytes_of(alike, dims)
+            self._ops[key] = (offer(offered), *seconds)
         return self._ops[key]
 
-    def _seconds_of(self, op: Op, program: Program, offered: tuple[OpSharding, ...]) -> Floats:
-        whole = sum(op_seconds(op, program.tensor, self.profile))
-        if not whole:
-            return np.zeros(len(offered))  # a view, on whole tensors as on shards
-        names = (*op.inputs, *op.outputs)
-        local: dict[tuple[str, int | None], TensorMeta] = {}
-        known: dict[tuple[int | None, ...], float] = {(None,) * len(names): whole}
-        seconds = []
-        for sharding in offered:
-            places = (*sharding.inputs, *sharding.outputs)
-            dims = tuple(place.dim if isinstance(place, Shard) else None for place in places)
-            if dims not in known:
-                for name, dim in zip(names, dims, strict=True):
-                    if (name, dim) not in local:
-                        local[name, dim] = local_tensor(program.tensor[name], dim, self.axis_size)
-                tensor = {name: local[name, dim] for name, dim in zip(names, dims, strict=True)}
-                known[dims] = sum(op_seconds(op, tensor, self.profile))
-            seconds.append(known[dims])
-        return np.array(seconds)
+    def _seconds_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        """Return an op's seconds with each of its tensors cut along these dims, or whole."""
+        seconds_on, whole = self.ops.of(alike), alike.shapes
+        if not seconds_on(whole):
+            return np.zeros(len(dims))  # a view, on whole tensors as on shards
+        known: dict[Dims, float] = {}
+        for cut in dims:
+            if cut not in known:
+                known[cut] = seconds_on(tuple(map(self._local_shape, whole, cut)))
+        return np.array([known[cut] for cut in dims])
 
-    def _bytes_of(self, op: Op, program: Program, sharding: OpSharding, owned: set[str]) -> float:
-        total = 0.0
-        for name, place in zip(op.outputs, sharding.outputs, strict=True):
-            total += self.local_bytes(program.tensor[name], place)
-        for name, place in zip(op.inputs, sharding.inputs, strict=True):
-            if name in owned:
-                total += STATE_FACTOR * self.local_bytes(program.tensor[name], place)
-        return total
+    def _local_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        if dim is None:
+            return shape
+        return (*shape[:dim], shape[dim] // self.axis_size, *shape[dim + 1 :])
+
+    def _bytes_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        sizes = [alike.tensor[name].bytes_at(1) for name in alike.names]
+        factors = (
+            *(STATE_FACTOR * own for own in alike.is_owned),
+            *(1.0 for _ in alike.op.outputs),
+        )
+        whole = np.array(sizes, dtype=np.float64)
+        part = np.array([size // self.axis_size for size in sizes], dtype=np.float64)
+        is_cut = np.array([[dim is not None for dim in cut] for cut in dims], dtype=np.bool_)
+        return np.asarray(np.where(is_cut, part, whole) @ np.array(factors))
 
     def local_bytes(self, meta: TensorMeta, place: Placement) -> int:
         """Return the bytes that one rank of the axis holds of a bound tensor."""
@@ -89,50 +88,26 @@ class Prices:
 
     def of_link(self, pattern: LinkPattern, num_bytes: int, has_gradient: bool) -> Floats:
         """Return the seconds from each source to each ask, for a tensor of so many bytes."""
-        key = pattern, num_bytes, has_gradient
-        if key not in self._links:
-            seconds = self.of_kinds(pattern.kinds, num_bytes, has_gradient)
-            self._links[key] = seconds[pattern.index]
-        return self._links[key]
+        return self.of_moves(num_bytes, has_gradient)[pattern.moves]
 
-    def of_kinds(self, kinds: Sequence[Kinds], num_bytes: int, has_gradient: bool) -> Floats:
-        """Return the seconds of each of these moves of a tensor of so many bytes."""
-        return np.array(
-            [
-                self._collective_s(forward, num_bytes)
-                + (self._collective_s(backward, num_bytes) if has_gradient else 0.0)
-                for forward, backward in kinds
-            ]
-        )
+    def of_moves(self, num_bytes: int, has_gradient: bool) -> Floats:
+        """Return the seconds of each of `MOVES` of a tensor of so many bytes."""
+        key = num_bytes, has_gradient
+        if key not in self._moves:
+            self._moves[key] = np.array(
+                [
+                    self._collective_s(forward, num_bytes)
+                    + (self._collective_s(backward, num_bytes) if has_gradient else 0.0)
+                    for forward, backward in MOVES
+                ]
+            )
+        return self._moves[key]
 
     def _collective_s(self, kind: str | None, num_bytes: int) -> float:
         if kind is None:
             return 0.0
         key = kind, num_bytes
         if key not in self._collectives:
-            answer = self.profile.collective_seconds(kind, num_bytes, self.group)
+            answer = self.ops.profile.collective_seconds(kind, num_bytes, self.group)
             self._collectives[key] = answer.seconds
         return self._collectives[key]
-
-
-def local_tensor(meta: TensorMeta, dim: int | None, axis_size: int) -> TensorMeta:
-    """Return a bound tensor's description as one rank holds it, cut along `dim` or whole."""
-    if dim is None:
-        return meta
-    shape = list(meta.shape_at(1))
-    shape[dim] //= axis_size
-    return replace(meta, shape=tuple(shape))
-
-
-def _signature(op: Op, program: Program, owned: set[str]) -> tuple:
-    """Return what an op's strategies and price depend on; names of tensors do not count."""
-
-    def meta(name: str) -> tuple:
-        tensor = program.tensor[name]
-        return tensor.shape, tensor.dtype, tensor.kind, tensor.requires_grad, name in owned
-
-    order: dict[str, int] = {}
-    for name in op.inputs:
-        order.setdefault(name, len(order))
-    plain = map_refs((op.args, op.kwargs), lambda ref: Ref(str(order[ref.name])))
-    return op.target, plain, tuple(map(meta, order)), tuple(map(meta, op.outputs))

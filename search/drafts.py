@@ -7,12 +7,14 @@ where the fast ones are beaten nobody asks for those.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from costmodel import CostCache
 from costmodel.memory import kept_bytes
+from costmodel.program import accumulate_seconds
 from planner.errors import LayoutError
 from planner.plan import ClassLayout, Precision
 from planner.sharding import propagate_cp
@@ -27,14 +29,19 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A table that prices its blocks when asked; one microbatch takes `least_s` or more on it."""
+    """A table that prices its blocks when asked.
+
+    On it one microbatch takes `least_s` or more, and `accumulate_s` to add its gradients to the
+    sum so far.
+    """
 
     table: StageTable
     least_s: float
+    accumulate_s: float
 
     def least_step_s(self, shape: Shape) -> float:
         """Return a step time that a shape cannot beat on the table."""
-        return self.least_s * shape.num_microbatches / shape.pp
+        return (self.least_s + self.accumulate_s) * shape.num_microbatches / shape.pp
 
 
 @dataclass(kw_only=True)
@@ -54,6 +61,7 @@ class Drafts:
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
     _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
+    _accumulate_s: dict[int, float] = field(default_factory=dict)
 
     def was_asked(self, tp: int, microbatch_size: int, cp: int = 1) -> bool:
         """Whether layouts were looked for at these degrees and microbatch size."""
@@ -91,8 +99,21 @@ class Drafts:
         for by_class, seconds in least.items():
             table = self._table(by_class, tp, microbatch_size, cp)
             if table is not None:
-                drafts.append(Draft(table=table, least_s=self._least_correction * seconds))
+                least_s = self._least_correction * seconds
+                accumulate_s = self._least_accumulate_s(tp)
+                drafts.append(Draft(table=table, least_s=least_s, accumulate_s=accumulate_s))
         return tuple(drafts)
+
+    def _least_accumulate_s(self, tp: int) -> float:
+        """Return what adding up the gradients of all blocks takes where tp cuts every weight."""
+        if tp not in self._accumulate_s:
+            graph = self.costs.graph
+            uses = Counter(block.class_index for block in graph.blocks)
+            self._accumulate_s[tp] = sum(
+                count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=tp)
+                for index, count in uses.items()
+            )
+        return self._accumulate_s[tp]
 
     def _table(
         self, by_class: tuple[ClassLayout, ...], tp: int, microbatch_size: int, cp: int

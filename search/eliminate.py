@@ -35,6 +35,10 @@ _MOST_CELLS = 4_000_000
 _FEW_CELLS = 100_000
 
 
+# Sums up to this size (256 KiB) stay in a processor's cache.
+_CELLS_AT_ONCE = 32_768
+
+
 class TooWide(Exception):
     """A table would need more cells than allowed; elimination is the wrong method here."""
 
@@ -134,10 +138,15 @@ def minimise_tables(
 
 def _least(step: Elimination, tables: Sequence[NDArray]) -> NDArray[np.float64]:
     """Return the sum of a step's tables under the best value of its variable."""
-    total = np.zeros(())
-    for (_, dims), table in zip(step.tables, tables, strict=True):
-        total = total + table.reshape(dims)
-    return np.asarray(total.min(axis=step.axis))
+    lined_up = [table.reshape(dims) for (_, dims), table in zip(step.tables, tables, strict=True)]
+    if step.num_cells <= _CELLS_AT_ONCE:
+        return np.asarray(sum(lined_up[1:], start=lined_up[0]).min(axis=step.axis))
+    # One value after another: what is added and compared stays in the processor's cache.
+    least = np.full((*step.shape[: step.axis], *step.shape[step.axis + 1 :]), np.inf)
+    for value in range(step.shape[step.axis]):
+        terms = [np.take(t, value if t.shape[step.axis] > 1 else 0, step.axis) for t in lined_up]
+        np.minimum(least, sum(terms[1:], start=terms[0]), out=least)
+    return least
 
 
 def _costs_given(

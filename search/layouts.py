@@ -27,6 +27,7 @@ from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
 from planner.sharding import segment_counts, strategies
 from profiles import Profile
+from search.alike import BoundClass, OpSeconds
 from search.block_build import build_block_problems
 from search.block_prices import Prices
 from search.block_problem import BlockProblem, Boundary, read_layouts
@@ -66,7 +67,7 @@ class LayoutSolver:
     _solved: dict[tuple[int, int], tuple[_Between, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _bound: dict[tuple[int, int], Program] = field(default_factory=dict)
+    _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
     _gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
 
@@ -77,9 +78,13 @@ class LayoutSolver:
 
     def program(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program with every size a number."""
+        return self._class(class_index, microbatch_size).program
+
+    def _class(self, class_index: int, microbatch_size: int) -> BoundClass:
         key = (class_index, microbatch_size)
         if key not in self._bound:
-            self._bound[key] = self.graph.classes[class_index].bind(microbatch_size)
+            program = self.graph.classes[class_index].bind(microbatch_size)
+            self._bound[key] = BoundClass(class_index=class_index, program=program)
         return self._bound[key]
 
     @property
@@ -144,9 +149,9 @@ class LayoutSolver:
     ) -> tuple[BlockProblem, ...]:
         if tp not in self._prices:
             group = tp_group(self.profile.cluster, tp=tp)
-            self._prices[tp] = Prices(profile=self.profile, group=group, axis_size=tp)
+            self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
         return build_block_problems(
-            [(index, self.program(index, microbatch_size)) for index in classes],
+            [self._class(index, microbatch_size) for index in classes],
             boundaries=boundaries,
             prices=self._prices[tp],
             segments=self._segments(microbatch_size),
@@ -185,6 +190,10 @@ class LayoutSolver:
             self._gap = max(self._gap, choice.gap)
             choices.append(choice)
         return tuple(choices)
+
+    @cached_property
+    def _op_seconds(self) -> OpSeconds:
+        return OpSeconds(profile=self.profile)
 
     @cached_property
     def _uses(self) -> Mapping[int, int]:

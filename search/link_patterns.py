@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.placement import OpSharding, Placement, Replicate
+from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.redistribute import collectives
 from search.block_problem import Ask, at_rest
 
@@ -87,20 +87,59 @@ def gradient_partial(sharding: OpSharding, position: int) -> bool:
     return any(not isinstance(p, Replicate) for p in sharding.outputs)
 
 
+# Where placements lie, and what is asked: one of each sort that `collectives` tells apart. Between
+# two shards it matters whether they are the same, or at least of the same dim.
+_SOURCES = (Replicate(), Partial(), Shard(0))
+_ASKS = (
+    (Replicate(), False),
+    (Replicate(), True),
+    (Partial(), False),
+    (Shard(0), False),
+    (Shard(0, 2), False),
+    (Shard(1), False),
+)
+_FIRST_SHARD = 3
+_BETWEEN = [[collectives(place, *ask) for ask in _ASKS] for place in _SOURCES]
+
+MOVES: tuple[Kinds, ...] = tuple(dict.fromkeys(kinds for row in _BETWEEN for kinds in row))
+"""All there is between two placements."""
+
+_MOVE = np.array([[MOVES.index(kinds) for kinds in row] for row in _BETWEEN])
+
+
+def moves_between(sources: Sequence[Placement], asked: Sequence[Ask]) -> NDArray[np.intp]:
+    """Return which of `MOVES` leads from each source to each ask."""
+    rows = np.array([_sort_of(place) for place in sources])[:, None, :]
+    columns = np.array([_sort_of(place) for place, _ in asked])[None, :, :]
+    same_dim, same = (rows[..., at] == columns[..., at] for at in (1, 2))
+    ask = np.where(
+        columns[..., 0] == 2,
+        _FIRST_SHARD + np.where(same_dim, np.where(same, 0, 1), 2),
+        np.where(columns[..., 0] == 1, 2, np.array([partial for _, partial in asked])),
+    )
+    return _MOVE[rows[..., 0], ask]
+
+
+def _sort_of(place: Placement) -> tuple[int, int, int]:
+    """Return a placement's number in `_SOURCES`, and its dim and segments."""
+    if isinstance(place, Shard):
+        return 2, place.dim, place.segments
+    return int(isinstance(place, Partial)), -1, 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LinkPattern:
     """A `Link` but for its seconds: `sources` and `asks` differ from each other.
 
-    source[value of the maker] is a row; columns[use][value of it] a column; kinds[index[row,
-    column]] are the collectives between them.
+    source[value of the maker] is a row; columns[use][value of it] a column; moves[row, column]
+    is the one of `MOVES` between them.
     """
 
     sources: tuple[Placement, ...]
     asks: tuple[Ask, ...]
     source: tuple[int, ...]
     columns: tuple[tuple[int, ...], ...]
-    kinds: tuple[Kinds, ...]
-    index: NDArray[np.intp]
+    moves: NDArray[np.intp]
 
 
 @lru_cache(maxsize=16384)
@@ -109,22 +148,21 @@ def link_pattern(source: Yields, uses: tuple[Asks, ...]) -> LinkPattern:
     row = {place: number for number, place in enumerate(dict.fromkeys(source.places))}
     every = dict.fromkeys(ask for use in uses for ask in use.asked)
     column = {ask: number for number, ask in enumerate(every)}
-    number: dict[Kinds, int] = {}
-    index = [
-        [number.setdefault(collectives(place, *ask), len(number)) for ask in column]
-        for place in row
-    ]
     return LinkPattern(
         sources=tuple(row),
         asks=tuple(column),
         source=tuple(row[place] for place in source.places),
         columns=tuple(tuple(column[ask] for ask in use.asked) for use in uses),
-        kinds=tuple(number),
-        index=np.array(index),
+        moves=moves_between(tuple(row), tuple(column)),
     )
 
 
 @lru_cache(maxsize=4096)
-def kinds_from_rest(use: Asks) -> Sequence[Kinds]:
-    """Return the collectives between a parameter with one use, as it lies, and that use."""
-    return tuple(collectives(at_rest(place), place, partial) for place, partial in use.asked)
+def moves_from_rest(use: Asks) -> NDArray[np.intp]:
+    """Return the moves between a parameter with one use, as it lies, and that use."""
+    return np.array(
+        [
+            moves_between((at_rest(place),), ((place, partial),))[0, 0]
+            for place, partial in use.asked
+        ]
+    )

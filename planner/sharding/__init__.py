@@ -39,6 +39,8 @@ from planner.sharding.registry import (
     rule,
     segment_counts,
     strategies,
+    strategies_of,
+    without_names,
 )
 
 __all__ = [
@@ -60,4 +62,6 @@ __all__ = [
     "rule",
     "segment_counts",
     "strategies",
+    "strategies_of",
+    "without_names",
 ]

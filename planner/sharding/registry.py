@@ -80,7 +80,8 @@ def rule(*names: str, contiguous: bool = False) -> Callable[[Rule], Rule]:
             if any(kind == contiguous for _, kind in known):
                 raise ValueError(f"two sharding rules for {name}")
             known.append((function, contiguous))
-        _strategies.cache_clear()
+        strategies_of.cache_clear()
+        _proved.cache_clear()
         return function
 
     return register
@@ -118,11 +119,10 @@ def strategies(
     `segments` are the counts of segments to offer beside plain shards, for example those of
     `segment_counts(program)`.
     """
-    nameless, metas = _without_names(op, tensor)
-    return _strategies(nameless, metas, axis_size, tuple(segments))
+    return strategies_of(*without_names(op, tensor), axis_size, tuple(segments))
 
 
-def _without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
+def without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[TensorMeta, ...]]:
     """Return the op with its tensors numbered, and their metas: equal for ops that are alike."""
     number = {name: str(n) for n, name in enumerate(dict.fromkeys((*op.inputs, *op.outputs)))}
     metas = tuple(
@@ -146,33 +146,46 @@ def _without_names(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Op, tuple[
 
 
 @lru_cache(maxsize=65536)
-def _strategies(
+def strategies_of(
     op: Op, metas: tuple[TensorMeta, ...], axis_size: int, segments: tuple[int, ...]
 ) -> tuple[OpSharding, ...]:
-    """`strategies` of ops that are alike; a model repeats its ops, and a search asks often."""
+    """Return the `strategies` of all ops that are alike, given as `without_names` does.
+
+    A model repeats its ops, and a search asks often.
+    """
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     shapes = (*call.inputs, *call.outputs)
     found = {call.replicated(): None}
     for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
         for sharding in function(call):
-            counts = (1,) if contiguous else (1, *call.segments)
-            for candidate in (_in_segments(sharding, count) for count in counts):
+            if fits((*sharding.inputs, *sharding.outputs), shapes, axis_size):
+                found[sharding] = None
+            for count in () if contiguous else segments:
+                candidate = _in_segments(sharding, count)
                 if fits((*candidate.inputs, *candidate.outputs), shapes, axis_size):
                     found[candidate] = None
+    _proved(op, metas, axis_size).update(found)
     return tuple(found)
 
 
-def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
-    def cut(placement: Placement) -> Placement:
-        if not isinstance(placement, Shard):
-            return placement
-        return Shard(placement.dim, placement.segments * count)
+@lru_cache(maxsize=65536)
+def _proved(op: Op, metas: tuple[TensorMeta, ...], axis_size: int) -> set[OpSharding]:
+    """Return what `strategies_of` offered so far for such ops, whatever segments it was asked."""
+    return set()
 
-    if count == 1:
-        return sharding
+
+def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
     return OpSharding(
-        inputs=tuple(map(cut, sharding.inputs)), outputs=tuple(map(cut, sharding.outputs))
+        inputs=tuple(_cut(placement, count) for placement in sharding.inputs),
+        outputs=tuple(_cut(placement, count) for placement in sharding.outputs),
     )
+
+
+@lru_cache(maxsize=1024)
+def _cut(placement: Placement, count: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim, placement.segments * count)
 
 
 def local_ops(
@@ -184,9 +197,11 @@ def local_ops(
     """
     placements = (*sharding.inputs, *sharding.outputs)
     if not all(isinstance(p, Replicate) for p in placements):
-        counts = {p.segments for p in placements if isinstance(p, Shard)}
-        offered = strategies(op, tensor, axis_size, segments=sorted(counts - {1}))
-        if sharding not in offered:
+        like = without_names(op, tensor)
+        if sharding not in _proved(*like, axis_size):
+            counts = {p.segments for p in placements if isinstance(p, Shard)}
+            offered = strategies_of(*like, axis_size, tuple(sorted(counts - {1})))
+        if sharding not in _proved(*like, axis_size):
             shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
             raise LayoutError(
                 f"op {op.name} ({op.target} of {shapes}) can't run as {sharding} on "
