@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.memory import kept_bytes
 from costmodel.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
@@ -194,11 +193,9 @@ class TableBounds:
         """Return the bytes that activations in flight alone must take on some rank."""
         key = ("kept", configuration.recompute)
         if key not in self._memory:
-            load = self.table.blocks
             choices = recompute_choices(configuration.recompute)
-            kept = np.min([kept_bytes(load, recompute=choice) for choice in choices], axis=0)
-            # Neighbours in one stage share what one keeps of its outputs.
-            self._memory[key] = float(np.sum(np.maximum(0.0, kept - load.tail_bytes)))
+            kept = [np.diff(self.table.runs.kept_sums(choice)) for choice in choices]
+            self._memory[key] = float(np.min(kept, axis=0).sum())
         context = float(self.table.profile.context_bytes)
         live = map(self.table.on_host.live, in_flight)
         return context + self._memory[key] / sum(1.0 / k for k in live)

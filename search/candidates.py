@@ -241,18 +241,24 @@ class Candidates:
         table: StageTable,
         memory_limit_bytes: float,
         refused: Sequence[TooLarge] = (),
+        *,
+        ceiling: float = float("inf"),
     ) -> Cut | None:
         """Return the cut for virtual stages, or None when some rank cannot hold its stages.
 
-        Its value is a bound of the step time of this very cut.
+        Its value is a bound of the step time of this very cut, the first found at the ceiling or
+        above.
         """
         one = configuration
         stages = self.even_stages(one, table)
         choices = stages.choices(one, live_stages_of(one), memory_limit_bytes, refused)
         if choices is None:
             return None
-        names = recompute_choices(one.recompute)
-        bound = stages.step_bound(one, [names[choice] for choice in choices])
+        kinds = recompute_choices(one.recompute)
+        recomputed = [kinds[choice] for choice in choices]
+        bound = stages.least_step_s(one, recomputed)
+        if bound < ceiling:
+            bound = stages.step_bound(one, recomputed)
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
     def too_large_ranks(

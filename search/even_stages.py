@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel import StageLoad
-from costmodel.memory import kept_bytes
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.chain_problem import Floats, TooLarge
 from search.rank_bytes import RankBytes
+from search.rank_stages import again_of_stages
 from search.space import Configuration, recompute_choices
 from search.stage_table import StageTable
 
@@ -106,17 +106,28 @@ class EvenStages:
     def _backward_s(self) -> Floats:
         return np.add.reduceat(self.table.backward_s, self._first)
 
+    @cached_property
+    def _remade_s(self) -> Floats:
+        return np.add.reduceat(self.table.blocks.remade_s, self._first)
+
     def ahead_s(self, configuration: Configuration) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         one = configuration
         choices = recompute_choices(one.recompute)
         return np.add.reduceat(self.table.ahead_s(zero=one.zero, choices=choices), self._first)
 
-    def least_step_s(self, configuration: Configuration) -> float:
-        """Return a step time that the stages cannot beat, whoever recomputes or exchanges what."""
+    def least_step_s(
+        self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
+    ) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange; when they
+        recompute this, if it is given.
+        """
         nothing = np.zeros(1)
+        again: Floats | float = 0.0
+        if recomputed:
+            again = again_of_stages(recomputed, forward_s=self._forward_s, remade_s=self._remade_s)
         seconds = StageSeconds(
-            forward_s=self._forward_s, backward_s=self._backward_s,
+            forward_s=self._forward_s, backward_s=self._backward_s + again,
             ahead_s=self.ahead_s(configuration),
             hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
         )  # fmt: skip
@@ -172,13 +183,7 @@ class EvenStages:
         A choice may do where `least_bytes` are within the limit; `refused` is what the estimate
         found too large nevertheless, on the rank of its stage.
         """
-        kinds = range(len(recompute_choices(configuration.recompute)))
-        fits = np.array(
-            [
-                self.least_bytes(configuration, live, choice) <= memory_limit_bytes
-                for choice in kinds
-            ]
-        )
+        fits = self.least_bytes(configuration, live) <= memory_limit_bytes
         for too_large in refused:
             fits[too_large.choice, self.homes[too_large.stage]] = False
         if not np.all(np.any(fits, axis=0)):
@@ -217,16 +222,17 @@ class EvenStages:
             for rank in np.flatnonzero(needed > memory_limit_bytes).tolist()
         )
 
-    def least_bytes(self, configuration: Configuration, live: Sequence[int], choice: int) -> Floats:
-        """Return what each rank needs at least under a recompute choice.
+    def least_bytes(self, configuration: Configuration, live: Sequence[int]) -> Floats:
+        """Return what each rank needs at least, by (recompute choice, rank).
 
         That is its parameters and, at its heaviest, as many microbatch-stages as the schedule
         holds (`live`), each keeping what the stage of the rank that keeps least does.
         """
         one = configuration
         held = self.table.on_host.live(np.asarray(live, dtype=float))
-        kept = held * self._least_held(recompute_choices(one.recompute)[choice])
-        return self._rank(one).holding(kept, has_gradients=False)
+        kept = np.stack([self._least_held(name) for name in recompute_choices(one.recompute)])
+        needed: Floats = self._rank(one).holding(held * kept, has_gradients=False)
+        return needed
 
     def _rank(self, configuration: Configuration) -> RankBytes:
         """The ranks with nothing but their parameters."""
@@ -244,7 +250,11 @@ class EvenStages:
 
     @cached_property
     def _param_bytes(self) -> Floats:
-        return self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
+        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
+        for i, j, size in self.table.ties:
+            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
+            sizes[first] -= size * (first == second)
+        return sizes
 
     def _least_held(self, choice: Recompute) -> Floats:
         """Bytes that each stage of a rank keeps of one microbatch at least."""
@@ -256,6 +266,4 @@ class EvenStages:
 
     def _kept_by_stage(self, choice: Recompute) -> Floats:
         """Bytes that each stage keeps of one microbatch at least; neighbours may share outputs."""
-        load = self.table.blocks
-        kept = np.maximum(0.0, kept_bytes(load, recompute=choice) - load.tail_bytes)
-        return np.add.reduceat(kept, self._first)
+        return np.diff(self.table.runs.kept_sums(choice)[list(self.cuts)])

@@ -260,7 +260,7 @@ def only_cut(search: Walk, entry: Entry) -> Cut | None:
     limit = search.memory_limit_bytes
     if one.vpp == 1:
         return candidates.one_stage(one, table, limit, entry.refused)
-    return candidates.even_cut(one, table, limit, entry.refused)
+    return candidates.even_cut(one, table, limit, entry.refused, ceiling=search.best_s)
 
 
 def _third_gate(search: Walk, entry: Entry, cut: Cut) -> None:

@@ -102,8 +102,7 @@ class EvenMix:
         rows = []
         for member, stages in zip(self.members, self._stages, strict=True):
             held = as_held(member.configuration)
-            for kind in range(self.kinds):
-                fits = stages.least_bytes(held, live, kind) <= self.limit_bytes
+            for kind, fits in enumerate(stages.least_bytes(held, live) <= self.limit_bytes):
                 every = (kind,) * len(self.homes)
                 for one_stage in stages.too_large(held, every, schedule, self.limit_bytes):
                     fits[self.homes[one_stage.stage]] = False

@@ -59,9 +59,15 @@ class StageRuns:
 
     def again_s(self, recomputed: Sequence[Recompute]) -> Floats:
         """Return what each stage's recomputation adds to its backward."""
-        names = np.array(recomputed)
-        full = np.where(names == "full", self.forward_s, 0.0)
-        return np.where(names == "selective", self.remade_s, full)
+        return again_of_stages(recomputed, forward_s=self.forward_s, remade_s=self.remade_s)
+
+
+def again_of_stages(
+    recomputed: Sequence[Recompute], *, forward_s: Floats, remade_s: Floats
+) -> Floats:
+    """Return what each stage's recomputation adds to its backward."""
+    names = np.array(recomputed)
+    return np.where(names == "selective", remade_s, np.where(names == "full", forward_s, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
