@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from costmodel.backward_walk import Aside
-from costmodel.stage_bytes import BackwardBytes, ForwardBytes, held_aside, weight_job
+from costmodel.stage_bytes import BackwardBytes, ForwardBytes
 from costmodel.stage_jobs import Message, StageJobs, Way
+from costmodel.weights_aside import held_aside, weight_job
 from planner.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]
@@ -198,7 +199,7 @@ class MicrobatchBytes:
         is_split = way.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
         # The last block is run again before the gradients are waited for.
         blocks = walk.blocks if stage.sharded is None else ()
-        ahead_bytes = blocks[-1].bytes.second_rise_bytes if blocks else 0
+        ahead_bytes = blocks[-1].kind.bytes.second_rise_bytes if blocks else 0
         arriving = [message for message in stage.outgoing if message.requires_grad]
         kept_bytes = taken_bytes = 0
         for message in arriving:

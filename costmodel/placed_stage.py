@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.communication import MASTER_FACTOR
-from costmodel.kernel_scratch import staging_bytes
+from costmodel.copies import copy_between
+from costmodel.placed_block import BlockKind, PlacedBlock
 from costmodel.saved import HELD_ANYWAY
-from costmodel.sharded_bytes import ShardedStage, Unit
-from costmodel.stage_bytes import Copy, PlacedBlock, StageWalk
+from costmodel.stage_bytes import StageWalk
 from costmodel.stage_jobs import Message, StageJobs
-from costmodel.storage import Storage, is_view_slice
-from planner.placement import Placement, Replicate, Shard
+from costmodel.storage import Storage
+from costmodel.zero_units import sharded_stage
+from planner.placement import Shard
 from planner.plan import Plan, Recompute
 from planner.runtime.wiring import Edge, Placements, block_placements
 from planner.units import DTYPE_BYTES
@@ -131,7 +131,7 @@ def _stage_jobs(
         loss_bytes=DTYPE_BYTES[costs.graph.tensor[costs.graph.loss].dtype]
         if costs.graph.producer[costs.graph.loss] in stage.blocks
         else 0,
-        sharded=_sharded(walk, replicas, plan, costs.profile.cluster.device_type)
+        sharded=sharded_stage(walk, replicas, plan, costs.profile.cluster.device_type)
         if sharded
         else None,
     )
@@ -140,53 +140,12 @@ def _stage_jobs(
 def _aside(walk: StageWalk, num_blocks: int) -> StageWalk:
     """Return a stage whose first blocks put their weight gradients aside."""
     first = walk.blocks[:num_blocks]
-    if all(block.bytes.aside is None for block in first):
+    kinds = {block.kind: block.kind.bytes.aside for block in first}
+    if not any(kinds.values()):
         return walk
-    put = [replace(block, bytes=block.bytes.aside or block.bytes) for block in first]
+    put_aside = {kind: replace(kind, bytes=aside or kind.bytes) for kind, aside in kinds.items()}
+    put = [replace(block, kind=put_aside[block.kind]) for block in first]
     return replace(walk, blocks=(*put, *walk.blocks[num_blocks:]))
-
-
-def _sharded(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
-    """Return the units that a stage's parameters are sharded in."""
-    owned: list[dict[str, tuple[int, int]]] = []
-    shared: dict[str, tuple[int, int]] = {}
-    for block in walk.blocks:
-        owned.append({})
-        for local, name in block.params.items():
-            found = shared if walk.is_shared(name) else owned[-1]
-            found[name] = block.bytes.params[local], block.bytes.param_rows[local]
-    early = [
-        any(edge.requires_grad for edge in block.bytes.inputs)
-        or any(walk.is_shared(name) for name in block.params.values())
-        for block in walk.blocks
-    ]
-
-    def unit(params: Mapping[str, tuple[int, int]], has_input_gradient: bool) -> Unit | None:
-        if not params:
-            return None
-        whole = sum(size for size, _ in params.values())
-        # A dim is cut into equal parts, the last of which may be padding.
-        padded = sum(
-            size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params.values()
-        )
-        last, _ = [*params.values()][-1]
-        return Unit(
-            gathered_bytes=padded,
-            gradient_bytes=whole,
-            sum_bytes=walk.wide * whole,
-            message_bytes=walk.wide * padded,
-            has_input_gradient=has_input_gradient,
-            last_part=Fraction(last, whole),
-        )
-
-    return ShardedStage(
-        blocks=tuple(map(unit, owned, early)),
-        shared=unit(shared, True),
-        zero_stage=plan.zero_stage,
-        replicas=replicas,
-        shards_on_host=plan.optimizer_on_host,
-        copies_to_reduce=device_type == "cpu",
-    )
 
 
 def _message(plan: Plan, edge: Edge, other: int, *, name: str) -> Message:
@@ -227,45 +186,51 @@ def _walk(
     side_values = costs.side_values(size)
     blocks, side = [], {}
     counted: set[Storage] = set()
+    kinds: dict[tuple[int, tuple[Placements, ...]], tuple[BlockKind, tuple[Placements, ...]]] = {}
     for index in stage.blocks:
         block = graph.blocks[index]
-        takes, _, makes = block_placements(graph, plan, index, stage_index)
-        found = costs.block_bytes(
-            block.class_index, tp, size,
-            plan.layout(block.class_index, axis="tp", tp=tp),
-            cp=plan.cp,
-            cp_layout=plan.layout(block.class_index, axis="cp", tp=tp),
-            recompute=recompute,
-            recomputed=recomputed.get(block.class_index),
-        )  # fmt: skip
-        copies = []
-        for name, edge, taken in zip(block.inputs, found.inputs, takes, strict=True):
-            lying = lies.get(name, Placements())
-            shape = graph.tensor[name].shape_at(size)
-            copies.append(_copy(lying, taken, edge.num_bytes, shape, tp=tp, cp=plan.cp))
+        for name in block.inputs:
             storage = side_values.storage.get(name)
             if storage is not None and name not in side and name not in side_values.fixed:
                 is_new = storage not in counted and storage.kind not in HELD_ANYWAY
                 side[name] = storage.num_bytes if is_new else 0
                 counted.add(storage)
+        lying = tuple(lies.get(name, Placements()) for name in block.inputs)
+        key = block.class_index, lying
+        if key not in kinds:
+            takes, _, makes = block_placements(graph, plan, index, stage_index)
+            found = costs.block_bytes(
+                block.class_index, tp, size,
+                plan.layout(block.class_index, axis="tp", tp=tp),
+                cp=plan.cp,
+                cp_layout=plan.layout(block.class_index, axis="cp", tp=tp),
+                recompute=recompute,
+                recomputed=recomputed.get(block.class_index),
+            )  # fmt: skip
+            copies = tuple(
+                copy_between(
+                    lie, take, edge.num_bytes, graph.tensor[n].shape_at(size), tp=tp, cp=plan.cp
+                )
+                for n, lie, take, edge in zip(block.inputs, lying, takes, found.inputs, strict=True)
+            )
+            kinds[key] = BlockKind(bytes=found, copies=copies), makes
+        kind, makes = kinds[key]
         lies |= dict(zip(block.outputs, makes, strict=True))
+        own_names = graph.classes[block.class_index].params
         blocks.append(
             PlacedBlock(
-                bytes=found,
+                kind=kind,
                 inputs=block.inputs,
                 outputs=block.outputs,
-                copies=tuple(copies),
                 params={
                     local: name
-                    for local, name in zip(
-                        graph.classes[block.class_index].params, block.params, strict=True
-                    )
-                    if local in found.params
+                    for local, name in zip(own_names, block.params, strict=True)
+                    if local in kind.bytes.params
                 },
             )
         )
     sent = {
-        edge.tensor: _copy(
+        edge.tensor: copy_between(
             lies[edge.tensor],
             edge.sent,
             _edge_bytes(plan, edge, "sent"),
@@ -284,61 +249,3 @@ def _walk(
         wide=MASTER_FACTOR if plan.precision == "bf16" else 1,
         params_are_dtensors=plan.zero_stage > 0 and tp > 1,
     )
-
-
-def _copy(
-    lies: Placements,
-    taken: Placements,
-    num_bytes: int,
-    shape: Sequence[int],
-    *,
-    tp: int,
-    cp: int,
-) -> Copy | None:
-    """Return what bringing a value of some whole shape from one placement to another takes,
-    None where nothing moves; `num_bytes` are those of the copy.
-    """
-    whole = num_bytes * _parts(taken, tp, cp)
-    making = returning = 0
-    passes_on = True
-    start = num_bytes
-    moves = _moves(lies, taken, tp=tp, cp=cp)
-    for before, after, src, dst in moves:
-        source, target = whole // _parts(before, tp, cp), whole // _parts(after, tp, cp)
-        held = 0 if before == lies else source
-        size = max(source, target)
-        making = max(making, held + target + staging_bytes(src, dst, size, forward=True))
-        if isinstance(src, Shard) or isinstance(dst, Shard):
-            passes_on = False
-            staged = staging_bytes(src, dst, size, forward=False)
-            returning = max(returning, target + source + staged - start)
-    if len(moves) == 1 and is_view_slice(moves[0][2], moves[0][3], shape):
-        return Copy(0, 0, returning, passes_on, is_view=True)
-    return Copy(num_bytes, making, returning, passes_on) if moves else None
-
-
-def _moves(
-    lies: Placements, taken: Placements, *, tp: int, cp: int
-) -> list[tuple[Placements, Placements, Placement, Placement]]:
-    """The redistributions between two placements, as `planner.runtime.stage` makes them:
-    placements before and after each, and on the axis that it is on.
-    """
-    between: Placement = lies.cp
-    ways: list[tuple[Placements, Placements, Placement, Placement]] = []
-    if tp > 1 and lies.tp != taken.tp:
-        if _cut_one_dim(lies.tp, lies.cp) or _cut_one_dim(taken.tp, lies.cp):
-            between = Replicate()
-            ways.append((lies, Placements(lies.tp, between), lies.cp, between))
-        at = Placements(lies.tp, between)
-        ways.append((at, Placements(taken.tp, between), lies.tp, taken.tp))
-    if cp > 1 and between != taken.cp:
-        ways.append((Placements(taken.tp, between), taken, between, taken.cp))
-    return ways
-
-
-def _cut_one_dim(a: Placement, b: Placement) -> bool:
-    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
-
-
-def _parts(placed: Placements, tp: int, cp: int) -> int:
-    return (tp if isinstance(placed.tp, Shard) else 1) * (cp if isinstance(placed.cp, Shard) else 1)

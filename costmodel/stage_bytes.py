@@ -6,55 +6,27 @@ one that is brought to another placement first is copied for the block that take
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from costmodel.backward_walk import Aside, BackwardWalk
-from costmodel.block_bytes import BlockBytes
 from costmodel.gradients import Gradients
-
-
-class Copy(NamedTuple):
-    """A value brought to another placement: the bytes of the copy, those alive at most while it
-    is made, itself counted, and those alive at most beside its gradient while that is brought
-    back. `passes_on`: that gradient is the value's, as it is. `is_view`: there is no copy, but
-    a part of the value's own memory.
-    """
-
-    num_bytes: int
-    making_bytes: int
-    returning_bytes: int
-    passes_on: bool
-    is_view: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacedBlock:
-    """A block as its stage calls it: names of its edges and trained parameters in the model,
-    and the copies of those inputs that are brought to another placement for it.
-    """
-
-    bytes: BlockBytes
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    copies: tuple[Copy | None, ...]
-    params: Mapping[str, str]
+from costmodel.placed_block import Copy, PlacedBlock
+from costmodel.weights_aside import held_aside, weight_job
 
 
 class Turn(NamedTuple):
     """A block's part of a job: the bytes alive above the job's start when the block is called,
-    at its height and when it has returned; the height outside the block, where its inputs or
-    their gradients are brought to other placements; and its parameters whose gradients it made.
+    at its height and when it has returned; and the height outside the block, where its inputs or
+    their gradients are brought to other placements.
     """
 
     start_bytes: int
     peak_bytes: int
     end_bytes: int
-    beside_bytes: int = 0
-    made: frozenset[str] = frozenset()
+    beside_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,32 +86,25 @@ class StageWalk:
         for block in self.blocks:
             for name in block.inputs:
                 root.setdefault(name, name)
-            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
-                copied = edge.viewed is not None and _is_copied(block.copies[edge.viewed])
-                is_view = edge.viewed is not None and not copied
-                root[name] = root[block.inputs[edge.viewed]] if is_view else name  # type: ignore[index]
+            for name, viewed in zip(block.outputs, block.kind.viewed, strict=True):
+                root[name] = name if viewed is None else root[block.inputs[viewed]]
         return root
 
-    def _keepers(self, root: Mapping[str, str]) -> dict[str, int]:
+    @cached_property
+    def _keepers(self) -> dict[str, int]:
         """The first block that keeps each value: the last to let it go."""
         keepers: dict[str, int] = {}
         for index, block in enumerate(self.blocks):
-            edges = zip(block.inputs, block.bytes.inputs, block.copies, strict=True)
-            names = [name for name, edge, copy in edges if edge.is_kept and not _is_copied(copy)]
-            names += [
-                name
-                for name, edge in zip(block.outputs, block.bytes.outputs, strict=True)
-                if edge.is_kept
-            ]
-            for name in names:
-                keepers.setdefault(root[name], index)
+            for at in block.kind.kept_inputs:
+                keepers.setdefault(self._roots[block.inputs[at]], index)
+            for at in block.kind.kept_outputs:
+                keepers.setdefault(self._roots[block.outputs[at]], index)
         return keepers
 
     @cached_property
     def forward(self) -> ForwardBytes:
         """The forward job of one microbatch."""
-        root = self._roots
-        keepers = self._keepers(root)
+        root, keepers = self._roots, self._keepers
         last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
         for index, block in enumerate(self.blocks):
             for name in (*block.inputs, *block.outputs):
@@ -149,16 +114,16 @@ class StageWalk:
         own = 0
         turns = []
         for index, block in enumerate(self.blocks):
+            kind = block.kind
             start = beside = live
-            for copy in block.copies:
+            for copy in kind.copies:
                 if copy is not None:
                     beside = max(beside, start + copy.making_bytes)
                     start += copy.num_bytes
-            peak = start + block.bytes.forward_rise_bytes
-            keeps = block.bytes.kept_bytes + _kept_copies(block)
-            own += keeps
-            live += keeps
-            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
+            peak = start + kind.bytes.forward_rise_bytes
+            own += kind.kept_bytes
+            live += kind.kept_bytes
+            for name, edge in zip(block.outputs, kind.bytes.outputs, strict=True):
                 if root[name] == name and name not in alive:
                     alive[name] = edge.num_bytes
                     live += edge.num_bytes
@@ -220,8 +185,7 @@ class StageWalk:
         stays = first and not sharded
         turns: list[Turn] = []
         let_go: dict[int, list[str]] = {}
-        root = self._roots
-        keepers = self._keepers(root)
+        root, keepers = self._roots, self._keepers
         for name, keeper in keepers.items():
             if name not in self.arriving and name not in staying:
                 let_go.setdefault(keeper, []).append(name)
@@ -232,55 +196,52 @@ class StageWalk:
         aside: list[Aside] = []
         live = left = 0
         for index in range(len(self.blocks) - 1, -1, -1):
-            block = self.blocks[index]
+            block, shared = self.blocks[index], self._shared[index]
+            kind = block.kind
+            gone = [name for name in let_go.get(index, ()) if name not in put_aside]
             start = live + grads.live
-            height = start + block.bytes.second_rise_bytes
-            live += block.bytes.made_again_bytes
-            begun = {
-                local: name
-                for local, name, copy in zip(
-                    block.bytes.input_names, block.inputs, block.copies, strict=True
-                )
-                if name in grads.of and copy is None
-            }
-            walk = block.bytes.backward(
+            height = start + kind.bytes.second_rise_bytes
+            live += kind.bytes.made_again_bytes
+            outputs = list(zip(kind.bytes.output_names, block.outputs, strict=True))
+            begun = [
+                (local, block.inputs[at])
+                for at, local in kind.uncopied
+                if block.inputs[at] in grads.of
+            ]
+            walk = kind.bytes.backward(
                 first=first,
                 held=frozenset(
                     local
-                    for local, name in [
-                        *zip(block.bytes.output_names, block.outputs, strict=True),
-                        *begun.items(),
-                    ]
+                    for local, name in (*outputs, *begun)
                     if name in grads.of and not grads.is_own(name)
                 ),
-                begun=frozenset(begun),
+                begun=frozenset(local for local, _ in begun),
                 leaves=self._leaves[index],
                 split=index < num_aside,
                 wide=wide,
                 adds_products=not sharded,
                 staying=frozenset(
                     local
-                    for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
+                    for local, name in outputs
                     if root[name] in staying or root[name] in put_aside
                 ),
-                going=_going(block, frozenset(let_go.get(index, ())) - put_aside),
-                waiting=frozenset(
-                    local
-                    for local, name in block.params.items()
-                    if self.is_shared(name) or (sharded and self.params_are_dtensors)
+                going=kind.copied.union(
+                    local for at, local in kind.uncopied if block.inputs[at] in gone
                 ),
+                waiting=frozenset(block.params if sharded and self.params_are_dtensors else shared),
             )
             height = max(height, live + grads.live + walk.rise_bytes)
-            live -= block.bytes.kept_bytes + block.bytes.made_again_bytes + _kept_copies(block)
-            live -= sum(self._sizes[n] for n in let_go.get(index, ()) if n not in put_aside)
-            made.update(block.params[param] for param in walk.made)
-            for param in walk.made:
-                name, size = block.params[param], block.bytes.params[param]
-                if not self.is_shared(name):
-                    left += wide * size if stays else 0
-                    live += wide * size if stays else 0
-                    continue
+            live -= kind.kept_bytes + kind.bytes.made_again_bytes
+            live -= sum(self._sizes[name] for name in gone)
+            if num_aside:
+                made.update(block.params[param] for param in walk.made)
+            if stays:
+                more = sum(kind.bytes.params[one] for one in walk.made if one not in shared)
+                left += wide * more
+                live += wide * more
+            for param in walk.made.intersection(shared):
                 # One sum of the gradients that all its users make goes to the parameter.
+                name, size = block.params[param], kind.bytes.params[param]
                 if name not in waiting:
                     waiting.add(name)
                     live += size
@@ -298,7 +259,7 @@ class StageWalk:
             aside += named
             beside = live + self._hand_on(block, walk, grads)
             peak = max(peak, height, beside)
-            turns.append(Turn(start, height, live + grads.live, beside, walk.made))
+            turns.append(Turn(start, height, live + grads.live, beside))
         live += grads.live
         aside = [one._replace(is_begun=one.weight in made) for one in aside]
         if flush:
@@ -329,27 +290,26 @@ class StageWalk:
         """Let a block's gradients of its outputs go, and give those of its inputs to who made
         them; return the height of that.
         """
-        makers = dict(zip(block.bytes.output_names, block.outputs, strict=True))
-        edges = list(zip(block.bytes.input_names, block.inputs, block.copies, strict=True))
-        for local, name, _ in edges:
-            given = walk.given.get(local)
-            if given is not None and given.is_sum:
+        kind = block.kind
+        makers = dict(zip(kind.bytes.output_names, block.outputs, strict=True))
+        given = [(local, kind.input_at[local], one) for local, one in walk.given.items()]
+        for local, at, one in given:
+            name = block.inputs[at]
+            if one.is_sum:
                 if not grads.is_own(name):
                     grads.copy(name, self._sizes[name])
-            elif (
-                given is not None and given.output is not None and makers[given.output] in grads.of
-            ):
-                grads.share(f"given {local}", makers[given.output], gaps=given.gaps)
-            elif given is not None:
-                grads.allocate(f"given {local}", given.num_bytes)
+            elif one.output is not None and makers[one.output] in grads.of:
+                grads.share(f"given {local}", makers[one.output], gaps=one.gaps)
+            else:
+                grads.allocate(f"given {local}", one.num_bytes)
         for name in block.outputs:
             if name in grads.of:
                 grads.free(name)
         peak = grads.live
-        for local, name, copy in reversed(edges):
-            mine = f"given {local}"
-            if mine not in grads.of:
+        for local, at, one in reversed(given):
+            if one.is_sum:
                 continue
+            mine, name, copy = f"given {local}", block.inputs[at], kind.copies[at]
             if copy is not None:
                 peak = max(peak, grads.live + copy.returning_bytes)
                 if not copy.passes_on:
@@ -365,110 +325,61 @@ class StageWalk:
         seen: set[str] = set()
         leaves = []
         for block in self.blocks:
-            edges = zip(block.bytes.input_names, block.inputs, block.copies, strict=True)
-            leaves.append(
-                frozenset(
-                    local
-                    for local, name, copy in edges
-                    if name in self.arriving and name not in seen and copy is None
-                )
-            )
+            found = [
+                local
+                for at, local in block.kind.uncopied
+                if block.inputs[at] in self.arriving and block.inputs[at] not in seen
+            ]
+            leaves.append(frozenset(found))
             seen.update(block.inputs)
         return tuple(leaves)
 
     @cached_property
     def _users(self) -> dict[str, list[int]]:
-        """The blocks that use each trained parameter, in order."""
+        """The blocks that use each trained parameter of several blocks, in order."""
         users: dict[str, list[int]] = {}
         for index, block in enumerate(self.blocks):
             for name in block.params.values():
                 users.setdefault(name, []).append(index)
-        return users
+        return {name: blocks for name, blocks in users.items() if len(blocks) > 1}
+
+    @cached_property
+    def _shared(self) -> tuple[frozenset[str], ...]:
+        """For each block, those of its trained parameters that other blocks use too."""
+        users = self._users
+        return tuple(
+            frozenset(local for local, name in block.params.items() if name in users)
+            for block in self.blocks
+        )
 
     def is_shared(self, name: str) -> bool:
         """Whether several blocks use a trained parameter."""
-        return len(self._users[name]) > 1
+        return name in self._users
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
         """Bytes of each value at a block's edge, as its maker leaves it."""
         sizes = {**self.side, **self.arriving}
         for block in self.blocks:
-            for name, edge in zip(block.inputs, block.bytes.inputs, strict=True):
+            for name, edge in zip(block.inputs, block.kind.bytes.inputs, strict=True):
                 sizes.setdefault(name, edge.num_bytes)
-            for name, edge in zip(block.outputs, block.bytes.outputs, strict=True):
+            for name, edge in zip(block.outputs, block.kind.bytes.outputs, strict=True):
                 sizes[name] = edge.num_bytes
         return sizes
 
 
-def weight_job(aside: Sequence[Aside], *, first: bool, wide: int) -> tuple[int, int]:
-    """Return the height of a job that makes the weight gradients put aside, above its start,
-    and the bytes of gradients it leaves. The last put aside are made first.
-    """
-    users = Counter(name for one in aside for name in dict(one.held))
-    begun: set[str] = set()
-    live = peak = left = 0
-    for one in reversed(aside):
-        # A view's gradient goes to what it is a view of as one with zeros around it.
-        weight = one.weight_bytes if one.adds else one.whole_bytes
-        made = weight + one.bias_bytes
-        adds = one.adds and wide == 1
-        is_begun = one.is_begun or one.weight in begun
-        begun.add(one.weight)
-        stays = wide * (one.bias_bytes if is_begun else made) if first else 0
-        if first and not is_begun:
-            # Given to autograd, a gradient is copied: who gave it has it still.
-            passing = 0 if adds else made
-        else:
-            # Where sums are wider, autograd makes a gradient to be added and let go.
-            passing = one.bias_bytes if adds else made * (2 if wide > 1 else 1)
-            passing += 0 if one.adds else weight
-        peak = max(peak, live + stays + passing)
-        left += stays
-        live += stays
-        for name, size in dict(one.held).items():
-            users[name] -= 1
-            live -= 0 if users[name] else size
-    return peak, left
-
-
-def held_aside(aside: Sequence[Aside]) -> dict[str, int]:
-    """Return what weight gradients put aside wait with, each storage once."""
-    return {name: size for one in aside for name, size in one.held}
-
-
 def _named(one: Aside, block: PlacedBlock, index: int, root: Mapping[str, str]) -> Aside:
     """Name what it holds so that no other block's storage is called the same."""
+    kind = block.kind
     inputs = {
         local: root[name]
-        for local, name, copy in zip(
-            block.bytes.input_names, block.inputs, block.copies, strict=True
-        )
-        if not _is_copied(copy)
+        for local, name in zip(kind.bytes.input_names, block.inputs, strict=True)
+        if local not in kind.copied
     }
     inputs |= {
         f"gradient {local}": f"gradient {name}"
-        for local, name in zip(block.bytes.output_names, block.outputs, strict=True)
+        for local, name in zip(kind.bytes.output_names, block.outputs, strict=True)
     }
     held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in one.held)
     weight = block.params.get(one.weight, f"block {index} {one.weight}")
     return one._replace(held=held, weight=weight)
-
-
-def _going(block: PlacedBlock, let_go: frozenset[str]) -> frozenset[str]:
-    """The inputs that only the block still keeps: its own copies, and values let go with it."""
-    edges = zip(block.bytes.input_names, block.inputs, block.copies, strict=True)
-    return frozenset(
-        local
-        for local, name, copy in edges
-        if _is_copied(copy) or (copy is None and name in let_go)
-    )
-
-
-def _is_copied(copy: Copy | None) -> bool:
-    return copy is not None and not copy.is_view
-
-
-def _kept_copies(block: PlacedBlock) -> int:
-    edges = zip(block.bytes.inputs, block.copies, strict=True)
-    return sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)
