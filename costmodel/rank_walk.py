@@ -58,7 +58,8 @@ def walk_rank(
     of need, and what is sent has left at once.
     """
     play = _Play(stages, home, here, traffic or Traffic())
-    travels = trips(row, [index for index, stage in stages.items() if stage.on_host])
+    waiting = [index for index, stage in stages.items() if stage.on_host]
+    travels = trips(row, waiting) if waiting else ()
     for job in row[:receive_ahead]:
         play.post(job)
     moments = []
@@ -112,6 +113,10 @@ class _Play:
             for (s, is_grad), messages in self._arriving.items()
             for message in messages
         }
+        self._posted = {
+            (s, is_grad): sum(m.sent_bytes if is_grad else m.taken_bytes for m in messages)
+            for (s, is_grad), messages in self._arriving.items()
+        }
         self._sharded = {
             index: ShardedBytes(stage.sharded)
             for index, stage in stages.items()
@@ -132,6 +137,9 @@ class _Play:
         if job.kind is JobKind.BACKWARD_WEIGHT:
             return
         is_grad = job.kind is not JobKind.FORWARD
+        if not self._traffic.orders:
+            self._buffers += self._posted[job.stage_index, is_grad]
+            return
         for message in self._arriving[job.stage_index, is_grad]:
             wanted = self._arrival(job, message, comes=True)
             for posted in self._receives.expect(self._home(message.other_stage), wanted):
@@ -166,7 +174,8 @@ class _Play:
                 (self._home(message.other_stage), self._arrival(job, message, comes=False), m, key)
                 for message, key in effect.sent
             ]
-        self.movable[s, m] = effect.movable or self.movable[s, m]
+        if effect.movable is not None:
+            self.movable[s, m] = effect.movable
         live_bytes = self._kept + self._buffers + self._gradients + self._sharded_bytes
         kept -= self.away_bytes
         return Moment(

@@ -181,6 +181,8 @@ def sends_pieces(plan: Plan, producer: int, consumer: int) -> bool:
     groups do not. On one node the gather costs as much as is saved.
     """
     per_node = plan.cluster.devices_per_node
+    if plan.stage_tp(producer) == plan.stage_tp(consumer) == 1:
+        return False
     ends = [plan.mesh(plan.stages[s].pp_rank) for s in (producer, consumer)]
     stays = all(
         len({rank // per_node for rank in group}) == 1 for m in ends for group in m.groups("tp")
