@@ -172,7 +172,7 @@ def price_program(
     )
 
 
-def accumulate_seconds(program: Program, profile: Profile, *, cut: int = 1) -> float:
+def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) -> float:
     """Return what adding a microbatch's gradients to the sum so far takes.
 
     With `cut`, if a rank holds only that part of every parameter.

@@ -55,14 +55,15 @@ def _alike(op: Op, metas: tuple[TensorMeta, ...], is_owned: tuple[bool, ...]) ->
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundClass:
-    """A block class at one microbatch size."""
+    """A block class at one microbatch size; `shared` are parameters other blocks use too."""
 
     class_index: int
     program: Program
+    shared: frozenset[str] = frozenset()
 
     @cached_property
     def owned(self) -> frozenset[str]:
-        """Parameters that exactly one op argument uses (and no output hands on)."""
+        """Parameters that exactly one op argument of the model uses (and no output hands on)."""
         program = self.program
         count = Counter(name for op in program.ops for name in op.inputs)
         return frozenset(
@@ -70,6 +71,7 @@ class BoundClass:
             for name in program.params
             if program.tensor[name].kind == "param"
             and count[name] == 1
+            and name not in self.shared
             and name not in program.outputs
         )
 

@@ -182,7 +182,7 @@ class _Builder:
             elif name in one.owned:
                 self._add_owned_param(meta, uses[name])
             else:
-                self._add_param([(class_index, name)], meta, uses[name])
+                self._add_param([(class_index, name)], meta, [uses[name]])
 
     def _uses(self, class_index: int, program: Program) -> dict[str, list[Use]]:
         """Return the uses of each tensor."""
@@ -209,20 +209,20 @@ class _Builder:
             members = [(c, name) for c, name in group if c in programs]
             if not members:
                 continue
-            gathered: list[Use] = []
-            for class_index, name in members:
-                gathered += self._uses(class_index, programs[class_index])[name]
+            used = [self._uses(c, programs[c])[name] for c, name in members]
             first_class, first_name = members[0]
-            self._add_param(members, programs[first_class].tensor[first_name], gathered)
+            self._add_param(members, programs[first_class].tensor[first_name], used)
 
     def _add_param(
         self,
         members: Sequence[tuple[int, str]],
         meta: TensorMeta,
-        uses: Sequence[Use],
+        used: Sequence[Sequence[Use]],
     ) -> None:
-        """A parameter with several uses chooses its placement by a variable of its own."""
-        asked = [place for _, use in uses for place, _ in use.asked]
+        """A parameter with several uses, given by member, chooses its placement by a variable of
+        its own; each member's block redistributes it for itself.
+        """
+        asked = [place for uses in used for _, use in uses for place, _ in use.asked]
         places = tuple(dict.fromkeys(p for p in (Replicate(), *asked) if p != Partial()))
         pinned = [self.pins[m] for m in members if m in self.pins]
         places = tuple(p for p in places if all(p == pin for pin in pinned))
@@ -237,12 +237,14 @@ class _Builder:
             Variable(
                 name=f"param:{meta.name}",
                 values=places,
-                seconds=np.zeros(len(places)),
+                seconds=len(members)
+                * np.array([self.prices.adding_s(meta, place) for place in places]),
                 num_bytes=STATE_FACTOR * np.array(local, dtype=np.float64),
             )
         )
         self.shared_variables.append((tuple(members), variable))
-        self._add_link(meta, variable, yields(*places), uses)
+        for uses in used:
+            self._add_link(meta, variable, yields(*places), uses)
 
     def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use]) -> None:
         """A parameter with one use lies as that use asks; only its gradient may need repair."""

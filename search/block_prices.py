@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class Prices:
     def of_op(self, alike: Alike, segments: tuple[int, ...]) -> tuple[Offer, Floats, Floats]:
         """Return an op's shardings, with the seconds and bytes of each.
 
-        Parameters that no other op uses count with its bytes.
+        Parameters that no other op uses count with its bytes, their gradients with its seconds.
         """
         key = alike, segments
         if key not in self._ops:
@@ -51,8 +52,8 @@ class Prices:
                 tuple(place.dim if isinstance(place, Shard) else None for place in places)
                 for places in ((*one.inputs, *one.outputs) for one in offered)
             ]
-            seconds = self._seconds_of(alike, dims), self._bytes_of(alike, dims)
-            self._ops[key] = (offer(offered), *seconds)
+            seconds = self._seconds_of(alike, dims) + self._adding_s(alike, dims)
+            self._ops[key] = offer(offered), seconds, self._bytes_of(alike, dims)
         return self._ops[key]
 
     def _seconds_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
@@ -77,10 +78,42 @@ class Prices:
             *(STATE_FACTOR * own for own in alike.is_owned),
             *(1.0 for _ in alike.op.outputs),
         )
+        return self._sum_of_local(sizes, dims, factors)
+
+    def _adding_s(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        """Return what adding its parameters' gradients to their sums takes."""
+        if not any(alike.is_owned):
+            return np.zeros(len(dims))
+        metas = [alike.tensor[name] for name in alike.names]
+        owned = (*alike.is_owned, *(False for _ in alike.op.outputs))
+        factors = [
+            self._adding_s_per_element * (own and meta.requires_grad)
+            for own, meta in zip(owned, metas, strict=True)
+        ]
+        return self._sum_of_local([meta.numel_at(1) for meta in metas], dims, factors)
+
+    def _sum_of_local(
+        self, sizes: Sequence[int], dims: Sequence[Dims], factors: Sequence[float]
+    ) -> Floats:
+        """Return, for each way to cut tensors of these sizes, the sum of what a rank has."""
         whole = np.array(sizes, dtype=np.float64)
         part = np.array([size // self.axis_size for size in sizes], dtype=np.float64)
         is_cut = np.array([[dim is not None for dim in cut] for cut in dims], dtype=np.bool_)
         return np.asarray(np.where(is_cut, part, whole) @ np.array(factors))
+
+    def adding_s(self, meta: TensorMeta, place: Placement) -> float:
+        """Return what adding a microbatch's gradient of a bound parameter to the sum so far takes,
+        but for what no placement changes.
+        """
+        numel = meta.numel_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
+        return numel * self._adding_s_per_element * meta.requires_grad
+
+    @cached_property
+    def _adding_s_per_element(self) -> float:
+        """Of a sum in float32; the profile's answer is a line."""
+        return self.ops.profile.step_seconds(
+            "accumulate", num_bytes=4.0, num_tensors=0, num_calls=0
+        ).seconds
 
     def local_bytes(self, meta: TensorMeta, place: Placement) -> int:
         """Return the bytes that one rank of the axis holds of a bound tensor."""

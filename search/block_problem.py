@@ -2,11 +2,16 @@
 
 A *variable* is an op (its values: the sharding rules' strategies) or a parameter used in
 several places (its values: placements). A variable's value costs seconds (the op's local
-forward and backward) and bytes (local parameters with their gradient and optimizer state, and
-local outputs). A *link* is one tensor with all its uses: when the producer yields placement
-p and uses ask for the set Q of (placement, gradient partial?), it costs
-sum over q in Q of redistribute(p -> q). Uses that ask the same share one redistribution,
-as in the lowered program. Minimise the sum of all of it.
+forward and backward, and adding its parameters' gradients to their sums) and bytes (local
+parameters with their gradient and optimizer state, and local outputs). A *link* is one tensor
+with all its uses in a block: when the producer yields placement p and uses ask for the set Q of
+(placement, gradient partial?), it costs sum over q in Q of redistribute(p -> q). Uses that ask
+the same share one redistribution, as in the lowered program. Minimise the sum of all of it.
+
+That is what the cost model says of a microbatch's forward and backward, but for collectives
+inside losses and for what a whole block decides (a device that waits for its host, measured
+corrections). Not in it: full recomputation's second forward, and what a step does once for a
+parameter, its update and exchange.
 
 `block_build` states the problem of a program at the prices of `block_prices`; `block_ilp` and
 `eliminate` solve it, each exactly and by its own method.
