@@ -1,17 +1,17 @@
 """The tables there are for tp, cp and a microbatch size: one for each layout, drafted at first.
 
 A draft knows the least its blocks take from the layout solver, before anything is priced as the
-cost model prices it. Lean layouts are slower than the fast ones between the same boundaries, so
-where the fast ones are beaten nobody asks for those.
+cost model prices it. Three are asked for in turn, the next where the one before is not beaten: a
+sketch, which knows what ops take at least and none of their moves, needs no choice made; then
+the fastest layout; then all, for lean ones are slower than fast ones between the same boundaries.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 
 from costmodel import CostCache
 from costmodel.memory import kept_bytes
@@ -30,15 +30,20 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A table that prices its blocks when asked.
+    """A table that is made, and prices its blocks, when asked.
 
-    On it one microbatch takes `least_s` or more, and `accumulate_s` for what its layouts do not
-    decide of adding its gradients to the sum so far.
+    On it one microbatch takes `least_s` or more, and `accumulate_s` to add its gradients to the
+    sum so far.
     """
 
-    table: StageTable
+    find_table: Callable[[], StageTable]
     least_s: float
     accumulate_s: float
+
+    @property
+    def table(self) -> StageTable:
+        """The table."""
+        return self.find_table()
 
     def least_step_s(self, shape: Shape) -> float:
         """Return a step time that a shape cannot beat on the table."""
@@ -64,16 +69,20 @@ class Drafts:
     _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _accumulate_s: dict[int, float] = field(default_factory=dict)
 
-    def was_asked(self, tp: int, microbatch_size: int, cp: int = 1) -> bool:
-        """Whether layouts were looked for at these degrees and microbatch size."""
-        return (tp, microbatch_size, cp) in self._fastest
+    def sketch(self, tp: int, microbatch_size: int) -> Draft:
+        """Return a draft of the fastest layout that knows what each op takes at least, no more.
+
+        It is found when its table is asked for.
+        """
+        seconds = self.solver.least_seconds(tp, microbatch_size)
+        return self._draft(lambda: self.fastest(tp, microbatch_size)[0].table, tp, seconds)
 
     def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
-        """Return drafts of the fastest layouts; others take as long as the first or longer."""
+        """Return a draft of the fastest layout; none where cp cannot divide what it does."""
         key = tp, microbatch_size, cp
         if key not in self._fastest:
             solved = self.solver.fastest(tp, microbatch_size) if tp > 1 else ()
-            self._fastest[key] = self._of(solved, key)
+            self._fastest[key] = self._of(solved[:1], key)
         return self._fastest[key]
 
     def of(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
@@ -100,20 +109,24 @@ class Drafts:
         for by_class, seconds in least.items():
             table = self._table(by_class, tp, microbatch_size, cp)
             if table is not None:
-                least_s = self._least_correction * seconds
-                accumulate_s = self._fixed_accumulate_s(tp)
-                drafts.append(Draft(table=table, least_s=least_s, accumulate_s=accumulate_s))
+                drafts.append(self._draft(_always(table), tp, seconds))
         return tuple(drafts)
 
-    def _fixed_accumulate_s(self, tp: int) -> float:
-        """Return what adding up the gradients of all blocks takes, but for the sizes of those that
-        tp may cut.
-        """
+    def _draft(self, find_table: Callable[[], StageTable], tp: int, seconds: float) -> Draft:
+        """Return the draft of a table whose ops and moves take so many seconds."""
+        return Draft(
+            find_table=find_table,
+            least_s=self._least_correction * seconds,
+            accumulate_s=self._least_accumulate_s(tp),
+        )
+
+    def _least_accumulate_s(self, tp: int) -> float:
+        """Return what adding up the gradients of all blocks takes where tp cuts every weight."""
         if tp not in self._accumulate_s:
             graph = self.costs.graph
-            uses, cut = Counter(block.class_index for block in graph.blocks), inf if tp > 1 else 1
+            uses = Counter(block.class_index for block in graph.blocks)
             self._accumulate_s[tp] = sum(
-                count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=cut)
+                count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=tp)
                 for index, count in uses.items()
             )
         return self._accumulate_s[tp]
@@ -160,6 +173,10 @@ class Drafts:
         """Return what part of the sum of its ops a block takes at least."""
         correction = self.costs.profile.block_correction
         return min(1.0, correction("forward"), correction("backward"))
+
+
+def _always(table: StageTable) -> Callable[[], StageTable]:
+    return lambda: table
 
 
 def worth_trying(tables: Iterable[StageTable]) -> tuple[StageTable, ...]:

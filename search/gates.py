@@ -88,9 +88,12 @@ def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
         if bound >= search.best_s:
             search.pruned[BEATEN] += count
             return count, ""
-    drafts = search.candidates.drafts.fastest(tp, size, cp)[:1]
-    if not drafts or not _is_beaten(search, drafts[0], members):
-        drafts = search.candidates.drafts.of(tp, size, cp)
+    known = search.candidates.drafts
+    drafts: tuple[Draft, ...] = (known.sketch(tp, size),) if cp == 1 < tp else ()
+    for ask in (known.fastest, known.of):
+        # What is not beaten is looked at more closely.
+        if not drafts or not _is_beaten(search, drafts[0], members):
+            drafts = ask(tp, size, cp)
     if not drafts:
         search.pruned[NO_CP] += count
         return count, ""
@@ -98,7 +101,8 @@ def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
     tables = worth_trying(draft.table for draft in drafts if draft not in beaten)
     for draft in beaten:
         for one in members:
-            search.push(Unopened(shape=one, table=draft.table, bound=draft.least_step_s(one)))
+            bound = draft.least_step_s(one)
+            search.push(Unopened(shape=one, find_table=draft.find_table, bound=bound))
     fitted, seconds = bool(beaten), float("inf")
     for table in tables:
         bounds = search.candidates.bounds(table)
@@ -158,7 +162,7 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
     if not zeros:
         return False
     bound = bounds.least_step_of_shape(shape)
-    part = Unopened(shape=replace(shape, zeros=zeros), table=table, bound=bound)
+    part = Unopened(shape=replace(shape, zeros=zeros), find_table=lambda: table, bound=bound)
     if shape.pp == 1:
         search.push(part)
     else:

@@ -84,9 +84,7 @@ class LayoutSolver:
         key = (class_index, microbatch_size)
         if key not in self._bound:
             program = self.graph.classes[class_index].bind(microbatch_size)
-            members = {member for group in self.shared for member in group}
-            shared = frozenset(name for index, name in members if index == class_index)
-            self._bound[key] = BoundClass(class_index=class_index, program=program, shared=shared)
+            self._bound[key] = BoundClass(class_index=class_index, program=program)
         return self._bound[key]
 
     @property
@@ -105,6 +103,15 @@ class LayoutSolver:
                 if uses_param and len(strategies(op, program.tensor, tp)) > 1:
                     return True
         return False
+
+    def least_seconds(self, tp: int, microbatch_size: int) -> float:
+        """Return what ops of all blocks take at least, wherever their tensors lie."""
+        prices, segments = self._prices_on(tp), self._segments(microbatch_size)
+        return sum(
+            count * prices.of_op(alike, segments)[1].min()
+            for index, count in self._uses.items()
+            for alike in self._class(index, microbatch_size).alike
+        )
 
     def fastest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         """Return the fastest layouts between each kind of block boundaries, fastest first."""
@@ -149,17 +156,20 @@ class LayoutSolver:
         classes: tuple[int, ...],
         boundaries: Sequence[Boundary],
     ) -> tuple[BlockProblem, ...]:
-        if tp not in self._prices:
-            group = tp_group(self.profile.cluster, tp=tp)
-            self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
         return build_block_problems(
             [self._class(index, microbatch_size) for index in classes],
             boundaries=boundaries,
-            prices=self._prices[tp],
+            prices=self._prices_on(tp),
             segments=self._segments(microbatch_size),
             pins=self.pins,
             shared=[members for members in self.shared if members[0][0] in classes],
         )
+
+    def _prices_on(self, tp: int) -> Prices:
+        if tp not in self._prices:
+            group = tp_group(self.profile.cluster, tp=tp)
+            self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
+        return self._prices[tp]
 
     def _segments(self, microbatch_size: int) -> tuple[int, ...]:
         """Return the counts of segments worth trying anywhere in the model (fused q, k, v)."""

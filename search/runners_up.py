@@ -10,7 +10,7 @@ from search.chain_dp import solve_chain
 from search.chain_problem import Cut
 from search.gates import only_cut, price
 from search.request import RunnerUp
-from search.space import Configuration
+from search.space import Configuration, Shape
 from search.walk import Entry, Finished, Unopened, Walk
 
 MOST_RUNNERS_UP = 5
@@ -28,13 +28,13 @@ def find_runners_up(search: Walk, best: Finished) -> tuple[RunnerUp, ...]:
     tries = 0
     waiting = sorted([*search.losers, *search.heap], key=lambda one: one[:2])
     for _, _, entry in waiting:
-        if isinstance(entry, Unopened):
-            entry = _first_of(entry)
         if len(found) > MOST_RUNNERS_UP or tries >= 2 * MOST_RUNNERS_UP:
             break
-        if _degrees_of(entry.configuration) in found:
+        if _degrees_of(_stood_for(entry)) in found:
             continue
         tries += 1
+        if isinstance(entry, Unopened):
+            entry = _first_of(entry)
         cut = _cut(search, entry)
         priced = price(search, entry, cut) if cut else None
         if priced is not None and priced.answer.peak_bytes <= search.memory_limit_bytes:
@@ -59,7 +59,11 @@ def _first_of(entry: Unopened) -> Entry:
     return Entry(configuration=one, table=entry.table, bound=entry.bound)
 
 
-def _degrees_of(one: Configuration) -> tuple[int, ...]:
+def _stood_for(entry: Entry | Unopened) -> Configuration | Shape:
+    return entry.shape if isinstance(entry, Unopened) else entry.configuration
+
+
+def _degrees_of(one: Configuration | Shape) -> tuple[int, ...]:
     return (one.dp, one.cp, one.tp, one.pp)
 
 

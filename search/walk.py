@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -26,11 +27,19 @@ BEATEN = "bound: cannot beat the best"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Unopened:
-    """A shape with one layout, not yet taken apart into configurations."""
+    """A shape with one layout, not yet taken apart into configurations.
+
+    A layout that was beaten before it was found is found where its table is asked for.
+    """
 
     shape: Shape
-    table: StageTable
+    find_table: Callable[[], StageTable]
     bound: float
+
+    @property
+    def table(self) -> StageTable:
+        """The layout's table."""
+        return self.find_table()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
