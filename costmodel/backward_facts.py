@@ -68,8 +68,8 @@ class OpFacts(NamedTuple):
 class BackwardFacts:
     """The ops of a program, last first. `outputs` are those that get gradients, with bytes;
     `roots` the storages that inputs and outputs lie in, `strides` how outputs lie; `readers` the
-    first op that reads each tensor; `kept` all that autograd keeps, and `first_saver` the first op
-    that keeps anything.
+    first op that reads each tensor; `products` the activations that trained weights multiply, by
+    op; `kept` all that autograd keeps, and `first_saver` the first op that keeps anything.
     """
 
     program: Program
@@ -78,6 +78,7 @@ class BackwardFacts:
     roots: Mapping[str, str]
     strides: Mapping[str, Strides]
     readers: Mapping[str, str]
+    products: Mapping[str, str]
     kept: Mapping[str, int]
     kept_bytes: int
     first_saver: str | None
@@ -97,6 +98,7 @@ def backward_facts(program: Program, saved: SavedTensors) -> BackwardFacts:
         roots={name: storage[name].root for name in edges},
         strides={name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs},
         readers={name: op.name for op in reversed(program.ops) for name in op.inputs},
+        products={name: product[0].name for name, product in products.items()},
         kept={one.root: one.num_bytes for kept, _ in saved.by_op.values() for one in kept},
         kept_bytes=saved.num_bytes,
         first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Kept()), None),
@@ -116,7 +118,20 @@ def _op_facts(
     scratch = in_all = without_weights = 0
     if any(tensor[name].requires_grad for name in op.outputs):
         needing = [name for name in dict.fromkeys(op.inputs) if tensor[name].requires_grad]
-        takers = [_taker(name, op, product, program, saved) for name in needing]
+        weight = None if product is None else product[1].name
+        has_gaps = leaves_gaps(op, program)
+        takers = [
+            Taker(
+                name=name,
+                num_bytes=tensor[name].bytes_at(1),
+                is_param=tensor[name].kind == "param",
+                is_weight=name == weight,
+                is_same=passes_on(op, name, program, saved),
+                has_gaps=has_gaps,
+                strides=contiguous_strides(tensor[name].shape_at(1)),
+            )
+            for name in needing
+        ]
         scratch = scratch_bytes(op, program, saved, forward=False)
         in_all = without_weights = unreduced_bytes(op, needing, program)
         if product is not None:
@@ -132,21 +147,6 @@ def _op_facts(
         kept=tuple((one.root, one.num_bytes) for one in kept),
         extra_bytes=extra,
         product=aside,
-    )
-
-
-def _taker(
-    name: str, op: Op, product: _ProductArgs | None, program: Program, saved: SavedTensors
-) -> Taker:
-    meta = program.tensor[name]
-    return Taker(
-        name=name,
-        num_bytes=meta.bytes_at(1),
-        is_param=meta.kind == "param",
-        is_weight=product is not None and product[1].name == name,
-        is_same=passes_on(op, name, program, saved),
-        has_gaps=leaves_gaps(op, program),
-        strides=contiguous_strides(meta.shape_at(1)),
     )
 
 

@@ -16,7 +16,6 @@ from costmodel.gradients import Gradients
 from costmodel.kernel_scratch import scratch_bytes
 from costmodel.saved import SavedTensors
 from planner.graph import Program
-from planner.weight_products import deferrable_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +39,8 @@ class Peaks:
 def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
     """Return the peaks of one forward and one backward of a bound program."""
     facts = backward_facts(program, saved)
-    later = {name: product[0].name for name, product in deferrable_products(program).items()}
     backward, _ = _backward_peak(facts, saved, {})
-    split, pending = _backward_peak(facts, saved, later)
+    split, pending = _backward_peak(facts, saved, facts.products)
     owning, _ = _backward_peak(facts, saved, {}, owns_gradients=True)
     return Peaks(
         forward_bytes=_forward_peak(program, saved),

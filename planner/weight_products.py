@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.graph import Program, Ref, iter_refs
+from planner.graph import Program, Ref
 
 LARGE_BYTES = 2**20
 """From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
@@ -26,8 +26,7 @@ def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | Non
     }
     found = {}
     for op in program.ops:
-        names = [ref.name for ref in iter_refs((op.args, tuple(v for _, v in op.kwargs)))]
-        if names and from_params.issuperset(names):
+        if op.inputs and from_params.issuperset(op.inputs):
             from_params.update(op.outputs)
             continue
         product = _as_product(op.target, op.args, dict(op.kwargs))
