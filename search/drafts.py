@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from costmodel import CostCache
 from costmodel.memory import kept_bytes
@@ -32,8 +33,8 @@ Key = tuple[int, int, int]
 class Draft:
     """A table that is made, and prices its blocks, when asked.
 
-    On it one microbatch takes `least_s` or more, and `accumulate_s` to add its gradients to the
-    sum so far.
+    On it one microbatch takes `least_s` or more, and `accumulate_s` for what its layouts do not
+    decide of adding its gradients to the sum so far.
     """
 
     find_table: Callable[[], StageTable]
@@ -117,16 +118,18 @@ class Drafts:
         return Draft(
             find_table=find_table,
             least_s=self._least_correction * seconds,
-            accumulate_s=self._least_accumulate_s(tp),
+            accumulate_s=self._fixed_accumulate_s(tp),
         )
 
-    def _least_accumulate_s(self, tp: int) -> float:
-        """Return what adding up the gradients of all blocks takes where tp cuts every weight."""
+    def _fixed_accumulate_s(self, tp: int) -> float:
+        """Return what adding up the gradients of all blocks takes, but for the sizes of those that
+        tp may cut.
+        """
         if tp not in self._accumulate_s:
             graph = self.costs.graph
-            uses = Counter(block.class_index for block in graph.blocks)
+            uses, cut = Counter(block.class_index for block in graph.blocks), inf if tp > 1 else 1
             self._accumulate_s[tp] = sum(
-                count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=tp)
+                count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=cut)
                 for index, count in uses.items()
             )
         return self._accumulate_s[tp]

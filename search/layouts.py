@@ -84,7 +84,9 @@ class LayoutSolver:
         key = (class_index, microbatch_size)
         if key not in self._bound:
             program = self.graph.classes[class_index].bind(microbatch_size)
-            self._bound[key] = BoundClass(class_index=class_index, program=program)
+            members = {member for group in self.shared for member in group}
+            shared = frozenset(name for index, name in members if index == class_index)
+            self._bound[key] = BoundClass(class_index=class_index, program=program, shared=shared)
         return self._bound[key]
 
     @property

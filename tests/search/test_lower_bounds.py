@@ -173,7 +173,6 @@ def test_no_layout_is_faster_than_its_draft_says(name):
     assert any(draft.least_s > 0 for draft in drafts)
     for draft in drafts:
         priced = float((draft.table.forward_s + draft.table.backward_s).sum())
-        assert draft.accumulate_s > 0
         assert draft.least_s + draft.accumulate_s <= priced * (1 + 1e-9)
     for one in degrees:
         fastest = candidates.drafts.fastest(*one)[0].least_s
