@@ -109,3 +109,10 @@ class Machine:
 
     def block_correction(self, direction: str, *, compiled: bool = False) -> float:
         return 1.0
+
+
+class Overlapping(Machine):
+    """A machine on which messages and compute that run together slow each other."""
+
+    def overlap_slowdown(self, part: str) -> float:
+        return 1.3 if part == "compute" else 1.1

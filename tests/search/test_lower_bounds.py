@@ -13,16 +13,9 @@ from search.rank_bytes import RankBytes
 from search.space import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
-from tests.search.machine import Machine
+from tests.search.machine import Machine, Overlapping
 
 MACHINE = Machine(context_bytes=1e6, devices_per_node=4)
-
-
-class Overlapping(Machine):
-    """A machine on which messages and compute that run together slow each other."""
-
-    def overlap_slowdown(self, part: str) -> float:
-        return 1.3 if part == "compute" else 1.1
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

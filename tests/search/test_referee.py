@@ -1,7 +1,9 @@
 """X1, M17, M18: the answer of a search beside every plan there is, on random small instances.
 
-Models of 2 to 6 blocks of several classes, with skips and tied parameters; machines of random
-speed and topology; limits under, at and above what the fastest plan needs.
+Models of 2 to 6 blocks of several classes, with skips and tied parameters, and one with attention
+whose sequences cp may divide; machines of random speed and topology; limits under, at and above
+what the fastest plan needs. Placements inside blocks are the search's own here: test_block_solvers
+and test_block_prices are theirs.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch.nn import functional as F
 from planner.capture import capture_module
 from planner.graph import ModelGraph
 from search import SearchRequest, find_plan
-from tests.builders import tiny_models
-from tests.search.machine import Machine
+from tests.builders import PlainGPT, gpt_batch, tiny_models
+from tests.search.machine import Machine, Overlapping
 from tests.search.referee import (
     best_within,
     check_against,
@@ -65,8 +67,13 @@ SHAPES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+ATTENTION = "attention"
+
+
 @cache
 def graph_of(name: str) -> ModelGraph:
+    if name == ATTENTION:
+        return capture_module(PlainGPT(layers=2), gpt_batch(2), gpt_batch(3), name=name)
     batch = tiny_models()["mlp"].batch
     return capture_module(SHAPES[name](), batch(2), batch(3), name=name)
 
@@ -83,7 +90,7 @@ class Instance:
 def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     """Draw a model, a machine of one or two nodes, and a question with few enough answers."""
     devices, batch = [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8), (8, 8)][rng.integers(6)]
-    machine = Machine(
+    machine = (Machine, Overlapping)[rng.integers(2)](
         context_bytes=0.0,
         devices_per_node=int(rng.choice([devices, max(1, devices // 2)])),
         flop_per_s=float(10 ** rng.uniform(6, 10)),
@@ -92,17 +99,22 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
         inter_bytes_per_s=float(10 ** rng.uniform(6, 9)),
         alpha_s=float(10 ** rng.uniform(-7, -4)),
     )
-    kinds = rng.choice(["none", "selective", "full"], size=2, replace=False)
-    schedules = ["1f1b", str(rng.choice(["zb_h1", "interleaved_1f1b", "fthenb", "eager_1f1b"]))]
+    kinds = rng.choice(["none", "selective", "full"], size=rng.choice([2, 2, 3]), replace=False)
+    others = ["zb_h1", "interleaved_1f1b", "fthenb", "eager_1f1b", "zb_v", "dualpipe_v"]
+    schedules = ["1f1b", str(rng.choice(others))]
     allow = [("recompute", str(kind)) for kind in kinds]
     allow += [("schedule", name) for name in schedules]
     allow += [("zero", str(zero)) for zero in {0, int(rng.choice([1, 3]))}]
-    graph = graph_of(str(rng.choice(names)))
+    clips, name = bool(rng.integers(2)), str(rng.choice(names))
+    graph = graph_of(name)
+    if name == ATTENTION:
+        allow += [("cp", "1"), ("cp", "2")]
     for most_pp in (4, 3, 2):
         pps = [("pp", str(pp)) for pp in range(1, most_pp + 1)]
         request = SearchRequest(
-            num_devices=devices, global_batch=batch, allow=(*allow, *pps), offload="none"
-        )
+            num_devices=devices, global_batch=batch, allow=(*allow, *pps), offload="none",
+            clip_gradients=clips,
+        )  # fmt: skip
         if num_answers(graph, machine, request) <= MOST_ANSWERS:
             break
     return Instance(graph=graph, machine=machine, request=request)
@@ -111,15 +123,17 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
 @pytest.mark.parametrize(
     ("instances", "names"),
     [
-        (8, ["uneven", "tied"]),
-        pytest.param(500, list(SHAPES), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        (6, ["uneven", "tied"]),
+        pytest.param(
+            500, [*SHAPES, ATTENTION], marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
+        ),
     ],
     ids=["quick", "whole"],
 )
 def test_the_best_equals_trying_everything(instances, names):
     """No plan that fits beats the answer by more than its gap, which nearly always is 0, the bound
-    is never above the optimum, and where the search says that nothing fits nothing does. CP-SAT
-    and brute force find the same stage boundaries, recursive bisection none better."""
+    is never above the optimum, and where the search says that nothing fits nothing does. The same
+    holds of CP-SAT, brute force and recursive bisection, whose gaps are those of a path's bound."""
     rng = np.random.default_rng(31)
     gaps, losses, unfit = [], [], 0
     for number in range(instances):
@@ -141,11 +155,7 @@ def test_the_best_equals_trying_everything(instances, names):
                 other = find_plan(one.graph, one.machine, replace(request, solver=solver))
                 if solver == "recursive" and other.plan is None:
                     continue
-                assert other.plan is not None
-                assert other.plan.estimate["step_s"] >= best * (1 - 1e-9)
-                if solver != "recursive":
-                    most = max(gap, other.certificate.gap)
-                    assert other.plan.estimate["step_s"] <= best / (1 - most) * (1 + 1e-9)
+                assert check_against(best, limit, other) is not None
     proved = np.mean(np.array(gaps) < 1e-9)
     print(
         f"{instances} instances: {unfit} fit nothing; of the rest {proved:.1%} have gap 0, the "
