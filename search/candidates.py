@@ -275,6 +275,15 @@ class Candidates:
             one, cut.choices, schedule, memory_limit_bytes
         )
 
+    def seems_to_fit(
+        self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
+    ) -> bool:
+        """Whether an even cut fits as far as can be guessed without an estimate."""
+        one = configuration
+        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
+        guess = self.even_stages(one, table).guess_bytes(one, cut.choices, schedule)
+        return bool((guess <= memory_limit_bytes).all())
+
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
         return quick_step_s(configuration, table, cut, recompute_choices(configuration.recompute))

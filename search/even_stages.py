@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel import StageLoad
+from costmodel.memory import job_peak_bytes, kept_bytes
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.chain_problem import Floats, TooLarge
@@ -205,10 +206,7 @@ class EvenStages:
         one = configuration
         if self.table.on_host.activations:
             return ()
-        names = [recompute_choices(one.recompute)[choice] for choice in choices]
-        by_name = {name: self._kept_by_stage(name) for name in set(names)}
-        kept = [float(by_name[name][stage]) for stage, name in enumerate(names)]
-        held = np.array(most_kept(schedule, kept))
+        held = self._held(one, choices, schedule)
         needed = self._rank(one).holding(held, has_gradients=False)
         homes = self.homes.tolist()
         first = [homes.index(rank) for rank in range(self.pp)]
@@ -221,6 +219,32 @@ class EvenStages:
             )
             for rank in np.flatnonzero(needed > memory_limit_bytes).tolist()
         )
+
+    def guess_bytes(
+        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
+    ) -> Floats:
+        """Return about what each rank needs: at its fullest, and inside the highest of its jobs
+        there, with gradients still to come.
+        """
+        one = configuration
+        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        names = np.array([recompute_choices(one.recompute)[choice] for choice in choices])
+        top = np.zeros(self.pp)
+        for name in set(names.tolist()):
+            inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
+            np.maximum.at(top, self.homes, np.where(names == name, inside, 0.0))
+        held = self._held(one, choices, schedule) + top
+        needed: Floats = self._rank(one).holding(held, has_gradients=False)
+        return needed
+
+    def _held(
+        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
+    ) -> Floats:
+        """Return what each rank keeps at once at least, as its job table has it under way."""
+        names = [recompute_choices(configuration.recompute)[choice] for choice in choices]
+        by_name = {name: self._kept_by_stage(name) for name in set(names)}
+        kept = [float(by_name[name][stage]) for stage, name in enumerate(names)]
+        return np.array(most_kept(schedule, kept))
 
     def least_bytes(self, configuration: Configuration, live: Sequence[int]) -> Floats:
         """Return what each rank needs at least, by (recompute choice, rank).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 
 from costmodel import Estimate
@@ -14,31 +15,26 @@ from search.space import Configuration, Shape
 from search.walk import Entry, Finished, Unopened, Walk
 
 MOST_RUNNERS_UP = 5
+_NEAR = 1.5
+"""Times the best step: slower ones are looked for only where there is no other."""
+_MOST_CUTS = 16
+_MOST_ESTIMATES = 2 * MOST_RUNNERS_UP
+_MOST_WORK = 10_000
+"""Of all estimates, in jobs: about a tenth of a second."""
 
 
 def find_runners_up(search: Walk, best: Finished) -> tuple[RunnerUp, ...]:
     """Return the next best configurations with the parts that make them slower.
 
-    Those that the bounds ruled out are estimated here, best bound first, one for each choice
-    of degrees, so that the answer is not five names for one layout.
+    One for each choice of degrees, so that the answer is not five names for one layout. Those
+    that the bounds ruled out are cut and estimated here, the least bound first.
     """
     found = {_degrees_of(best.configuration): best}
     for done in sorted(search.finished, key=lambda one: one.answer.step_s):
         found.setdefault(_degrees_of(done.configuration), done)
-    tries = 0
-    waiting = sorted([*search.losers, *search.heap], key=lambda one: one[:2])
-    for _, _, entry in waiting:
-        if len(found) > MOST_RUNNERS_UP or tries >= 2 * MOST_RUNNERS_UP:
-            break
-        if _degrees_of(_stood_for(entry)) in found:
-            continue
-        tries += 1
-        if isinstance(entry, Unopened):
-            entry = _first_of(entry)
-        cut = _cut(search, entry)
-        priced = price(search, entry, cut) if cut else None
-        if priced is not None and priced.answer.peak_bytes <= search.memory_limit_bytes:
-            found[_degrees_of(priced.configuration)] = priced
+    _find_among_losers(search, found, _NEAR * search.best_s)
+    if len(found) == 1:
+        _find_among_losers(search, found, float("inf"))
     rest = sorted(list(found.values())[1:], key=lambda one: one.answer.step_s)
     return tuple(
         RunnerUp(
@@ -49,6 +45,39 @@ def find_runners_up(search: Walk, best: Finished) -> tuple[RunnerUp, ...]:
         )
         for done in rest[:MOST_RUNNERS_UP]
     )
+
+
+def _find_among_losers(
+    search: Walk, found: dict[tuple[int, ...], Finished], ceiling: float
+) -> None:
+    """Add what fits and is faster than a ceiling, of degrees that were not found yet."""
+    waiting = [*search.losers, *search.heap]
+    heapq.heapify(waiting)
+    cut_ones: list[tuple[float, int, Entry, Cut]] = []
+    work, cuts, estimates = _MOST_WORK, 0, 0
+    while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES:
+        limit = cut_ones[0][0] if cut_ones else ceiling
+        if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
+            bound, ticket, one = heapq.heappop(waiting)
+            if _degrees_of(_stood_for(one)) in found or _num_jobs(one) > work:
+                continue
+            cuts += 1
+            entry = _first_of(one) if isinstance(one, Unopened) else one
+            if cut := _cut(search, entry, ceiling):
+                heapq.heappush(cut_ones, (max(bound, cut.value), ticket, entry, cut))
+            continue
+        if not cut_ones:
+            return
+        _, _, entry, cut = heapq.heappop(cut_ones)
+        work -= _num_jobs(entry)
+        if _degrees_of(entry.configuration) in found or work < 0:
+            continue
+        if search.candidates.quick_step_s(entry.configuration, entry.table, cut) > ceiling:
+            continue
+        estimates += 1
+        priced = price(search, entry, cut)
+        if priced.answer.peak_bytes <= search.memory_limit_bytes:
+            found[_degrees_of(priced.configuration)] = priced
 
 
 def _first_of(entry: Unopened) -> Entry:
@@ -63,18 +92,26 @@ def _stood_for(entry: Entry | Unopened) -> Configuration | Shape:
     return entry.shape if isinstance(entry, Unopened) else entry.configuration
 
 
+def _num_jobs(entry: Entry | Unopened) -> int:
+    vpp = 1 if isinstance(entry, Unopened) else entry.configuration.vpp
+    one = _stood_for(entry)
+    return 2 * one.pp * vpp * one.num_microbatches
+
+
 def _degrees_of(one: Configuration | Shape) -> tuple[int, ...]:
     return (one.dp, one.cp, one.tp, one.pp)
 
 
-def _cut(search: Walk, entry: Entry) -> Cut | None:
-    """Return the cut to show; None where it is known without an estimate that it does not fit."""
+def _cut(search: Walk, entry: Entry, ceiling: float) -> Cut | None:
+    """Return the cut to show; None where it is known without an estimate that it does not fit, or
+    is slower than a ceiling.
+    """
     one, limit = entry.configuration, search.memory_limit_bytes
     if one.vpp == 1 and one.pp > 1:
-        problem = search.candidates.problem(one, entry.table, limit)
-        return entry.cut or solve_chain(problem).cut
-    cut = entry.cut or only_cut(search, entry)
-    if cut and one.vpp > 1 and search.candidates.too_large_ranks(one, entry.table, cut, limit):
+        problem = search.candidates.problem(one, entry.table, limit, is_careful=True)
+        return solve_chain(problem, ceiling=ceiling).cut
+    cut = only_cut(search, entry)
+    if cut and one.vpp > 1 and not search.candidates.seems_to_fit(one, entry.table, cut, limit):
         return None
     return cut
 
