@@ -28,6 +28,7 @@ from search.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.drafts import Drafts
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
+from search.learnt import Learnt
 from search.on_host import NOTHING, OnHost, tiers
 from search.quick_price import job_table, quick_step_s
 from search.rank_bytes import RankBytes, least_bytes
@@ -41,16 +42,12 @@ _FAMILIES = {
 }  # fmt: skip
 
 
-Priced = tuple[Configuration, int, tuple[int, ...], tuple[int, ...]]
-"""What names a plan among candidates: configuration, id of the table, cuts and choices."""
-
-
 @dataclass(kw_only=True)
 class Candidates:
     """Everything about one model on one machine that configurations share; remembers answers.
 
-    `too_large` holds plans that did not fit, where the same candidates are searched under ever
-    less memory; None where they are searched once.
+    `learnt` is what searches leave for later ones, where the same candidates are searched under
+    ever less memory; None where they are searched once.
     """
 
     graph: ModelGraph
@@ -62,7 +59,7 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
-    too_large: dict[Priced, tuple[Plan, Estimate]] | None = None
+    learnt: Learnt | None = None
     _bounds: dict[int, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)

@@ -19,7 +19,14 @@ from dataclasses import replace
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates, with_estimate
-from search.gates import NO_FASTER, TOO_LARGE, Progress, first_gate, run_gates
+from search.gates import (
+    NO_FASTER,
+    TOO_LARGE,
+    Progress,
+    begin_with_learnt,
+    first_gate,
+    run_gates,
+)
 from search.host_room import host_holds, too_large_for_host
 from search.nothing_fits import explain_nothing_fits, find_leanest
 from search.on_host import tiers
@@ -85,7 +92,8 @@ def search_among(
     profile = candidates.profile
     refusals = Refusals()
     shapes = candidates.shapes(request, refusals)
-    for every_size in (False, True):
+    learnt = candidates.learnt
+    for every_size in (False, True)[learnt is not None and learnt.needs_every_size :]:
         search = Walk(
             candidates=candidates,
             request=request,
@@ -93,6 +101,7 @@ def search_among(
             started=started,
             every_size=every_size,
         )
+        begin_with_learnt(search)
         # What is quick to cut first, to have something for the others to beat.
         considered = 0
         for with_cp in (False, True):
@@ -103,6 +112,8 @@ def search_among(
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
             break
+        if learnt is not None:
+            learnt.needs_every_size = True
     close_gap(search)
     if request.meshes == "own":
         considered += search_own_meshes(search, shapes, progress)

@@ -173,9 +173,15 @@ def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:
 def _open_shape(search: Walk, entry: Unopened) -> None:
     """Push a shape's configurations one by one, each with its own bound."""
     bounds = search.candidates.bounds(entry.table)
+    learnt = search.candidates.learnt
     for one in entry.shape.configurations():
         own = bounds.least_step_s(one) if one.vpp == 1 else 0.0
-        search.push(Entry(configuration=one, table=entry.table, bound=max(entry.bound, own)))
+        new = Entry(configuration=one, table=entry.table, bound=max(entry.bound, own))
+        if learnt is not None:
+            known = learnt.bounds.get(new.key, 0.0)
+            refused = learnt.refused.get(new.key, ())
+            new = replace(new, bound=max(new.bound, known), refused=refused)
+        search.push(new)
 
 
 def run_gates(search: Walk, progress: Progress | None) -> None:
@@ -214,18 +220,18 @@ def _second_gate(search: Walk, entry: Entry) -> None:
                 return
         cut = only_cut(search, entry)
         if cut is None:
-            search.pruned["memory: the even cut or the whole chain does not fit"] += 1
+            _out(search, entry, "memory: the even cut or the whole chain does not fit")
             return
         search.push(replace(entry, bound=max(entry.bound, cut.value), cut=cut))
         return
     in_flight = in_flight_of(one)
     if search.candidates.bounds(table).kept_bound(one, in_flight) > limit:
-        search.pruned["memory: activations in flight"] += 1
+        _out(search, entry, "memory: activations in flight")
         return
     splits = find_schedule(one.schedule).splits_backward
     key = (id(table), one.dp, one.zero, one.pp, one.recompute, splits)
     if any(all(map(ge, in_flight, least)) for least in search.too_many.get(key, ())):
-        search.pruned["memory: a schedule that holds less does not fit either"] += 1
+        _out(search, entry, "memory: a schedule that holds less does not fit either")
         return
     problem = search.candidates.problem(
         one, table, limit, refused=entry.refused, is_careful=entry.is_careful
@@ -242,12 +248,20 @@ def _second_gate(search: Walk, entry: Entry) -> None:
     if not solved.fits:
         if not entry.refused:
             search.too_many.setdefault(key, []).append(in_flight)
-        search.pruned["memory: no stage boundaries fit"] += 1
+        _out(search, entry, "memory: no stage boundaries fit")
         return
     if solved.cut is None:
-        search.pruned["stage boundaries: the best cut cannot beat the best"] += 1
+        _out(search, entry, "stage boundaries: the best cut cannot beat the best", search.best_s)
         return
     search.push(replace(entry, bound=max(entry.bound, solved.cut.value), cut=solved.cut))
+
+
+def _out(search: Walk, entry: Entry, rule: str, bound: float = float("inf")) -> None:
+    """Count a configuration as ruled out: nothing that fits is faster than the bound."""
+    search.pruned[rule] += 1
+    # A careful cut may leave out what does fit.
+    if search.candidates.learnt is not None and not entry.is_careful:
+        search.candidates.learnt.at_least(entry.key, bound)
 
 
 SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
@@ -313,11 +327,16 @@ def _cut_again(search: Walk, entry: Entry, too_large: tuple[TooLarge, ...]) -> N
     if entry.refusals == _MOST_REFUSALS + _MOST_CAREFUL_REFUSALS:
         search.pruned["memory: the whole plan, rank by rank"] += 1
         return
+    refused = (*entry.refused, *too_large)
+    if search.candidates.learnt is not None:
+        search.candidates.learnt.refused[entry.key] = refused
+        if not entry.is_careful:
+            search.candidates.learnt.at_least(entry.key, entry.bound)
     search.push(
         replace(
             entry,
             cut=None,
-            refused=(*entry.refused, *too_large),
+            refused=refused,
             refusals=entry.refusals + 1,
             is_careful=entry.refusals >= _MOST_REFUSALS,
         )
@@ -366,18 +385,29 @@ def too_large_stages(
 def price(search: Walk, entry: Entry, cut: Cut) -> Finished:
     """Return the cost model's answer."""
     candidates, one = search.candidates, entry.configuration
-    known = candidates.too_large
-    key = (one, id(entry.table), cut.cuts, cut.choices)
-    plan, answer = (known or {}).get(key, (None, None))
-    if plan is None or answer is None:
-        plan = candidates.plan(one, entry.table, cut)
-        answer = candidates.estimate(plan)
-        if known is not None and answer.peak_bytes > search.memory_limit_bytes:
-            known[key] = plan, answer
-    return Finished(configuration=_as_chosen(one, plan), plan=plan, answer=answer)
+    learnt = candidates.learnt
+    key = (*entry.key, cut.cuts, cut.choices)
+    if learnt is not None and key in learnt.priced:
+        return finished(one, *learnt.priced[key])
+    plan = candidates.plan(one, entry.table, cut)
+    answer = candidates.estimate(plan)
+    if learnt is not None:
+        learnt.priced[key] = plan, answer
+    return finished(one, plan, answer)
 
 
-def _as_chosen(configuration: Configuration, plan: Plan) -> Configuration:
-    """Return the configuration with the recompute that its stages ended up with."""
+def finished(configuration: Configuration, plan: Plan, answer: Estimate) -> Finished:
+    """Return a plan under its configuration, with the recompute that its stages ended up with."""
     used = {stage.recompute for stage in plan.stages}
-    return replace(configuration, recompute=used.pop() if len(used) == 1 else "mixed")
+    recompute = used.pop() if len(used) == 1 else "mixed"
+    chosen = replace(configuration, recompute=recompute)
+    return Finished(configuration=chosen, plan=plan, answer=answer)
+
+
+def begin_with_learnt(search: Walk) -> None:
+    """Begin with the fastest plan known to fit, if searches under more memory left one."""
+    learnt = search.candidates.learnt
+    known = learnt.fastest(search.memory_limit_bytes) if learnt is not None else None
+    if known is not None:
+        search.best = finished(*known)
+        search.finished.append(search.best)

@@ -21,6 +21,7 @@ from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import search_among
 from search.host_room import host_holds
+from search.learnt import Learnt
 from search.on_host import OnHost, tiers
 from search.request import SearchRequest
 
@@ -133,7 +134,7 @@ def _fastest_by_limit(
 ) -> Iterator[Plan]:
     """Yield the fastest plan, the fastest that needs less memory than that, and so on."""
     candidates = Candidates.of(graph, profile, request, on_host)
-    candidates.too_large = {}
+    candidates.learnt = Learnt()
     limit = request.memory_limit_bytes
     for found in range(most_points):
         tell(found)

@@ -18,6 +18,7 @@ from costmodel import Estimate
 from planner.plan import Plan
 from search.candidates import Candidates
 from search.chain_problem import Cut, TooLarge
+from search.learnt import Key
 from search.request import SearchRequest
 from search.space import Configuration, Shape
 from search.stage_table import StageTable
@@ -57,6 +58,11 @@ class Entry:
     refused: tuple[TooLarge, ...] = ()
     refusals: int = 0
     is_careful: bool = False
+
+    @property
+    def key(self) -> Key:
+        """What names the configuration with its layout."""
+        return self.configuration, id(self.table)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
