@@ -1,13 +1,14 @@
-"""What one microbatch holds on a rank, from its first job there to its last.
+"""What one microbatch holds on stages of a rank, from its first job there to its last.
 
 It is the same for every microbatch that goes the same way, so it is played once: what a microbatch
-holds after some jobs remembers what it holds after each job that came next.
+holds after some jobs remembers what it holds after each job that came next. Where a stage hands
+nothing over in place, that is so for all stages of its kind.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from costmodel.backward_walk import Aside
@@ -40,21 +41,13 @@ class Effect(NamedTuple):
     movable: tuple[int, int] | None = None
 
 
-class RankStages:
-    """The stages of a rank and who sees what of whom. `keeps_sent`: what is sent is held until it
-    is let go (`MicrobatchBytes.without`).
+class LinkedStages:
+    """Stages of a rank that hand values over in place, and who sees what of whom; all others are
+    elsewhere. `keeps_sent`: what is sent is held until it is let go (`MicrobatchBytes.without`).
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, StageJobs],
-        home: Callable[[int], int],
-        here: int,
-        *,
-        keeps_sent: bool,
-    ) -> None:
+    def __init__(self, stages: Mapping[int, StageJobs], *, keeps_sent: bool) -> None:
         self.stages, self.keeps_sent = stages, keeps_sent
-        self._home, self._here = home, here
         self._made: dict[tuple[int, str], Storage] = {}
         for index, stage in stages.items():
             for message in stage.incoming:
@@ -64,8 +57,8 @@ class RankStages:
                     self._made[index, message.name] = "value", message.other_stage, name
 
     def is_local(self, message: Message) -> bool:
-        """Whether the other stage is of the same rank, so that the value is handed over."""
-        return self._home(message.other_stage) == self._here
+        """Whether the value is handed over in place."""
+        return message.other_stage in self.stages
 
     def value(self, stage: int, name: str) -> Storage:
         """The storage of a value as a stage sees it."""
@@ -88,8 +81,8 @@ class MicrobatchBytes:
     what weight gradients put aside.
     """
 
-    def __init__(self, rank: RankStages) -> None:
-        self._rank = rank
+    def __init__(self, linked: LinkedStages) -> None:
+        self._linked = linked
         self._holders: dict[Storage, int] = {}
         self._bytes: dict[Storage, int] = {}
         self._under_way: Counter[Storage] = Counter()
@@ -100,11 +93,12 @@ class MicrobatchBytes:
 
     def after(self, way: Way) -> tuple[Effect, MicrobatchBytes]:
         """Return what a job does, and what the microbatch holds then."""
-        if way not in self._after:
+        known = self._after.get(way)
+        if known is None:
             then = self._copy()
             run = {JobKind.FORWARD: then._forward, JobKind.BACKWARD_WEIGHT: then._weights}
-            self._after[way] = run.get(way.kind, then._backward)(way), then
-        return self._after[way]
+            known = self._after[way] = run.get(way.kind, then._backward)(way), then
+        return known
 
     def without(self, sent: Storage) -> tuple[int, MicrobatchBytes]:
         """Return the bytes that are let go when something sent has left, and what is held then."""
@@ -115,7 +109,7 @@ class MicrobatchBytes:
         return self._without[sent]
 
     def _copy(self) -> MicrobatchBytes:
-        then = MicrobatchBytes(self._rank)
+        then = MicrobatchBytes(self._linked)
         then._holders, then._bytes = dict(self._holders), dict(self._bytes)
         then._under_way = self._under_way.copy()
         then._kept, then._aside = dict(self._kept), dict(self._aside)
@@ -138,18 +132,18 @@ class MicrobatchBytes:
         return self._bytes.pop(key)
 
     def _send(self, key: Storage, size: int) -> int:
-        if not self._rank.keeps_sent:
+        if not self._linked.keeps_sent:
             return 0
         self._under_way[key] += 1
         return self._hold(key, size)
 
     def _forward(self, way: Way) -> Effect:
-        rank, s = self._rank, way.stage_index
-        stage, value = rank.stages[s], rank.value
+        linked, s = self._linked, way.stage_index
+        stage, value = linked.stages[s], linked.value
         walk = getattr(stage, way.walk)
         kept_bytes = taken_bytes = 0
         for message in stage.incoming:
-            if not rank.is_local(message):
+            if not linked.is_local(message):
                 taken_bytes += message.taken_bytes
                 kept_bytes += self._hold(value(s, message.name), message.taken_bytes)
         done = walk.forward
@@ -167,7 +161,7 @@ class MicrobatchBytes:
         sent = []
         for message in stage.outgoing:
             key = value(s, message.name)
-            if rank.is_local(message):
+            if linked.is_local(message):
                 kept_bytes += self._hold(key, message.sent_bytes)
                 continue
             key = ("copy", *key) if message.name in walk.sent_copies else key
@@ -193,8 +187,8 @@ class MicrobatchBytes:
         )
 
     def _backward(self, way: Way) -> Effect:
-        rank, s = self._rank, way.stage_index
-        stage = rank.stages[s]
+        linked, s = self._linked, way.stage_index
+        stage = linked.stages[s]
         walk = getattr(stage, way.walk)
         is_split = way.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
         # The last block is run again before the gradients are waited for.
@@ -203,7 +197,7 @@ class MicrobatchBytes:
         arriving = [message for message in stage.outgoing if message.requires_grad]
         kept_bytes = taken_bytes = 0
         for message in arriving:
-            if not rank.is_local(message):
+            if not linked.is_local(message):
                 taken_bytes += message.sent_bytes
                 kept_bytes += self._hold(_gradient(s, message), message.sent_bytes)
         own_bytes, kept, leaves = self._kept.pop(s)
@@ -222,7 +216,7 @@ class MicrobatchBytes:
         height_bytes = kept_bytes
         if is_split:
             waiting: list[tuple[Storage, int]] = [
-                (rank.value(s, name) if name in stage.walk.arriving else ("aside", s, name), size)
+                (linked.value(s, name) if name in stage.walk.arriving else ("aside", s, name), size)
                 for name, size in held_aside(done.aside).items()
             ]
             for key, size in waiting:
@@ -235,7 +229,7 @@ class MicrobatchBytes:
             kept_bytes -= self._release(_gradient(s, message))
         sent: list[tuple[Message, Storage]] = []
         for message in stage.incoming:
-            if message.requires_grad and rank.is_local(message):
+            if message.requires_grad and linked.is_local(message):
                 key = "gradient", message.other_stage, s, message.tensor
                 kept_bytes += self._hold(key, message.taken_bytes)
             elif message.requires_grad:
@@ -256,7 +250,7 @@ class MicrobatchBytes:
     def _weights(self, way: Way) -> Effect:
         s = way.stage_index
         aside, keys = self._aside.pop(s, ((), []))
-        rise, left = weight_job(aside, first=way.is_first, wide=self._rank.stages[s].walk.wide)
+        rise, left = weight_job(aside, first=way.is_first, wide=self._linked.stages[s].walk.wide)
         return Effect(
             taken_bytes=0,
             height_bytes=0,
@@ -266,6 +260,32 @@ class MicrobatchBytes:
             left_bytes=left,
             done=None,
         )
+
+
+def before_any_job(
+    stages: Mapping[int, StageJobs], *, keeps_sent: bool
+) -> dict[int, tuple[int, int, MicrobatchBytes]]:
+    """Return, for each stage of a rank, which of them it shares microbatches' bytes with (by the
+    first), what it is called there, and what a microbatch holds at first.
+    """
+    linked = {
+        index: stage
+        for index, stage in stages.items()
+        if any(one.other_stage in stages for one in (*stage.incoming, *stage.outgoing))
+    }
+    first = min(linked, default=0)
+    together = MicrobatchBytes(LinkedStages(linked, keeps_sent=keeps_sent))
+    found = {index: (first, index, together) for index in linked}
+    for index, stage in stages.items():
+        if index not in linked and keeps_sent:
+            alone = MicrobatchBytes(LinkedStages({index: stage}, keeps_sent=True))
+            found[index] = index, index, alone
+        elif index not in linked:
+            if not stage.alone:
+                only = LinkedStages({index: stage}, keeps_sent=False)
+                stage.alone.append((index, MicrobatchBytes(only)))
+            found[index] = index, *stage.alone[0]
+    return found
 
 
 def _gradient(stage: int, message: Message) -> Storage:

@@ -77,7 +77,6 @@ def _walked(
         row.jobs,
         stages,
         home,
-        rank,
         receive_ahead=plan.receive_ahead,
         traffic=traffic,
     )

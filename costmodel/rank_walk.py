@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from costmodel.arrivals import Arrival, Receives, Traffic
-from costmodel.microbatch_bytes import MicrobatchBytes, RankStages, Storage
+from costmodel.microbatch_bytes import MicrobatchBytes, Storage, before_any_job
 from costmodel.sharded_bytes import ShardedBytes
 from costmodel.stage_bytes import BackwardBytes, ForwardBytes
 from costmodel.stage_jobs import Message, StageJobs, Way, ways_of
@@ -47,7 +47,6 @@ def walk_rank(
     row: Sequence[Job],
     stages: Mapping[int, StageJobs],
     home: Callable[[int], int],
-    here: int,
     *,
     receive_ahead: int,
     traffic: Traffic | None = None,
@@ -57,13 +56,14 @@ def walk_rank(
     Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
     of need, and what is sent has left at once.
     """
-    play = _Play(stages, home, here, traffic or Traffic())
+    play = _Play(stages, home, traffic or Traffic())
     waiting = [index for index, stage in stages.items() if stage.on_host]
     travels = trips(row, waiting) if waiting else ()
     for job in row[:receive_ahead]:
         play.post(job)
     moments = []
-    for position, (job, way) in enumerate(zip(row, ways_of(row, stages), strict=True)):
+    ways = ways_of(row, stages, play.called)
+    for position, (job, way) in enumerate(zip(row, ways, strict=True)):
         if position + receive_ahead < len(row):
             play.post(row[position + receive_ahead])
         for trip in travels:
@@ -91,17 +91,15 @@ class _Play:
         self,
         stages: Mapping[int, StageJobs],
         home: Callable[[int], int],
-        here: int,
         traffic: Traffic,
     ) -> None:
         self._stages, self._home = stages, home
         self._traffic, self._receives = traffic, Receives(traffic)
-        rank = RankStages(stages, home, here, keeps_sent=bool(traffic.taken_at))
         self._arriving = {
             (s, is_grad): [
                 message
                 for message in (stage.outgoing if is_grad else stage.incoming)
-                if not rank.is_local(message) and (message.requires_grad or not is_grad)
+                if message.other_stage not in stages and (message.requires_grad or not is_grad)
             ]
             for s, stage in stages.items()
             for is_grad in (False, True)
@@ -122,15 +120,20 @@ class _Play:
             for index, stage in stages.items()
             if stage.sharded is not None
         }
-        self._unseen = MicrobatchBytes(rank)
-        self._microbatches: dict[int, MicrobatchBytes] = {}
-        # (Who gets it, what it is, of which microbatch, and its storage there.)
-        self._under_way: list[tuple[int, Arrival, int, Storage]] = []
+        self._unseen = before_any_job(stages, keeps_sent=bool(traffic.taken_at))
+        self._microbatches: dict[tuple[int, int], MicrobatchBytes] = {}
+        # (Who gets it, what it is, whose it is, and its storage there.)
+        self._under_way: list[tuple[int, Arrival, tuple[int, int], Storage]] = []
         # What a microbatch keeps: of its own, and also kept by a message under way.
         self.movable: dict[tuple[int, int], tuple[int, int]] = {}
         self.away_bytes = self.host_bytes = 0
         self._kept = self._buffers = self._gradients = 0
         self._sharded_bytes = self._sharded_gradients = 0
+
+    @property
+    def called(self) -> dict[int, int]:
+        """What each stage is called where its microbatches' bytes are found."""
+        return {stage: called for stage, (_, called, _) in self._unseen.items()}
 
     def post(self, job: Job) -> None:
         """Make the receive buffers of a job."""
@@ -156,7 +159,10 @@ class _Play:
         kept, buffers = self._kept, self._buffers
         if self._under_way:
             self._let_leave(job)
-        effect, self._microbatches[m] = self._microbatches.get(m, self._unseen).after(way)
+        group, _, unseen = self._unseen[s]
+        holder = group, m
+        held = self._microbatches.get(holder, unseen)
+        effect, self._microbatches[holder] = held.after(way)
         rise = effect.rise_bytes
         if sharded is not None and effect.done is not None:
             rise = self._play_sharded(sharded, effect.done, way)
@@ -171,22 +177,21 @@ class _Play:
         self._gradients += effect.left_bytes
         if self._traffic.taken_at:
             self._under_way += [
-                (self._home(message.other_stage), self._arrival(job, message, comes=False), m, key)
+                (
+                    self._home(message.other_stage),
+                    self._arrival(job, message, comes=False),
+                    holder,
+                    key,
+                )
                 for message, key in effect.sent
             ]
         if effect.movable is not None:
             self.movable[s, m] = effect.movable
         live_bytes = self._kept + self._buffers + self._gradients + self._sharded_bytes
         kept -= self.away_bytes
-        return Moment(
-            job=job,
-            end_bytes=live_bytes - self.away_bytes,
-            peak_bytes=kept + gradients + buffers + rise + beside,
-            kept_bytes=kept,
-            gradient_bytes=gradients,
-            buffer_bytes=buffers,
-            host_bytes=host_bytes,
-        )
+        peak_bytes = kept + gradients + buffers + rise + beside
+        end_bytes = live_bytes - self.away_bytes
+        return Moment(job, end_bytes, peak_bytes, kept, gradients, buffers, host_bytes)
 
     def _play_sharded(
         self, sharded: ShardedBytes, done: ForwardBytes | BackwardBytes, way: Way
@@ -211,12 +216,11 @@ class _Play:
             source = self._home(message.other_stage)
             made_at = self._traffic.made_at[self._arrival(job, message, comes=True)]
             for one in [*self._under_way]:
-                target, sent, microbatch, key = one
+                target, sent, holder, key = one
                 if target == source and self._traffic.taken_at[sent] <= made_at:
                     self._under_way.remove(one)
-                    freed, then = self._microbatches[microbatch].without(key)
+                    freed, self._microbatches[holder] = self._microbatches[holder].without(key)
                     self._kept -= freed
-                    self._microbatches[microbatch] = then
 
     def _arrival(self, job: Job, message: Message, *, comes: bool) -> Arrival:
         is_grad = job.kind is not JobKind.FORWARD

@@ -11,7 +11,7 @@ _fsdp_collectives}.py.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -66,8 +66,8 @@ class ShardedStage:
         return dict(zip(order, [*order[-1:], *order[:-1]], strict=True))
 
     @cached_property
-    def played(self) -> dict[tuple, tuple[int, Held, ForwardBytes | BackwardBytes]]:
-        """Jobs already played: by job, what was held and how, their height and what was then."""
+    def played(self) -> dict[tuple, Played]:
+        """Jobs already played, by job, what was held and how."""
         return {}
 
     @property
@@ -95,6 +95,14 @@ class Held(NamedTuple):
     gradient_bytes: int = 0
 
 
+class Played(NamedTuple):
+    """A job's height, what is held after it, and the job itself, so that no other has its id."""
+
+    peak_bytes: int
+    held: Held
+    job: ForwardBytes | BackwardBytes
+
+
 class ShardedBytes:
     """What FSDP2 holds of one stage now. Mutable: it is a tally.
 
@@ -110,7 +118,14 @@ class ShardedBytes:
     def forward(self, job: ForwardBytes) -> int:
         """Play a forward and return its height, activations counted, above its start."""
         self._in_flight += 1
-        return self._play(job, _Play.forward)
+        key = id(job), self.held
+        known = self._stage.played.get(key)
+        if known is None:
+            play = _Play(self._stage, self.held)
+            play.forward(job)
+            known = self._remember(key, play, job)
+        self.held = known.held
+        return known.peak_bytes
 
     def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
         """Play a backward and return its height, activations counted, above its start; `is_last`
@@ -118,23 +133,20 @@ class ShardedBytes:
         """
         # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing ran.
         is_first = self._in_flight == 1 and not self._ran_back
-        self._ran_back |= is_first
+        self._ran_back = (self._ran_back or is_first) and not is_last
         self._in_flight -= 1
-        if is_last:
-            self._ran_back = False
-        return self._play(job, _Play.backward, is_last=is_last, is_first=is_first)
-
-    def _play(
-        self, job: ForwardBytes | BackwardBytes, run: Callable[..., None], **how: bool
-    ) -> int:
-        key = id(job), self.held, *how.values()
-        if key not in self._stage.played:
+        key = id(job), self.held, is_last, is_first
+        known = self._stage.played.get(key)
+        if known is None:
             play = _Play(self._stage, self.held)
-            run(play, job, **how)
-            # With the job, whose id no other then has.
-            self._stage.played[key] = play.peak, play.held(), job
-        peak, self.held, _ = self._stage.played[key]
-        return peak
+            play.backward(job, is_last=is_last, is_first=is_first)
+            known = self._remember(key, play, job)
+        self.held = known.held
+        return known.peak_bytes
+
+    def _remember(self, key: tuple, play: _Play, job: ForwardBytes | BackwardBytes) -> Played:
+        known = self._stage.played[key] = Played(play.peak, play.held(), job)
+        return known
 
 
 class _Units:

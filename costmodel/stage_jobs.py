@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from costmodel.sharded_bytes import ShardedStage
 from costmodel.stage_bytes import StageWalk
@@ -34,6 +34,8 @@ class StageJobs:
     rank waits for have left: those of its first block, in the stage's last backward all.
     `on_host` sends to the host what a microbatch keeps, where its wait is long enough. A
     microbatch's loss has `loss_bytes`. With `sharded` gradients are FSDP2's, as messages are.
+    `alone` remembers what microbatches hold on stages of this kind that hand nothing over in place
+    (`costmodel.microbatch_bytes.before_any_job`).
     """
 
     walk: StageWalk
@@ -47,13 +49,14 @@ class StageJobs:
     on_host: bool
     loss_bytes: int
     sharded: ShardedStage | None = None
+    alone: list[Any] = field(default_factory=list, compare=False, repr=False)
 
 
 WalkName = Literal["walk", "last", "first_aside", "all_aside"]
 
 
 class Way(NamedTuple):
-    """How a job runs: the walk of its stage that it is of; whether the gradients it makes stay
+    """How a job runs: its stage and the walk of that it is of; whether the gradients it makes stay
     (`is_first`), or are added to others; how many blocks put weight gradients aside; and whether
     it is its stage's last backward.
     """
@@ -66,8 +69,10 @@ class Way(NamedTuple):
     is_last: bool
 
 
-def ways_of(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> list[Way]:
-    """Return how each job of a rank's row runs."""
+def ways_of(
+    row: Sequence[Job], stages: Mapping[int, StageJobs], called: Mapping[int, int]
+) -> list[Way]:
+    """Return how each job of a rank's row runs; `called` names stages as ways are to call them."""
     forward, backward, makes = {}, {}, {}
     split: set[tuple[int, int]] = set()
     for job in row:
@@ -94,7 +99,7 @@ def ways_of(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> list[Way]:
             ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
             walk = "all_aside" if ends else "first_aside"
         if kind is JobKind.FORWARD:
-            ways.append(Way(kind, s, walk, False, 0, False))
+            ways.append(Way(kind, called[s], walk, False, 0, False))
             continue
         is_weight = kind is JobKind.BACKWARD_WEIGHT
         is_first = not stage.accumulates and (s, is_weight) not in begun
@@ -106,5 +111,5 @@ def ways_of(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> list[Way]:
         elif stage.sends_first and not is_weight:
             num_aside = len(stage.walk.blocks) if makes[s] is job else 1
         is_last = not is_weight and backward[s] is job
-        ways.append(Way(kind, s, walk, is_first, num_aside, is_last))
+        ways.append(Way(kind, called[s], walk, is_first, num_aside, is_last))
     return ways

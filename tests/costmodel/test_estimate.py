@@ -173,7 +173,7 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
 
     def most_kept(kind, rank):
         row = build_schedule(kind, pp=pp, vpp=1, num_microbatches=m).jobs[rank]
-        moments = walk_rank(row, {rank: jobs}, lambda stage: stage, rank, receive_ahead=0)
+        moments = walk_rank(row, {rank: jobs}, lambda stage: stage, receive_ahead=0)
         return max(moment.kept_bytes for moment in moments)
 
     for rank in range(pp):
