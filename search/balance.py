@@ -52,10 +52,12 @@ def longest_stage(sums: Sequence[float], num_stages: int) -> float:
     n = len(sums) - 1
     high = sums[n]
     low = max(high / num_stages, max(b - a for a, b in pairwise(sums)))
-    fits, _ = _probe(sums, num_stages, low)
-    if fits:
-        return low * (1 + 1e-12)
     while high - low > 1e-9 * high:
+        # Nothing shorter than `low` does: where blocks are alike it often is the answer.
+        fits, length = _probe(sums, num_stages, low)
+        if fits:
+            return low * (1 + 1e-12)
+        low = length
         fits, length = _probe(sums, num_stages, (low + high) / 2)
         if fits:
             high = min(high, length)

@@ -175,18 +175,35 @@ _UNIT = 1e12
 """Bytes of parameters by which a slope is taken; powers of ten lose nothing of them."""
 
 
-def least_lines(
-    *, in_flight: int, limit_bytes: float, **options: Any
-) -> tuple[tuple[float, float, float], ...]:
-    """Return (live, slope, room) of lines that a rank within a limit is under: live * bytes kept of
-    a microbatch + slope * bytes of parameters <= room, as `RankBytes.may_fit` asks.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankLines:
+    """Lines that ranks within a limit are under, as `RankBytes.may_fit` asks, by the microbatches
+    in flight: live * bytes kept of each + slope * bytes of parameters <= room.
 
-    `options` are `RankBytes`'s other fields.
+    `slopes` by whether a backward is done, `at_update` for the optimizer's step.
     """
-    empty, full = (RankBytes(load=StageLoad(param_bytes=size), **options) for size in (0.0, _UNIT))
-    room, always = empty._room(limit_bytes), full._always - empty._always
-    lines = [(0.0, float(full._at_update + always) / _UNIT, float(room))]
-    for live, has_gradients in full._moments(in_flight, splits=full.splits_backward):
-        beside = float(full._beside[has_gradients] + always) / _UNIT
-        lines.append((float(live), beside, float(room)))
-    return tuple(lines)
+
+    rank: RankBytes
+    slopes: Mapping[bool, float]
+    at_update: float
+    room: float
+
+    @classmethod
+    def of(cls, limit_bytes: float, **options: Any) -> RankLines:
+        """Return the lines of ranks with these of `RankBytes`'s other fields."""
+        empty, full = (
+            RankBytes(load=StageLoad(param_bytes=size), **options) for size in (0.0, _UNIT)
+        )
+        always = full._always - empty._always
+        return cls(
+            rank=full,
+            slopes={done: float(size + always) / _UNIT for done, size in full._beside.items()},
+            at_update=float(full._at_update + always) / _UNIT,
+            room=float(empty._room(limit_bytes)),
+        )
+
+    def lines(self, in_flight: int) -> tuple[tuple[float, float, float], ...]:
+        """Return (live, slope, room) of each line."""
+        moments = self.rank._moments(in_flight, splits=self.rank.splits_backward)
+        under = [(float(live), self.slopes[done], self.room) for live, done in moments]
+        return (*under, (0.0, self.at_update, self.room))

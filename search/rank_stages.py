@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from costmodel.topology import dp_group
 from planner.plan import Precision, Recompute
 from search.chain_problem import LeastNeeds, Line
 from search.chain_windows import Part, Window
-from search.rank_bytes import RankBytes, least_lines
+from search.rank_bytes import RankBytes, RankLines
 from search.run_kinds import RunKinds
 from search.runs import distinct
 
@@ -210,28 +210,28 @@ class RankStages:
         table = self.table
         backward_s, kept_bytes = zip(*map(table.least_sums, self.choices), strict=True)
         held_twice = sum(size for _, _, size in table.ties)
+        ranks = RankLines.of(
+            limit_bytes * (1 + 1e-9),
+            num_microbatches=self.num_microbatches,
+            recompute="none",
+            replicas=self.dp * self.cp,
+            zero=self.zero,
+            profile=table.profile,
+            precision=table.precision,
+            on_host=table.on_host,
+            batch_bytes=self.batch_bytes,
+            splits_backward=self.splits_backward,
+        )
 
         def lines(in_flight: int) -> tuple[Line, ...]:
-            found = least_lines(
-                in_flight=in_flight,
-                limit_bytes=limit_bytes * (1 + 1e-9),
-                num_microbatches=self.num_microbatches,
-                recompute="none",
-                replicas=self.dp * self.cp,
-                zero=self.zero,
-                profile=table.profile,
-                precision=table.precision,
-                on_host=table.on_host,
-                batch_bytes=self.batch_bytes,
-                splits_backward=self.splits_backward,
-            )
+            found = ranks.lines(in_flight)
             return tuple((live, slope, room + slope * held_twice) for live, slope, room in found)
 
         return LeastNeeds(
             backward_s=backward_s,
             kept_bytes=kept_bytes,
             param_bytes=table.sums["param_bytes"].tolist(),
-            lines=lru_cache(maxsize=None)(lines),
+            lines=lines,
         )
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
