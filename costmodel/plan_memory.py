@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from costmodel.arrivals import find_traffic
@@ -17,7 +17,7 @@ from costmodel.memory import (
 )
 from costmodel.placed_stage import PlacedStages
 from costmodel.plan_price import PlanPrice
-from costmodel.rank_walk import walk_rank
+from costmodel.rank_walk import Moment, walk_rank
 from costmodel.side_values import frozen_bytes
 from costmodel.stage import join
 from costmodel.steady_row import SteadyRow, steady_row
@@ -42,6 +42,21 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
 
 def _batch_bytes(plan: Plan, graph: ModelGraph) -> int:
     return sum(graph.tensor[n].bytes_at(plan.global_batch) for n in graph.batch_inputs)
+
+
+def _worst(moments: Iterable[Moment], gap: int, more_bytes: int) -> tuple[Moment, Any]:
+    """Return the highest of a rank's moments, from job `gap` on with more kept, and the most bytes
+    on the host.
+    """
+    worst, on_host = None, 0
+    for position, moment in enumerate(moments):
+        on_host = max(on_host, moment.host_bytes)
+        if more_bytes and position >= gap:
+            moment = moment.holding(more_bytes)
+        if worst is None or moment.peak_bytes > worst.peak_bytes:
+            worst = moment
+    assert worst is not None, "every rank has jobs"
+    return worst, on_host
 
 
 def _walked(
@@ -73,24 +88,16 @@ def _walked(
     # What waits long enough is a count of its own, and other ranks' rows are whole.
     if not any(stage.on_host for stage in stages.values()) and not traffic.orders:
         row = steady_row(row.jobs, ahead=plan.receive_ahead)
-    moments = walk_rank(
-        row.jobs,
-        stages,
-        home,
-        receive_ahead=plan.receive_ahead,
-        traffic=traffic,
-    )
+    # Repetitions that were left out would have gathered losses.
     losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
-    if losses:
-        moments = [*moments[: row.gap], *(one.holding(losses) for one in moments[row.gap :])]
-    worst = max(moments, key=lambda moment: moment.peak_bytes)
+    moments = walk_rank(row.jobs, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
+    worst, on_host = _worst(moments, row.gap, losses)
     shards = [stage.sharded.shard_bytes for stage in stages.values() if stage.sharded is not None]
     # What is stepped on: in bf16 masters, beside which ZeRO needs no weights at rest.
     stepped = sum(shards) if shards else wide * int(weights.param_bytes)
     resting = stepped // wide
     if shards and plan.precision == "bf16":
         resting = 0
-    on_host: Any = max(moment.host_bytes for moment in moments)
     side_values = costs.side_values(plan.stage_microbatch_size(mine[0]))
     states = ADAMW_STATES * stepped + COUNTER_BYTES * int(weights.num_params)
     states += stepped if plan.precision == "bf16" else 0

@@ -8,7 +8,7 @@ that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from costmodel.arrivals import Arrival, Receives, Traffic
@@ -50,8 +50,8 @@ def walk_rank(
     *,
     receive_ahead: int,
     traffic: Traffic | None = None,
-) -> list[Moment]:
-    """Return a moment for each job of a rank; `home` gives the pp rank of a stage.
+) -> Iterator[Moment]:
+    """Yield a moment for each job of a rank; `home` gives the pp rank of a stage.
 
     Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
     of need, and what is sent has left at once.
@@ -61,7 +61,6 @@ def walk_rank(
     travels = trips(row, waiting) if waiting else ()
     for job in row[:receive_ahead]:
         play.post(job)
-    moments = []
     ways = ways_of(row, stages, play.called)
     for position, (job, way) in enumerate(zip(row, ways, strict=True)):
         if position + receive_ahead < len(row):
@@ -80,8 +79,7 @@ def walk_rank(
             if position == trip.arriving + 1:
                 place = trip.stage_index, trip.microbatch_index
                 play.host_bytes -= sum(play.movable[place])
-        moments.append(play.run(job, way, host_bytes))
-    return moments
+        yield play.run(job, way, host_bytes)
 
 
 class _Play:

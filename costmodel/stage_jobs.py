@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -71,8 +71,8 @@ class Way(NamedTuple):
 
 def ways_of(
     row: Sequence[Job], stages: Mapping[int, StageJobs], called: Mapping[int, int]
-) -> list[Way]:
-    """Return how each job of a rank's row runs; `called` names stages as ways are to call them."""
+) -> Iterator[Way]:
+    """Yield how each job of a rank's row runs; `called` names stages as ways are to call them."""
     forward, backward, makes = {}, {}, {}
     split: set[tuple[int, int]] = set()
     for job in row:
@@ -88,7 +88,6 @@ def ways_of(
             makes[s] = job
     adds = {s: stage.sharded is None or stage.sharded.keeps_sums for s, stage in stages.items()}
     begun: set[tuple[int, bool]] = set()
-    ways = []
     for job in row:
         s, m, kind = job.stage_index, job.microbatch_index, job.kind
         stage = stages[s]
@@ -99,7 +98,7 @@ def ways_of(
             ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
             walk = "all_aside" if ends else "first_aside"
         if kind is JobKind.FORWARD:
-            ways.append(Way(kind, called[s], walk, False, 0, False))
+            yield Way(kind, called[s], walk, False, 0, False)
             continue
         is_weight = kind is JobKind.BACKWARD_WEIGHT
         is_first = not stage.accumulates and (s, is_weight) not in begun
@@ -111,5 +110,4 @@ def ways_of(
         elif stage.sends_first and not is_weight:
             num_aside = len(stage.walk.blocks) if makes[s] is job else 1
         is_last = not is_weight and backward[s] is job
-        ways.append(Way(kind, called[s], walk, is_first, num_aside, is_last))
-    return ways
+        yield Way(kind, called[s], walk, is_first, num_aside, is_last)
