@@ -2,23 +2,22 @@
 
 Split the chain into two parts with the halves of the stages, at the block boundary where the
 two parts' times are nearest to their numbers of stages; then each part likewise. Afterwards,
-boundaries move one block at a time while that lowers the bound or makes the cut fit. Each
-stage takes the first recompute choice that fits.
+boundaries move one block at a time while that lowers the bound or makes the cut fit. The stages
+of a given cut take the best recompute choices that fit.
 
-Complexity: O(S log n) for the splits and O(S) path evaluations a sweep of moves; no table of
-runs is needed, so it reads single entries of a band only as wide as its longest stage. What it
-misses against `chain_dp` is its gap, which callers report; it is never better than exact.
+Complexity: O(S log n) for the splits and O(S^2) runs priced a sweep of moves, whatever n is, as
+only the runs of the cuts at hand are looked at. What it misses against `chain_dp` is its gap,
+which callers report; it is never better than exact.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 
-from search.chain_dp import cut_value
-from search.chain_paths import Paths
+from search.chain_dp import solve_chain
 from search.chain_problem import ChainProblem, Cut
 
 _MOST_SWEEPS = 20
@@ -62,15 +61,7 @@ def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
 
 
 def _valued(problem: ChainProblem, cuts: list[int]) -> Cut:
-    """Return the cut with each stage's first choice that fits, and its bound."""
-    paths = Paths.of_all(problem, max(end - first for first, end in pairwise(cuts)))
-    choices = []
-    for stage, (first, end) in enumerate(pairwise(cuts)):
-        fitting = [
-            choice
-            for choice in range(len(problem.choices))
-            if paths.fits(stage)[choice, end - first - 1, first]
-        ]
-        choices.append(fitting[0] if fitting else 0)
-    value = cut_value(paths, cuts, choices)
-    return Cut(cuts=tuple(cuts), choices=tuple(choices), value=value)
+    """Return the cut with the best of its choices that fit; its bound is infinite without any."""
+    given = tuple(cuts)
+    found = solve_chain(replace(problem, cuts=given)).cut
+    return found or Cut(cuts=given, choices=(0,) * problem.num_stages, value=np.inf)

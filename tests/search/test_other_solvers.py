@@ -1,5 +1,7 @@
 """Recursive bisection and the joint integer program beside the chain DP."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,16 @@ def test_bisection_is_never_better_than_exact_and_close_to_it():
     assert np.mean(gaps) < 0.02
     assert np.median(gaps) == pytest.approx(0.0, abs=1e-9)
     assert missed < 15
+
+
+def test_bisection_of_a_thousand_blocks_takes_under_two_seconds():
+    """M18: only the runs of the cuts at hand are priced, and here the even cut is the best one."""
+    problem = uniform_chain(1000, 40, 80)
+    start = time.process_time()
+    found = solve_by_bisection(problem)
+    assert time.process_time() - start < 2.0
+    assert found is not None
+    assert found.value == pytest.approx((80 + 39) * 75.0)
 
 
 def test_the_joint_program_agrees_with_the_chain_dp():
