@@ -54,12 +54,12 @@ def least_end_s(
     forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
     work = np.bincount(homes, weights=forward_s + backward_s)
     # Rank r's first stage is r under loop and fold placements alike.
-    fill = np.cumsum(forward_s)[:pp] - forward_s[:pp] + np.cumsum(seconds.hop_s)[:pp]
+    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.hop_s.cumsum()[:pp]
     own = fill + one.num_microbatches * work
     ends = own + seconds.tail_s
     if not one.splits_backward:
         inputs = backward_s - ahead_s
-        drain = np.cumsum(inputs)[:pp] - inputs[:pp] + np.cumsum(seconds.back_hop_s)[:pp]
+        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_hop_s.cumsum()[:pp]
         drain += ahead_s[0]
         # Whichever of a rank's stages its last backward is of.
         most_ahead = np.zeros(pp)

@@ -22,7 +22,7 @@ from costmodel.communication import (
     boundary_seconds,
 )
 from costmodel.inputs import input_seconds
-from costmodel.stage import StageLoad, again_seconds, block_load, join
+from costmodel.stage import StageLoad, again_seconds, block_load
 from costmodel.topology import hop_group, split_axes
 from planner.graph import ModelGraph
 from planner.placement import Shard
@@ -232,16 +232,8 @@ class StageTable:
     @cached_property
     def whole(self) -> StageLoad:
         """The load of all blocks as one stage."""
-        columns = {f.name: getattr(self.blocks, f.name).tolist() for f in used_fields()}
-        total = join(
-            StageLoad(**{name: values[block] for name, values in columns.items()})
-            for block in range(self.num_blocks)
-        )
-        return replace(
-            total,
-            param_bytes=total.param_bytes - sum(size for _, _, size in self.ties),
-            frozen_bytes=total.frozen_bytes + self.once_bytes.max(initial=0.0),
-        )
+        total = self.runs.loads(np.array(0), np.array(self.num_blocks))
+        return replace(total, frozen_bytes=total.frozen_bytes + self.once_bytes.max(initial=0.0))
 
     def kinds(self, window: Window) -> tuple[RunKinds, StageLoad]:
         """Return the kinds of a window's runs and their loads; the last ones asked are kept."""
