@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from costmodel.simulate import JobSeconds, simulate
 from costmodel.stage import StageLoad
+from planner.schedule import build_schedule
 from planner.units import GIB
 from search import SearchRequest
 from search.candidates import Candidates, live_stages_of
@@ -11,6 +13,7 @@ from search.chain_problem import Cut
 from search.chain_windows import fixed_windows
 from search.rank_bytes import RankBytes
 from search.space import recompute_choices
+from search.zero_bubble_bound import ZeroBubbleBound
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine, Overlapping
@@ -95,6 +98,40 @@ def test_no_step_is_shorter_than_what_is_known_before_it_is_cut(machine, name):
     assert len(parts) > 100
     assert max(parts) <= 1 + 1e-9
     assert np.median(alone) > (0.97 if machine.alpha_s < 1e-8 else 0.6)
+
+
+def test_zb_h1_is_never_faster_than_its_bound():
+    """M17, X1: of random blocks (of some no weight gradient, or no forward, takes time), random
+    boundaries and as many microbatches as ranks or more; equal blocks reach it where F is no
+    longer than I and W."""
+    rng = np.random.default_rng(29)
+    for _ in range(300):
+        pp = int(rng.integers(2, 7))
+        num_blocks, m = pp + int(rng.integers(9)), pp + int(rng.integers(6))
+        seconds = rng.uniform(0, 1, (num_blocks, 3)) * rng.integers(0, 2, (num_blocks, 3))
+        seconds[int(rng.integers(num_blocks))] += rng.uniform(0, 5, 3)
+        bound = ZeroBubbleBound(seconds=seconds).least_step_s(pp, m)
+        inner = np.sort(rng.choice(np.arange(1, num_blocks), pp - 1, replace=False))
+        step_s = _zb_h1_s(np.add.reduceat(seconds, [0, *inner]), m)
+        assert bound <= step_s * (1 + 1e-9)
+    equal = np.tile([1.0, 1.5, 1.0], (12, 1))
+    assert ZeroBubbleBound(seconds=equal).least_step_s(4, 8) == pytest.approx(
+        _zb_h1_s(np.add.reduceat(equal, [0, 3, 6, 9]), 8)
+    )
+
+
+def _zb_h1_s(stages, num_microbatches):
+    """Simulated seconds of stages of these F, I and W jobs, with nothing to send."""
+    forward_s, input_s, weight_s = map(tuple, stages.T.tolist())
+    nothing = (0.0,) * len(stages)
+    schedule = build_schedule("zb_h1", pp=len(stages), vpp=1, num_microbatches=num_microbatches)
+    return simulate(
+        schedule,
+        JobSeconds(
+            forward_s=forward_s, backward_input_s=input_s, backward_weight_s=weight_s,
+            receive_forward_s=nothing, receive_backward_s=nothing,
+        ),
+    ).makespan_s  # fmt: skip
 
 
 def _random_cut(one, table, rng):
