@@ -121,7 +121,7 @@ class _Builder:
                 seconds, num_bytes = seconds[keep], num_bytes[keep]
             if not offered.values:
                 wanted = ", ".join(
-                    f"{name}={self.pins[class_index, name]}"
+                    f"{program.tensor[name].fqn or name}={self.pins[class_index, name]}"
                     for name in (*op.inputs, *op.outputs)
                     if (class_index, name) in self.pins
                 )
