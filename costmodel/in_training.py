@@ -37,9 +37,10 @@ class TrainingProfile(Profile):
 
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return an operator's time on the slowest of all nodes, at the clocks they sustain."""
-        if query not in self._op_answers:
-            self._op_answers[query] = self._op_seconds(query)
-        return self._op_answers[query]
+        answer = self._op_answers.get(query)
+        if answer is None:
+            answer = self._op_answers[query] = self._op_seconds(query)
+        return answer
 
     def _op_seconds(self, query: OpQuery) -> Lookup:
         answer = self._alone.op_seconds(query)

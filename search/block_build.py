@@ -11,8 +11,8 @@ import numpy as np
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.placement import OpSharding, Partial, Placement, Replicate
-from search.alike import BoundClass
-from search.block_prices import STATE_FACTOR, Prices
+from search.alike import Alike, BoundClass
+from search.block_prices import STATE_FACTOR, Floats, Prices
 from search.block_problem import BlockProblem, Boundary, Link, SharedTables, Variable
 from search.link_patterns import (
     Asks,
@@ -24,6 +24,7 @@ from search.link_patterns import (
     offer,
     yields,
 )
+from search.segments import kept_segments, without
 
 
 def build_block_problems(
@@ -43,9 +44,8 @@ def build_block_problems(
     LayoutError when a pin leaves an op no strategy.
     """
     builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
-    for one in classes:
-        builder.add_ops(one)
     group_of = {member: tuple(group) for group in shared for member in group}
+    builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
     for one in classes:
         builder.add_links(one, group_of)
     programs = tuple((one.class_index, one.program) for one in classes)
@@ -64,6 +64,9 @@ def build_block_problems(
         for boundary in boundaries
     )
 
+
+Member = tuple[int, str]
+"""A tensor of a class: the class's index and the tensor's name."""
 
 Use = tuple[int | None, Asks]
 """A variable (None: another block), and what each of its values asks."""
@@ -107,39 +110,59 @@ class _Builder:
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
         self.ends: list[_End] = []
 
-    def add_ops(self, one: BoundClass) -> None:
-        class_index, program = one.class_index, one.program
-        for op, alike in zip(program.ops, one.alike, strict=True):
-            offered, seconds, num_bytes = self.prices.of_op(alike, self.segments)
-            if self.pins:
-                keep = [
-                    index
-                    for index, sharding in enumerate(offered.values)
-                    if self._respects_pins(class_index, op, sharding)
-                ]
-                offered = offer(tuple(offered.values[index] for index in keep))
-                seconds, num_bytes = seconds[keep], num_bytes[keep]
-            if not offered.values:
-                wanted = ", ".join(
-                    f"{program.tensor[name].fqn or name}={self.pins[class_index, name]}"
-                    for name in (*op.inputs, *op.outputs)
-                    if (class_index, name) in self.pins
-                )
-                raise LayoutError(
-                    f"no sharding rule of op {op.name} ({op.target}) in block class "
-                    f"{program.name!r} fits the pinned {wanted} on tp={self.prices.axis_size}; "
-                    "drop a pin or choose another placement"
-                )
-            self.op_variable[class_index, op.name] = len(self.variables)
+    def add_ops(self, classes: Sequence[BoundClass], tensor_of: Mapping[Member, Member]) -> None:
+        """Add a variable for each op, without strategies that only cut in more segments.
+
+        `tensor_of` says which parameter tied ones are.
+        """
+        priced = [
+            (one, op, self._offered(one, op, alike))
+            for one in classes
+            for op, alike in zip(one.program.ops, one.alike, strict=True)
+        ]
+        tensors = [
+            [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]
+            for i, op in ((one.class_index, op) for one, op, _ in priced)
+        ]
+        kept = kept_segments(
+            [(mine, offered) for mine, (_, _, (offered, _, _)) in zip(tensors, priced, strict=True)]
+        )
+        for (one, op, (every, seconds, num_bytes)), mine in zip(priced, kept, strict=True):
+            offered, left = without(every, mine)
+            self.op_variable[one.class_index, op.name] = len(self.variables)
             self.offers[len(self.variables)] = offered
             self.variables.append(
                 Variable(
-                    name=f"{class_index}:{op.name}",
+                    name=f"{one.class_index}:{op.name}",
                     values=offered.values,
-                    seconds=seconds,
-                    num_bytes=num_bytes,
+                    seconds=seconds[left],
+                    num_bytes=num_bytes[left],
                 )
             )
+
+    def _offered(self, one: BoundClass, op: Op, alike: Alike) -> tuple[Offer, Floats, Floats]:
+        """Return what an op may take under the pins, with seconds and bytes."""
+        offered, seconds, num_bytes = self.prices.of_op(alike, self.segments)
+        if not self.pins:
+            return offered, seconds, num_bytes
+        keep = [
+            index
+            for index, sharding in enumerate(offered.values)
+            if self._respects_pins(one.class_index, op, sharding)
+        ]
+        if not keep:
+            wanted = ", ".join(
+                f"{name}={self.pins[one.class_index, name]}"
+                for name in (*op.inputs, *op.outputs)
+                if (one.class_index, name) in self.pins
+            )
+            raise LayoutError(
+                f"no sharding rule of op {op.name} ({op.target}) in block class "
+                f"{one.program.name!r} fits the pinned {wanted} on tp={self.prices.axis_size}; "
+                "drop a pin or choose another placement"
+            )
+        values = tuple(offered.values[index] for index in keep)
+        return offer(values), seconds[keep], num_bytes[keep]
 
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),

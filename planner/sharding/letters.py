@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from planner.placement import OpSharding, Placement, Shard
+from planner.placement import OpSharding, Shard
 from planner.sharding.call import Call, P, R, Shape
 
 Letter = int | str
@@ -32,28 +32,26 @@ def by_letters(
     ranks adds them once.
     """
     summed = set(summed)
-    letters: dict[Letter, None] = {}
-    for tensor in (*inputs, *outputs):
-        letters.update(dict.fromkeys(letter for letter in tensor if letter is not None))
+    tensors = [list(tensor) for tensor in (*inputs, *outputs)]
+    letters = dict.fromkeys(letter for tensor in tensors for letter in tensor if letter is not None)
     for letter in letters:
-        if any(list(tensor).count(letter) > 1 for tensor in (*inputs, *outputs)):
+        counts = [tensor.count(letter) for tensor in tensors]
+        if max(counts) > 1:
             continue  # a diagonal
         is_summed = letter in summed
-        if not is_summed and any(letter not in tensor for tensor in outputs):
+        if not is_summed and not all(counts[len(inputs) :]):
             continue
+        places = [
+            Shard(tensor.index(letter)) if count else None
+            for tensor, count in zip(tensors, counts, strict=True)
+        ]
         yield OpSharding(
             inputs=tuple(
-                P if is_summed and i in addends and letter not in tensor else _place(letter, tensor)
-                for i, tensor in enumerate(inputs)
+                place or (P if is_summed and i in addends else R)
+                for i, place in enumerate(places[: len(inputs)])
             ),
-            outputs=tuple(
-                P if letter not in tensor else _place(letter, tensor) for tensor in outputs
-            ),
+            outputs=tuple(place or P for place in places[len(inputs) :]),
         )
-
-
-def _place(letter: Letter, tensor: Letters) -> Placement:
-    return Shard(list(tensor).index(letter)) if letter in tensor else R
 
 
 def broadcast(shape: Shape, out_shape: Shape) -> list[int | None]:

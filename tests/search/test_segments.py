@@ -1,0 +1,62 @@
+"""M17: strategies that only cut in more segments are left out, and the optimum stays."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.placement import Shard
+from search import block_build
+from search.eliminate import solve_by_elimination
+from search.layouts import LayoutSolver, boundary_options, class_groups
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.search.machine import Machine
+
+
+def keep_all(ops):
+    """Keep the segments of every placement that an op is offered."""
+    return tuple(
+        frozenset(
+            (at, place)
+            for one in offered.values
+            for at, place in enumerate((*one.inputs, *one.outputs))
+            if isinstance(place, Shard)
+        )
+        for _, offered in ops
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt", "hf-gpt2", "hf-llama"])
+def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
+    """For time alone and with a price of bytes, with fused projections and flattened batches."""
+    tiny = tiny_models()[name]
+    if tiny.needs_transformers:
+        pytest.importorskip("transformers")
+    graph = capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+    machine = Machine(context_bytes=0.0, devices_per_node=4)
+
+    def solved(tp: int, size: int) -> tuple[int, list[float]]:
+        """Return how many strategies there were, and the costs of the best choices."""
+        solver = LayoutSolver(graph=graph, profile=machine)
+        problems = [
+            solver.problem(tp, size, classes, boundary)
+            for boundary in boundary_options(graph, tp, size)
+            for classes in class_groups(graph, solver.shared)
+        ]
+        count = sum(len(v.values) for problem in problems for v in problem.variables)
+        prices = (1e-18, 1e-9)
+        return count, [
+            solve_by_elimination(problem, bytes_price=price).cost
+            for problem in problems
+            for price in prices
+        ]
+
+    left_out = 0
+    for degrees in ((2, 2), (2, 4)):
+        fewer, found = solved(*degrees)
+        with monkeypatch.context() as patch:
+            patch.setattr(block_build, "kept_segments", keep_all)
+            every, best = solved(*degrees)
+        left_out += every - fewer
+        assert found == pytest.approx(best, rel=1e-12)
+    assert left_out > 0
