@@ -152,7 +152,7 @@ class _Builder:
         ]
         if not keep:
             wanted = ", ".join(
-                f"{name}={self.pins[one.class_index, name]}"
+                f"{one.program.tensor[name].fqn or name}={self.pins[one.class_index, name]}"
                 for name in (*op.inputs, *op.outputs)
                 if (one.class_index, name) in self.pins
             )
