@@ -19,14 +19,8 @@ from dataclasses import replace
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates, with_estimate
-from search.gates import (
-    NO_FASTER,
-    TOO_LARGE,
-    Progress,
-    begin_with_learnt,
-    first_gate,
-    run_gates,
-)
+from search.first_gate import NO_FASTER, TOO_LARGE, first_gate
+from search.gates import Progress, begin_with_learnt, run_gates
 from search.host_room import host_holds, too_large_for_host
 from search.nothing_fits import explain_nothing_fits, find_leanest
 from search.on_host import tiers
