@@ -12,8 +12,8 @@ from costmodel.kept_products import has_rows
 from costmodel.kernel_scratch import scratch_bytes, unreduced_bytes
 from costmodel.saved import HELD_ANYWAY, SavedTensors
 from costmodel.storage import Strides, contiguous_strides
-from planner.graph import Op, Program, Ref
-from planner.weight_products import deferrable_products
+from planner.graph import Op, Program
+from planner.weight_products import ProductArgs
 
 
 class Taker(NamedTuple):
@@ -84,10 +84,11 @@ class BackwardFacts:
     first_saver: str | None
 
 
-def backward_facts(program: Program, saved: SavedTensors) -> BackwardFacts:
-    """Return what the backward of a bound program goes by."""
+def backward_facts(
+    program: Program, saved: SavedTensors, products: Mapping[str, ProductArgs]
+) -> BackwardFacts:
+    """Return what the backward of a bound program with those `deferrable_products` goes by."""
     tensor, storage = program.tensor, saved.storages.storage
-    products = deferrable_products(program)
     edges = (*program.inputs, *program.outputs)
     return BackwardFacts(
         program=program,
@@ -105,11 +106,8 @@ def backward_facts(program: Program, saved: SavedTensors) -> BackwardFacts:
     )
 
 
-_ProductArgs = tuple[Ref, Ref, Ref | None, bool]
-
-
 def _op_facts(
-    op: Op, product: _ProductArgs | None, program: Program, saved: SavedTensors
+    op: Op, product: ProductArgs | None, program: Program, saved: SavedTensors
 ) -> OpFacts:
     tensor = program.tensor
     kept, extra = saved.by_op.get(op.name, ((), 0))
@@ -150,7 +148,7 @@ def _op_facts(
     )
 
 
-def _product(product: _ProductArgs, program: Program, saved: SavedTensors) -> Product:
+def _product(product: ProductArgs, program: Program, saved: SavedTensors) -> Product:
     tensor, storage = program.tensor, saved.storages.storage
     x, weight, bias, _ = product
     # A product put aside waits with its input as given, or with a copy of it in rows.

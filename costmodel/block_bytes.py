@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 from costmodel.backward_facts import backward_facts
@@ -141,7 +141,7 @@ def _held(
 def _backward(
     program: Program, saved: SavedTensors, results: frozenset[str]
 ) -> Callable[..., BackwardWalk]:
-    facts = cache(partial(backward_facts, program, saved))
+    facts = cache(lambda: backward_facts(program, saved, deferrable_products(program)))
     return cache(lambda **how: backward_walk(facts(), results=results, **how))
 
 

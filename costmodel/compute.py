@@ -12,16 +12,26 @@ from profiles import Group, OpQuery, Profile
 from profiles.records import Direction
 
 
-def op_seconds(op: Op, tensor: Mapping[str, TensorMeta], profile: Profile) -> tuple[float, float]:
+def op_works(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Work, Work]:
+    """Return the forward and the backward work of an op of a bound program."""
+    forward = op_work(op, tensor)
+    return forward, backward_work(op, tensor, forward)
+
+
+def op_seconds(
+    op: Op,
+    tensor: Mapping[str, TensorMeta],
+    profile: Profile,
+    works: tuple[Work, Work] | None = None,
+) -> tuple[float, float]:
     """Return device seconds (forward, backward) of an op on the shapes in `tensor`.
 
     Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
-    only make views take no device time.
+    only make views take no device time. `works` are the op's, where the caller has them.
     """
-    forward = op_work(op, tensor)
+    forward, backward = works or op_works(op, tensor)
     if forward.num_bytes == 0:
         return 0.0, 0.0
-    backward = backward_work(op, tensor, forward)
     dtype = next(
         (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
         tensor[op.outputs[0]].dtype,

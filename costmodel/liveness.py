@@ -16,6 +16,7 @@ from costmodel.gradients import Gradients
 from costmodel.kernel_scratch import scratch_bytes
 from costmodel.saved import SavedTensors
 from planner.graph import Program
+from planner.weight_products import ProductArgs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,11 @@ class Peaks:
     owning_bytes: int
 
 
-def find_peaks(program: Program, saved: SavedTensors) -> Peaks:
-    """Return the peaks of one forward and one backward of a bound program."""
-    facts = backward_facts(program, saved)
+def find_peaks(program: Program, saved: SavedTensors, products: Mapping[str, ProductArgs]) -> Peaks:
+    """Return the peaks of one forward and one backward of a bound program with those
+    `deferrable_products`.
+    """
+    facts = backward_facts(program, saved, products)
     backward, _ = _backward_peak(facts, saved, {})
     split, pending = _backward_peak(facts, saved, facts.products)
     owning, _ = _backward_peak(facts, saved, {}, owns_gradients=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from costmodel.compute import inner_seconds, op_seconds, redistribute_seconds
+from costmodel.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
 from costmodel.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.liveness import find_peaks
 from costmodel.remade import selective_bytes
 from costmodel.saved import saved_tensors
 from costmodel.topology import Axis
-from planner.flops import backward_work, op_work
+from planner.flops import Work
 from planner.graph import Program
 from planner.units import DTYPE_BYTES
 from planner.weight_products import deferrable_products
@@ -84,7 +84,10 @@ def price_program(
     runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
     """
     tensor = local.tensor
-    seconds = _seconds_of_ops(local, profile, kernels)
+    works = {
+        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
+    }
+    seconds = _seconds_of_ops(local, profile, kernels, works)
     products = deferrable_products(local)
     forward_s = backward_s = weight_s = remade_s = forward_comm_s = backward_comm_s = 0.0
     forward_flop = backward_flop = 0.0
@@ -108,9 +111,9 @@ def price_program(
         if op.name in products:
             # One product for the weight, and one as large for the input if it needs one.
             weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
-        work = op_work(op, tensor)
+        work, back_work = works[op.name]
         forward_flop += work.flop
-        backward_flop += backward_work(op, tensor, work).flop
+        backward_flop += back_work.flop
         views += there == 0.0
         backward_ops += tensor[op.outputs[0]].requires_grad
     forward_ops = len(local.ops)
@@ -126,7 +129,7 @@ def price_program(
         backward.device_s + backward.host_s, backward_waits, inside=True
     )
     again = [op for op in local.ops if op.name in remade]
-    again_views = sum(op_work(op, tensor).num_bytes == 0 for op in again)
+    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
     second = _with_host(profile, "forward", remade_s, kernels, ops=len(again), views=again_views)
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
@@ -134,7 +137,7 @@ def price_program(
     trainable = [n for n in local.params if _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
-    peaks = find_peaks(local, saved)
+    peaks = find_peaks(local, saved, products)
     selective = selective_bytes(local, saved, remade)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
@@ -186,13 +189,16 @@ def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) ->
 
 
 def _seconds_of_ops(
-    local: Program, profile: Profile, kernels: Kernels
+    local: Program,
+    profile: Profile,
+    kernels: Kernels,
+    works: Mapping[str, tuple[Work, Work]],
 ) -> dict[str, tuple[float, float]]:
     """Return forward and backward seconds of every op but redistributions, by name."""
     eager = {
-        op.name: op_seconds(op, local.tensor, profile)
+        op.name: op_seconds(op, local.tensor, profile, works[op.name])
         for op in local.ops
-        if op.target != "planner.redistribute"
+        if op.name in works
     }
     measured = profile.block_correction("forward", compiled=True) != 1.0
     # Where whole compiled blocks were measured, that says it all.

@@ -164,7 +164,7 @@ def _check_layout(program: Program, layout: ClassLayout) -> None:
                 f"the layout places {len(texts)} {what} but {program.name} has {len(names)}; "
                 "it was made for another model"
             )
-    unknown = layout.op_shardings.keys() - {op.name for op in program.ops}
+    unknown = {name for name, _ in layout.ops} - {op.name for op in program.ops}
     if unknown:
         raise LayoutError(
             f"the layout places op {min(unknown)}, which {program.name} does not have; "
@@ -307,6 +307,9 @@ class _Lowering:
             raise LayoutError(
                 f"{called} of shape {list(shape)} can't be placed {placement}: {reason}"
             )
+        if name == meta.name and not isinstance(placement, Shard):
+            self.tensors[name] = meta
+            return
         kind = "activation" if name != meta.name else meta.kind
         local = local_shape(shape, placement, self.axis_size)
         self.tensors[name] = replace(meta, name=name, shape=local, kind=kind)
@@ -318,6 +321,8 @@ def _with_inputs(local: Op, op: Op, fetched: list[str], made: set[str], *, by_pl
     The first op takes them in the op's own order, since one tensor may stand there in two
     placements; those that follow name them. What the form itself made keeps its name.
     """
+    if tuple(fetched) == op.inputs:
+        return local
     names = iter(fetched)
     by_name = dict(zip(op.inputs, fetched, strict=True))
 

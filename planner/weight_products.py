@@ -15,7 +15,11 @@ LARGE_BYTES = 2**20
 takes gradients elsewhere (`planner.runtime.weight_grads`)."""
 
 
-def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | None, bool]]:
+ProductArgs = tuple[Ref, Ref, Ref | None, bool]
+"""What a product multiplies: x, weight and bias, and whether the weight is transposed."""
+
+
+def deferrable_products(program: Program) -> dict[str, ProductArgs]:
     """Return (x, weight, bias, transposed) of each op that multiplies by a trained weight.
 
     A weight is a parameter or made from parameters only (a transpose, a cast). A product
@@ -41,9 +45,7 @@ def deferrable_products(program: Program) -> dict[str, tuple[Ref, Ref, Ref | Non
     return found
 
 
-def _as_product(
-    target: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Ref, Ref, Ref | None, bool] | None:
+def _as_product(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductArgs | None:
     if kwargs or not all(isinstance(arg, Ref) or arg is None for arg in args):
         return None
     match target, args:

@@ -9,6 +9,7 @@ from costmodel.saved import saved_tensors
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.lowering import ONCE
 from planner.program_fx import to_graph_module
+from planner.weight_products import deferrable_products
 from tests.builders import tiny_models
 from tests.captures import capture_module
 
@@ -83,7 +84,7 @@ def test_backward_peak_holds_everything_saved_and_the_arriving_gradient():
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
     layer = max(graph.classes, key=lambda c: len(c.ops)).bind(2)
     saved = saved_tensors(layer, device_type="cpu")
-    peaks = find_peaks(layer, saved)
+    peaks = find_peaks(layer, saved, deferrable_products(layer))
     gradient = layer.tensor[layer.outputs[0]].bytes_at(1)
     assert peaks.backward_bytes >= saved.num_bytes + gradient
     assert peaks.forward_bytes >= saved.num_bytes - sum(
