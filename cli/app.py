@@ -54,8 +54,17 @@ def run(arguments: Sequence[str]) -> int:
             raise
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "planner"
-        return _refuse(f"{error.format_message().rstrip('.')}; see {command} --help")
+        message = error.format_message().rstrip(".")
+        return _refuse(f"{_with_what_was_given(message, error.__cause__)}; see {command} --help")
     return code if isinstance(code, int) else 0
+
+
+def _with_what_was_given(message: str, cause: BaseException | None) -> str:
+    """Name the refused value where the message does not: newer typers leave it in the cause."""
+    for one in cause.errors() if cause is not None and hasattr(cause, "errors") else ():
+        given = repr(one.get("input"))
+        return message if given in message else f"{message}; {given} was given"
+    return message
 
 
 def _refuse(message: str) -> int:

@@ -101,6 +101,11 @@ def search(
     show_note(cut_batch_message(graph, result.plan))
     show_results(*describe_result(result))
     print(f"wrote {out}")
+    if request.meshes == "own" and request.tp is not None:
+        show_note(
+            f"--meshes own with --tp {request.tp}: every stage has this tp, so no meshes were "
+            "mixed; leave --tp out, or write --allow tp=... for some values"
+        )
     for line in left_out:
         show_note(line)
     if points:

@@ -95,6 +95,15 @@ def test_model_files_that_are_wrong(planner, tmp_path, text, says):
 # Numbers
 
 
+@pytest.mark.parametrize(
+    ("option", "text"), [("--global-batch", "many"), ("--memory-limit", "80GiB"), ("--gap", "big")]
+)
+def test_a_number_that_is_none_is_named(planner, write_model, option, text):
+    complaint = planner("search", write_model(), *SEARCH, option, text).complaint
+    assert option in complaint
+    assert f"'{text}'" in complaint
+
+
 def test_no_devices(planner, write_model):
     """V11: a number that means nothing is refused, never adjusted."""
     complaint = planner("search", write_model(), *SEARCH[:2], "--gpus", 0).complaint

@@ -51,3 +51,11 @@ def test_cost_and_numbers_of_devices_are_compared(planner, write_model):
         assert point["cost_per_step"] == pytest.approx(
             2.5 * point["num_devices"] * point["step_s"] / 3600
         )
+
+
+def test_own_meshes_of_one_tp_are_none(planner, write_model):
+    """A fixed tp leaves stages nothing to choose, which is said rather than passed over."""
+    found = planner("search", write_model(), *SEARCH, "--tp", 1, "--meshes", "own")
+    assert found.code == 0, found.stderr
+    assert "--meshes own with --tp 1" in found.stderr
+    assert "--meshes" not in planner("search", write_model(), *SEARCH, "--meshes", "own").stderr
