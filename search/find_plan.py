@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from planner.collector import no_gc
 from planner.graph import ModelGraph
 from profiles import Profile
 from search.candidates import Candidates, with_estimate
@@ -67,6 +68,7 @@ def find_plan(
     return min(refused, key=lambda result: result.smallest_memory_bytes or 0)
 
 
+@no_gc()
 def search_among(
     candidates: Candidates,
     request: SearchRequest,

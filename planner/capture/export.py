@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import io
 import itertools
 import logging
@@ -20,6 +19,7 @@ from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
+from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.plan import Precision
 
@@ -88,7 +88,7 @@ def export_batch(
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with _quiet(), _no_gc():
+        with _quiet(), no_gc():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
@@ -111,15 +111,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-@contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
-    """Hold back the cyclic collector: tracing only adds objects, and scanning them costs 25%."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
