@@ -27,7 +27,7 @@ from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
 from planner.sharding import segment_counts, strategies
 from profiles import Profile
-from search.alike import BoundClass, OpSeconds
+from search.alike import Alike, BoundClass, OpSeconds
 from search.block_build import build_block_problems
 from search.block_prices import Prices
 from search.block_problem import BlockProblem, Boundary, read_layouts
@@ -67,6 +67,7 @@ class LayoutSolver:
     _solved: dict[tuple[int, int], tuple[_Between, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
     _gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
@@ -110,10 +111,22 @@ class LayoutSolver:
         """Return what ops of all blocks take at least, wherever their tensors lie."""
         prices, segments = self._prices_on(tp), self._segments(microbatch_size)
         return sum(
-            count * prices.of_op(alike, segments)[1].min()
-            for index, count in self._uses.items()
-            for alike in self._class(index, microbatch_size).alike
+            count * float(prices.of_op(alike, segments)[1].min())
+            for alike, count in self._ops_that_take_time(microbatch_size).items()
         )
+
+    def _ops_that_take_time(self, microbatch_size: int) -> Mapping[Alike, int]:
+        """Return how often the model has each op, but for those that only make views."""
+        if microbatch_size not in self._counts:
+            counts: Counter[Alike] = Counter()
+            for index, count in self._uses.items():
+                for alike in self._class(index, microbatch_size).alike:
+                    counts[alike] += count
+            seconds = self._op_seconds
+            self._counts[microbatch_size] = {
+                alike: count for alike, count in counts.items() if seconds.of(alike)(alike.shapes)
+            }
+        return self._counts[microbatch_size]
 
     def fastest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         """Return the fastest layouts between each kind of block boundaries, fastest first."""
