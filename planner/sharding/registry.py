@@ -201,13 +201,13 @@ def local_ops(
         if sharding not in _proved(*like, axis_size):
             counts = {p.segments for p in placements if isinstance(p, Shard)}
             offered = strategies_of(*like, axis_size, tuple(sorted(counts - {1})))
-        if sharding not in _proved(*like, axis_size):
-            shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
-            raise LayoutError(
-                f"op {op.name} ({op.target} of {shapes}) can't run as {sharding} on "
-                f"{axis}={axis_size}: {_why_not(Call(op, tensor, axis_size), sharding, axis)}; "
-                f"use one of {'; '.join(map(str, offered))}"
-            )
+            if sharding not in _proved(*like, axis_size):
+                shapes = ", ".join(str(list(tensor[name].shape)) for name in op.inputs)
+                raise LayoutError(
+                    f"op {op.name} ({op.target} of {shapes}) can't run as {sharding} on "
+                    f"{axis}={axis_size}: {_why_not(Call(op, tensor, axis_size), sharding, axis)}; "
+                    f"use one of {'; '.join(map(str, offered))}"
+                )
         form = _find(_LOCAL, op.target)
         if form is not None:
             return form(Placed(Call(op, tensor, axis_size), sharding, axis))
