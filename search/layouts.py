@@ -6,10 +6,9 @@ that share a parameter are solved together, so a tied parameter lies the same wa
 is used.
 
 Blocks hand each other whole tensors, or tensors split along the sequence (what Megatron calls
-sequence parallelism); each is solved. For each, two layouts are made, two points of the front
-of time against memory: ``fast`` minimises seconds; ``lean`` holds that a percent of the fast
-one's bytes is worth a percent of its seconds. A layout that is slower than another and saves
-next to nothing against it is dropped.
+sequence parallelism); each is solved. For each, layouts are the points of the front of time
+against memory (`front`). A layout that is slower than another and saves next to nothing against
+it is dropped.
 """
 
 from __future__ import annotations
@@ -32,16 +31,15 @@ from search.block_build import build_block_problems
 from search.block_prices import Prices
 from search.block_problem import BlockProblem, Boundary, read_layouts
 from search.eliminate import Choice, TooWide, solve_by_elimination
+from search.front import find_front
 from search.request import SearchRequest
-
-FAST, LEAN = "fast", "lean"
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
 # time a strategy could save (links move one in 1e-12 s or more).
 _FAST_PRICE = 1e-18
 # Blocks too wide for elimination: what an integer program may take for one of their problems.
 _PROGRAM_S = 5.0
-# A leaner layout that saves less than this part of the bytes is not worth pricing twice.
+# A leaner layout that saves less than this part of the bytes is not worth pricing.
 _LEAST_SAVING = 0.02
 
 
@@ -49,7 +47,6 @@ _LEAST_SAVING = 0.02
 class Layouts:
     """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
 
-    name: str
     by_class: tuple[ClassLayout, ...]
     seconds: float
     num_bytes: float
@@ -135,7 +132,7 @@ class LayoutSolver:
             solved = self._solve_fast(tp, microbatch_size)
             # Whoever asks for the lean ones too does it next.
             self._solved = {key: solved}
-            fast = [_layouts_of(FAST, one.problems, one.choices, self._uses) for one in solved]
+            fast = [_layouts_of(one.problems, one.choices, self._uses) for one in solved]
             self._fastest[key] = tuple(sorted(fast, key=lambda layouts: layouts.seconds))
         return self._fastest[key]
 
@@ -145,14 +142,24 @@ class LayoutSolver:
         if key not in self._memo:
             found = [*self.fastest(tp, microbatch_size)]
             for one in self._solved.get(key) or self._solve_fast(tp, microbatch_size):
-                lean = self._choose(one.problems, one.lean_prices())
-                found.append(_layouts_of(LEAN, one.problems, lean, self._uses))
+                found += self._leaner(one)
             kept: list[Layouts] = []
             for layouts in sorted(found, key=lambda layouts: layouts.seconds):
                 if all(layouts.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
                     kept.append(layouts)
             self._memo[key] = tuple(kept)
         return self._memo[key]
+
+    def _leaner(self, between: _Between) -> list[Layouts]:
+        """Return the front's points past the fastest, between one kind of boundaries."""
+
+        def solve(price: float) -> Layouts:
+            choices = self._choose(between.problems, price)
+            return _layouts_of(between.problems, choices, self._uses)
+
+        fast = _layouts_of(between.problems, between.choices, self._uses)
+        # Corners between points that are closer than this would mostly be dropped beside them.
+        return [*find_front(fast, solve, least_saving=5 * _LEAST_SAVING)][1:]
 
     def problem(
         self,
@@ -207,11 +214,11 @@ class LayoutSolver:
         )
 
     def _choose(
-        self, problems: Sequence[BlockProblem], prices: Sequence[float] | None = None
+        self, problems: Sequence[BlockProblem], price: float = _FAST_PRICE
     ) -> tuple[Choice, ...]:
-        """Solve each problem at its price of a byte."""
+        """Solve each problem at a price of a byte."""
         choices = []
-        for problem, price in zip(problems, prices or [_FAST_PRICE] * len(problems), strict=True):
+        for problem in problems:
             choice, solver = solve_block(problem, price)
             self._solvers.add(solver)
             self._gap = max(self._gap, choice.gap)
@@ -235,16 +242,8 @@ class _Between:
     problems: tuple[BlockProblem, ...]
     choices: tuple[Choice, ...]
 
-    def lean_prices(self) -> list[float]:
-        """Return the seconds a byte is worth to a lean layout, by problem."""
-        return [
-            problem.value(choice.values) / max(1.0, problem.num_bytes(choice.values))
-            for problem, choice in zip(self.problems, self.choices, strict=True)
-        ]
-
 
 def _layouts_of(
-    name: str,
     problems: Sequence[BlockProblem],
     choices: Sequence[Choice],
     uses: Mapping[int, int],
@@ -258,7 +257,6 @@ def _layouts_of(
         num_bytes += count * problem.num_bytes(choice.values)
         by_class.update(read_layouts(problem, choice.values))
     return Layouts(
-        name=name,
         by_class=tuple(by_class[index] for index in sorted(by_class)),
         seconds=seconds,
         num_bytes=num_bytes,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-import torch
-
 from planner.graph import ModelGraph
 from planner.lowering import lower
 from planner.plan import ClassLayout
@@ -14,11 +11,9 @@ from planner.redistribute import REDISTRIBUTE, op_collectives
 from profiles import Group, Lookup
 from search import SearchRequest, find_plan
 from search.layouts import LayoutSolver
-from tests.builders import build_hf
-from tests.captures import capture_module
 from tests.search.machine import Machine
 
-TP, LENGTH = 8, 2048
+TP = 8
 MACHINE = Machine(context_bytes=0.0, devices_per_node=TP)
 
 
@@ -28,27 +23,6 @@ class SummingSwitch(Machine):
     def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
         kind = "all_gather" if kind == "all_reduce" else kind
         return super().collective_seconds(kind, num_bytes, group)
-
-
-@pytest.fixture(scope="module")
-def llama() -> ModelGraph:
-    """Two layers of Llama-3-8B's width; only their shapes exist."""
-    pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = build_hf(
-            "LlamaForCausalLM",
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            max_position_embeddings=LENGTH,
-        )
-
-        def batch(size):
-            ids = torch.zeros(size, LENGTH, dtype=torch.long)
-            return {"input_ids": ids, "labels": ids}
-
-        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name="llama")
 
 
 def layer_of(graph: ModelGraph, layouts: tuple[ClassLayout, ...]):

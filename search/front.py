@@ -1,0 +1,68 @@
+"""The front of seconds against bytes that layouts of a model's blocks offer.
+
+With t(x) the seconds and b(x) the bytes of a choice x for all blocks, the point of a price is
+
+    x(price) = argmin_x  t(x) + price b(x)
+
+and the points of all prices are the corners of the front's lower hull (its "supported" points).
+They are found by bisection (Aneja and Nair 1979, "Bicriteria transportation problem",
+Management Science 25): between two corners the price is tried at which both cost the same; what
+is cheaper there is a corner between them, and if nothing is, there is none. k corners take at
+most 2k - 1 solutions. Plans that lie above the hull are not found: a mix of kinds of
+recomputation, chosen stage by stage, does there what they could.
+
+Prices go from nothing to a percent of the seconds for a percent of the bytes: past that,
+recomputing a whole block, which is about a third of the seconds for nearly all bytes that wait,
+is the better trade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+
+class Point(Protocol):
+    """What a price leads to."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all blocks."""
+        ...
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all blocks."""
+        ...
+
+
+P = TypeVar("P", bound=Point)
+
+# Corners found twice differ by rounding.
+_SAME = 1e-9
+
+
+def find_front(fast: P, solve: Callable[[float], P], *, least_saving: float) -> Sequence[P]:
+    """Return the corners from the fastest on, fastest first.
+
+    `solve(price)` is the best point where a byte is worth `price` seconds. Corners are not looked
+    for between points whose bytes differ by less than `least_saving` of the larger.
+    """
+    last = solve(fast.seconds / max(1.0, fast.num_bytes))
+    return [fast, *_between(fast, last, solve, least_saving), last]
+
+
+def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float) -> Sequence[P]:
+    saving, extra = fast.num_bytes - lean.num_bytes, lean.seconds - fast.seconds
+    if saving <= least_saving * fast.num_bytes or extra <= 0:
+        return []
+    price = extra / saving
+    found = solve(price)
+    costs = [one.seconds + price * one.num_bytes for one in (found, fast)]
+    if costs[0] >= (1 - _SAME) * costs[1]:
+        return []
+    return [
+        *_between(fast, found, solve, least_saving),
+        found,
+        *_between(found, lean, solve, least_saving),
+    ]
