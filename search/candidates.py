@@ -30,7 +30,7 @@ from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
 from search.learnt import Learnt
 from search.on_host import NOTHING, OnHost, tiers
-from search.quick_price import job_table, quick_step_s
+from search.quick_price import copied_rows, job_table, quick_step_s
 from search.rank_bytes import RankBytes, least_bytes
 from search.request import SearchRequest
 from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
@@ -160,6 +160,11 @@ class Candidates:
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             refused=refused,
+            copied=(
+                copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
+                if self.on_host.activations
+                else ()
+            ),
             is_careful=is_careful,
         )
 

@@ -27,6 +27,9 @@ included, and `start` what is loaded before the first job:
                           the last gradient has left: s + 1 microbatches' in ZB-H1, else all;
                           those of stage s are taken off the first of the two, too
 
+Where activations are copied to the host, m t is what the jobs take with those that copies
+lengthen (`copied_jobs`), and w f and w b likewise; other stages' jobs are taken without.
+
 `before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
 the same recompute choice; where several are allowed they are taken without recompute, which
 keeps the value a lower bound.
@@ -44,6 +47,7 @@ from numpy.typing import NDArray
 
 from search.chain_problem import ChainProblem, Flags, Floats
 from search.chain_windows import Part, Window
+from search.copied_jobs import extra_s, seconds_by_kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,11 @@ class Paths:
         hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
         before_f, before_b = problem.before_f[start], problem.before_b[start]
         until = m * seconds + (problem.start_s + before_f + hops_in)
+        filling: Floats | float = 0.0
+        draining: Floats | float = 0.0
+        if problem.copied:
+            longer, filling, draining = self._copies_s(stage, part)
+            until = until + longer
         back = before_b + hops_back - problem.before_w[end]
         if problem.splits_backward:
             weight = problem.before_w[end] - problem.before_w[start]
@@ -156,8 +165,8 @@ class Paths:
             else:
                 warmup = problem.warmup(stage)
                 between = min(warmup, m - 1)
-                first = np.maximum(0.0, after - ahead - between * f)
-                last = np.maximum(0.0, after - last_ahead - between * b)
+                first = np.maximum(0.0, after - ahead - between * f - filling)
+                last = np.maximum(0.0, after - last_ahead - between * b - draining)
                 until = until + (first + last if m > warmup + 1 else np.maximum(first, last))
         return Lane(
             first_start=int(start[0]),
@@ -169,6 +178,23 @@ class Paths:
             fitting=fitting,
         )
 
+    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> tuple[Floats, ...]:
+        """Return by how much copies lengthen all of a stage's jobs, those between its first forward
+        and backward, and those between its last.
+        """
+        problem = self.problem
+        weight: Floats | float = 0.0
+        if problem.splits_backward:
+            start, end = self.window.start[0, part[2]], self.end[part[1:]]
+            weight = problem.before_w[end] - problem.before_w[start]
+        job_s = seconds_by_kind(self.band.forward_s[part], self.band.backward_s[part], weight)
+        by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
+        down, up = ({stage: one[part]} for one in self.band.copies_s)
+        row = problem.copied[stage]
+        return tuple(
+            extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
+        )
+
     @cached_property
     def _is_by_time(self) -> bool:
         """Whether each choice is no faster than those before it, and tails are one for all.
@@ -178,6 +204,8 @@ class Paths:
         b = self.band.backward_s
         shares_tail = self.band.tail_s.ndim == b.ndim - 1 and not self.problem.first_choices
         f = self.band.forward_s
+        # Who recomputes copies less.
+        shares_tail &= not self.problem.copied
         return shares_tail and bool((f == f[:1]).all() and (b[1:] >= b[:-1]).all())
 
     def _tail(self, stage: int) -> Floats:

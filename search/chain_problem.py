@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search.chain_windows import Part, Window
+from search.copied_jobs import CopiedRow
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -42,6 +43,11 @@ class Band(Protocol):
     @property
     def tail_s(self) -> Floats:
         """Seconds after the last job."""
+        ...
+
+    @property
+    def copies_s(self) -> tuple[Floats, Floats]:
+        """Seconds, by choice, in which a microbatch's activations leave a device and return."""
         ...
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
@@ -119,6 +125,7 @@ class ChainProblem:
     the memory (None: not known). needs: what any run takes at least, if that is known.
     cuts: stage boundaries that are fixed, so that recompute alone is chosen (empty: free).
     refused: what is known not to fit beside what `Band.fits` tells.
+    copied (S, or empty: none): each stage's jobs beside which activations are copied.
     first_choices: what stage 0 may choose (empty: all); where tails differ by choice, these share
     one. With `is_careful` a run fits if `Band.peak_bytes` do, which refuses most of what does not
     fit, and perhaps what does.
@@ -140,6 +147,7 @@ class ChainProblem:
     needs: LeastNeeds | None = None
     cuts: tuple[int, ...] = ()
     refused: tuple[TooLarge, ...] = ()
+    copied: tuple[CopiedRow, ...] = ()
     first_choices: tuple[int, ...] = ()
     is_careful: bool = False
 

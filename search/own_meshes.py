@@ -70,6 +70,12 @@ class MixedBand:
             [np.broadcast_to(band.tail_s, band.forward_s.shape) for band in self.bands]
         )
 
+    @cached_property
+    def copies_s(self) -> tuple[Floats, Floats]:
+        """Seconds of copies to the host and back."""
+        down, up = zip(*(band.copies_s for band in self.bands), strict=True)
+        return np.concatenate(down), np.concatenate(up)
+
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """About the bytes of a rank holding each run."""
         member, own = divmod(choice, self._kinds)
@@ -122,6 +128,8 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
         choices=problems[0].choices * len(problems),
         most_blocks=None if None in most else max(one or 0 for one in most),
         needs=None,
+        # Members' copies are left out: a bound all the same.
+        copied=(),
     )
 
 

@@ -23,6 +23,7 @@ from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from planner.schedule.trips import Trip, trips
 from search.chain_problem import Cut
+from search.copied_jobs import CopiedRow
 from search.rank_stages import StageRuns
 from search.space import Configuration
 from search.stage_table import StageTable
@@ -144,6 +145,14 @@ def _trips(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tup
     """Return the trips that activations make in each row of a named schedule, of all stages."""
     rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
     return tuple(trips(row, range(pp * vpp)) for row in rows)
+
+
+@lru_cache(maxsize=1024)
+def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
+    """Return each rank's jobs beside which activations are copied, where all stages' are."""
+    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
+    found = _trips(schedule, pp, vpp, num_microbatches)
+    return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
 
 
 @lru_cache(maxsize=128)

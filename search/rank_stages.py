@@ -104,6 +104,15 @@ class RankBand:
         """Seconds after the last job."""
         return self._spread(self.bare.once_s + self.update_s)
 
+    @cached_property
+    def copies_s(self) -> tuple[Floats, Floats]:
+        """Seconds, by choice, in which a microbatch's activations leave a device and return."""
+        down, up = zip(
+            *(self.stages.table.copies_s(self.load, choice) for choice in self.stages.choices),
+            strict=True,
+        )
+        return self._spread(np.stack(down)), self._spread(np.stack(up))
+
     def _spread(self, of_kinds: Any) -> Any:
         """Lay what is known of kinds out over the window."""
         return of_kinds[..., self.kinds.of]

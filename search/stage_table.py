@@ -22,6 +22,8 @@ from costmodel.communication import (
     boundary_seconds,
 )
 from costmodel.inputs import input_seconds
+from costmodel.memory import kept_bytes
+from costmodel.offload import copy_seconds
 from costmodel.stage import StageLoad, again_seconds, block_load
 from costmodel.topology import hop_group, split_axes
 from planner.graph import ModelGraph
@@ -313,6 +315,19 @@ class StageTable:
             there, back = seconds[inverse].reshape(2, -1)
             self._hops[key] = there, back
         return self._hops[key]
+
+    def copies_s(self, loads: StageLoad, choice: Recompute) -> tuple[Floats, Floats]:
+        """Return the seconds in which one microbatch's activations of runs with these loads leave
+        a device for its host, and return.
+        """
+        moved, inverse = np.unique(
+            kept_bytes(loads, recompute=choice) - loads.side_bytes, return_inverse=True
+        )
+        down, up = (
+            np.array([copy_seconds(self.profile, size, to_host=way) for size in moved.tolist()])
+            for way in (True, False)
+        )
+        return down[inverse], up[inverse]
 
     def receive_bytes(self, start: Indices, end: Indices) -> Floats:
         """Bytes of the buffers each run posts for its input and its output's gradient."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 
 from planner.errors import LayoutError
@@ -12,12 +13,17 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
+from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_dp import solve_chain
+from search.chain_dp import cut_value, solve_chain
+from search.chain_paths import Paths
+from search.chain_problem import Cut
 from search.explain import explain_saving, fullest_rank, memory_parts
 from search.on_host import tiers
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
+from tests.search.machine import Machine
+from tests.search.test_referee import graph_of
 
 
 @cache
@@ -99,6 +105,41 @@ def test_bounds_and_the_quick_price_know_what_offload_takes(way):
         assert cut.value <= answer.step_s * (1 + 1e-9)
         assert candidates.bounds(table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
     assert asked(offload=way).certificate.gap == 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "fthenb", "eager_1f1b", "naive"])
+def test_no_cut_is_faster_than_its_path_with_copies(schedule):
+    """X1: of random chains on hosts near and far, all cuts under all recompute choices; the closest
+    path nearly is the step."""
+    rng = np.random.default_rng(17)
+    closest = 0.0
+    for _ in range(6):
+        machine = Machine(
+            context_bytes=0.0,
+            flop_per_s=float(10 ** rng.uniform(6, 9)),
+            bytes_per_s=float(10 ** rng.uniform(6, 9)),
+        )
+        pp = int(rng.integers(2, 5))
+        request = SearchRequest(
+            num_devices=pp, global_batch=24, microbatch_size=int(rng.integers(1, 4)), pp=pp,
+            schedule=schedule, offload="activations",
+        )  # fmt: skip
+        graph = graph_of(str(rng.choice(["equal", "six", "tied"])))
+        candidates = Candidates.of(graph, machine, request)
+        one = next(candidates.shapes(request)[0].configurations())
+        table = candidates.tables(one.tp, one.microbatch_size)[0]
+        problem = candidates.problem(one, table, float("inf"))
+        paths = Paths.of_all(problem)
+        every = list(all_cuts(problem))
+        for index in rng.choice(len(every), min(20, len(every)), replace=False):
+            cuts, choices = every[index]
+            value = cut_value(paths, cuts, choices)
+            step_s = candidates.quick_step_s(
+                one, table, Cut(cuts=cuts, choices=choices, value=value)
+            )
+            assert value <= step_s * (1 + 1e-9)
+            closest = max(closest, value / step_s)
+    assert closest > 0.97
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():

@@ -1,0 +1,101 @@
+"""By how much copies of activations lengthen a rank's jobs, without playing its table.
+
+Beside which jobs copies run follows from the order of a row alone (`planner.schedule.trips`), and
+a job takes as long as the longest of its own work and the two copies beside it. With n jobs of a
+kind that take t each beside copies of `down` and `up` seconds, a row is longer than its jobs by
+
+    sum over kinds of  n max(0, max(down, up) - t)
+
+which is exact, whatever the jobs wait for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner.schedule import Job, JobKind
+from planner.schedule.trips import Trip
+
+BySeconds = Mapping[JobKind, Any]
+"""Seconds of a job of each kind, by stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedJobs:
+    """So many jobs of a stage beside which these stages' activations leave and arrive."""
+
+    kind: JobKind
+    stage: int
+    leaving: int | None
+    arriving: int | None
+    count: int
+
+    def extra_s(self, job_s: BySeconds, down_s: Any, up_s: Any) -> Any:
+        """Return by how much the copies lengthen them all; a copy's seconds are by stage."""
+        longest: Any = 0.0
+        if self.leaving is not None:
+            longest = np.maximum(longest, down_s[self.leaving])
+        if self.arriving is not None:
+            longest = np.maximum(longest, up_s[self.arriving])
+        return self.count * np.maximum(0.0, longest - job_s[self.kind][self.stage])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopiedRow:
+    """A rank's jobs beside copies: all of them, those between its first forward and its first
+    backward, and those between its last forward and the last backward that sends a gradient on.
+    """
+
+    whole: tuple[CopiedJobs, ...]
+    filling: tuple[CopiedJobs, ...]
+    draining: tuple[CopiedJobs, ...]
+
+    @classmethod
+    def of(cls, row: Sequence[Job], found: Iterable[Trip]) -> CopiedRow:
+        """Return those of a row in which these trips are made."""
+        trips = tuple(found)
+        leaving = {trip.leaving: trip.stage_index for trip in trips}
+        arriving = {trip.arriving: trip.stage_index for trip in trips}
+        forwards = [at for at, job in enumerate(row) if job.kind is JobKind.FORWARD]
+        sending = [
+            at
+            for at, job in enumerate(row)
+            if job.kind in (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT)
+        ]
+
+        def between(first: int, end: int) -> tuple[CopiedJobs, ...]:
+            counts = Counter(
+                (row[at].kind, row[at].stage_index, leaving.get(at), arriving.get(at))
+                for at in range(first, end)
+                if at in leaving or at in arriving
+            )
+            return tuple(
+                CopiedJobs(kind=kind, stage=stage, leaving=there, arriving=back, count=count)
+                for (kind, stage, there, back), count in counts.items()
+            )
+
+        return cls(
+            whole=between(0, len(row)),
+            filling=between(forwards[0] + 1, sending[0]),
+            draining=between(forwards[-1] + 1, sending[-1]),
+        )
+
+
+def extra_s(jobs: Iterable[CopiedJobs], job_s: BySeconds, down_s: Any, up_s: Any) -> Any:
+    """Return by how much copies lengthen some jobs together."""
+    return sum(one.extra_s(job_s, down_s, up_s) for one in jobs)
+
+
+def seconds_by_kind(forward_s: Any, backward_s: Any, weight_s: Any) -> BySeconds:
+    """Return what jobs take, of which `weight_s` where backward is split."""
+    return {
+        JobKind.FORWARD: forward_s,
+        JobKind.FULL_BACKWARD: backward_s,
+        JobKind.BACKWARD_INPUT: backward_s - weight_s,
+        JobKind.BACKWARD_WEIGHT: weight_s,
+    }
