@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import is_
 from typing import Any, Literal
 
 from planner.units import DTYPE_BYTES
@@ -88,6 +89,11 @@ class TensorMeta:
                 return tuple(size_at(size, microbatch_size) for size in self.shape)
         return self.shape  # type: ignore[return-value]
 
+    def bind(self, microbatch_size: int) -> TensorMeta:
+        """Return the tensor with every size a number, for one microbatch size."""
+        shape = self.shape_at(microbatch_size)
+        return self if shape is self.shape else replace(self, shape=shape)
+
     def numel_at(self, microbatch_size: int) -> int:
         """Return the number of elements at this microbatch size."""
         return prod(self.shape_at(microbatch_size))
@@ -121,6 +127,13 @@ class Op:
         for _, value in self.kwargs:
             _collect_names(value, names)
         return tuple(names)
+
+    def bind(self, microbatch_size: int) -> Op:
+        """Return the op with every size a number, for one microbatch size."""
+        args, kwargs = (bind_arg(one, microbatch_size) for one in (self.args, self.kwargs))
+        if args is self.args and kwargs is self.kwargs:
+            return self
+        return replace(self, args=args, kwargs=kwargs)
 
     def rename(self, rename: Callable[[str], str]) -> Op:
         """Return the op with every tensor name (and its own) passed through `rename`."""
@@ -163,11 +176,12 @@ def map_refs(arg: Any, change: Callable[[Ref], Arg]) -> Any:
 
 
 def bind_arg(arg: Any, microbatch_size: int) -> Any:
-    """Return the argument tree with each Affine replaced by its number."""
+    """Return the argument tree with each Affine replaced by its number; itself without any."""
     if isinstance(arg, Affine):
         return arg.at(microbatch_size)
     if isinstance(arg, tuple):
-        return tuple(bind_arg(item, microbatch_size) for item in arg)
+        items = tuple(bind_arg(item, microbatch_size) for item in arg)
+        return arg if all(map(is_, items, arg)) else items
     return arg
 
 
@@ -196,15 +210,8 @@ class Program:
         """Return the program with every size a number, for one microbatch size."""
         return replace(
             self,
-            tensors=tuple(replace(t, shape=t.shape_at(microbatch_size)) for t in self.tensors),
-            ops=tuple(
-                replace(
-                    op,
-                    args=bind_arg(op.args, microbatch_size),
-                    kwargs=bind_arg(op.kwargs, microbatch_size),
-                )
-                for op in self.ops
-            ),
+            tensors=tuple(tensor.bind(microbatch_size) for tensor in self.tensors),
+            ops=tuple(op.bind(microbatch_size) for op in self.ops),
         )
 
     def only(self, outputs: tuple[str, ...]) -> Program:
