@@ -25,6 +25,7 @@ from profiles import Profile
 from search.balance import balanced_cut
 from search.bounds import TableBounds
 from search.chain_problem import ChainProblem, Cut, Floats, TooLarge
+from search.copied_jobs import CopiedRow
 from search.drafts import Drafts
 from search.even_stages import EvenStages
 from search.layouts import LayoutSolver, parse_pins_of
@@ -160,13 +161,16 @@ class Candidates:
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             refused=refused,
-            copied=(
-                copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
-                if self.on_host.activations
-                else ()
-            ),
+            copied=self._copied(one),
             is_careful=is_careful,
         )
+
+    def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
+        """Return each rank's jobs beside copies of activations; none where none are made."""
+        one = configuration
+        if not self.on_host.activations:
+            return ()
+        return copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
 
     def _most_blocks(
         self, configuration: Configuration, table: StageTable, limit: float
@@ -261,6 +265,8 @@ class Candidates:
         bound = stages.least_step_s(one, recomputed)
         if bound < ceiling:
             bound = stages.step_bound(one, recomputed)
+        if bound < ceiling and self.on_host.activations:
+            bound = stages.step_bound(one, recomputed, self._copied(one))
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
     def too_large_ranks(

@@ -19,6 +19,7 @@ from costmodel.memory import job_peak_bytes, kept_bytes
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.chain_problem import Floats, TooLarge
+from search.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.rank_bytes import RankBytes
 from search.rank_stages import again_of_stages
 from search.space import Configuration, recompute_choices
@@ -41,7 +42,10 @@ class StageSeconds:
 
 
 def least_end_s(
-    configuration: Configuration, homes: NDArray[np.intp], seconds: StageSeconds
+    configuration: Configuration,
+    homes: NDArray[np.intp],
+    seconds: StageSeconds,
+    copies_s: Floats | float = 0.0,
 ) -> float:
     """Return when a step ends at the earliest, whatever table of the schedule's kind is run.
 
@@ -49,13 +53,14 @@ def least_end_s(
     all its work, and (unless backward is split, when weight gradients may come last) sends
     the last gradient back through those stages to rank 0, from each ahead of the weight
     gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
+    `copies_s` is by how much copies of activations lengthen a rank's jobs.
     """
     one, pp = configuration, configuration.pp
     forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
     work = np.bincount(homes, weights=forward_s + backward_s)
     # Rank r's first stage is r under loop and fold placements alike.
     fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.hop_s.cumsum()[:pp]
-    own = fill + one.num_microbatches * work
+    own = fill + one.num_microbatches * work + copies_s
     ends = own + seconds.tail_s
     if not one.splits_backward:
         inputs = backward_s - ahead_s
@@ -134,10 +139,40 @@ class EvenStages:
         )  # fmt: skip
         return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
 
-    def step_bound(self, configuration: Configuration, recomputed: Sequence[Recompute]) -> float:
-        """Return a step time that the stages cannot beat when they recompute this."""
+    def step_bound(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        copied: Sequence[CopiedRow] = (),
+    ) -> float:
+        """Return a step time that the stages cannot beat when they recompute this, with these jobs
+        of each rank beside copies.
+        """
         seconds = self.seconds(configuration, recomputed)
-        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
+        copies_s = self._copies_s(configuration, recomputed, seconds, copied) if copied else 0.0
+        end_s = least_end_s(configuration, self.homes, seconds, copies_s)
+        return self._start_s(configuration) + end_s
+
+    def _copies_s(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        seconds: StageSeconds,
+        copied: Sequence[CopiedRow],
+    ) -> Floats:
+        """Return by how much copies lengthen each rank's jobs."""
+        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        names = np.array(recomputed)
+        down_s, up_s = np.zeros(len(names)), np.zeros(len(names))
+        for name in set(recomputed):
+            own = names == name
+            down, up = self.table.copies_s(loads, name)
+            down_s[own], up_s[own] = down[own], up[own]
+        weight_s = np.add.reduceat(self.table.weight_s, self._first)
+        job_s = seconds_by_kind(
+            seconds.forward_s, seconds.backward_s, weight_s * (not configuration.is_sharded)
+        )
+        return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 
     def _start_s(self, configuration: Configuration) -> float:
         one = configuration

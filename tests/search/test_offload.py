@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from search.chain_paths import Paths
 from search.chain_problem import Cut
 from search.explain import explain_saving, fullest_rank, memory_parts
 from search.on_host import tiers
+from search.quick_price import copied_rows
+from search.space import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -140,6 +143,30 @@ def test_no_cut_is_faster_than_its_path_with_copies(schedule):
             assert value <= step_s * (1 + 1e-9)
             closest = max(closest, value / step_s)
     assert closest > 0.97
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v", "dualpipe_v"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zero):
+    """X1: whoever recomputes; and the copies are in it."""
+    machine = Machine(context_bytes=0.0, flop_per_s=1e8, bytes_per_s=2e7)
+    request = SearchRequest(
+        num_devices=4, global_batch=24, microbatch_size=1, pp=2, dp=2, vpp=2, zero=zero,
+        schedule=schedule, offload="activations",
+    )  # fmt: skip
+    candidates = Candidates.of(graph_of("six"), machine, request)
+    one = next(candidates.shapes(request)[0].configurations())
+    table = candidates.tables(one.tp, one.microbatch_size)[0]
+    stages = candidates.even_stages(one, table)
+    copied = copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
+    kinds = recompute_choices(one.recompute)
+    for by_rank in product(range(len(kinds)), repeat=one.pp):
+        choices = tuple(by_rank[home] for home in stages.homes)
+        recomputed = [kinds[choice] for choice in choices]
+        bound = stages.step_bound(one, recomputed, copied)
+        cut = Cut(cuts=stages.cuts, choices=choices, value=bound)
+        step_s = candidates.quick_step_s(one, table, cut)
+        assert stages.step_bound(one, recomputed) < bound <= step_s * (1 + 1e-9)
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():
