@@ -82,8 +82,8 @@ class Drafts:
         """Return a draft of the fastest layout; none where cp cannot divide what it does."""
         key = tp, microbatch_size, cp
         if key not in self._fastest:
-            solved = self.solver.fastest(tp, microbatch_size) if tp > 1 else ()
-            self._fastest[key] = self._of(solved[:1], key)
+            solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
+            self._fastest[key] = self._of(solved, key)
         return self._fastest[key]
 
     def of(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:

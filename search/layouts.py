@@ -14,8 +14,8 @@ it is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -60,8 +60,8 @@ class LayoutSolver:
     profile: Profile
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    _fastest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
-    _solved: dict[tuple[int, int], tuple[_Between, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
+    _solved: dict[tuple[int, int], tuple[_Point, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
@@ -125,41 +125,37 @@ class LayoutSolver:
             }
         return self._counts[microbatch_size]
 
-    def fastest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
-        """Return the fastest layouts between each kind of block boundaries, fastest first."""
+    def fastest(self, tp: int, microbatch_size: int) -> Layouts:
+        """Return the fastest layouts between any kind of block boundaries."""
         key = (tp, microbatch_size)
         if key not in self._fastest:
             solved = self._solve_fast(tp, microbatch_size)
-            # Whoever asks for the lean ones too does it next.
+            # Whoever asks for the leaner ones too does it next.
             self._solved = {key: solved}
-            fast = [_layouts_of(one.problems, one.choices, self._uses) for one in solved]
-            self._fastest[key] = tuple(sorted(fast, key=lambda layouts: layouts.seconds))
+            self._fastest[key] = min(solved, key=lambda point: point.seconds).layouts()
         return self._fastest[key]
 
     def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         """Return the layouts worth pricing, fastest first, each with fewer bytes than the last."""
         key = (tp, microbatch_size)
         if key not in self._memo:
-            found = [*self.fastest(tp, microbatch_size)]
-            for one in self._solved.get(key) or self._solve_fast(tp, microbatch_size):
-                found += self._leaner(one)
-            kept: list[Layouts] = []
-            for layouts in sorted(found, key=lambda layouts: layouts.seconds):
-                if all(layouts.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
-                    kept.append(layouts)
-            self._memo[key] = tuple(kept)
+            solved = self._solved.get(key) or self._solve_fast(tp, microbatch_size)
+            found = [point for fast in solved for point in self._front(fast)]
+            kept: list[_Point] = []
+            for point in sorted(found, key=lambda point: point.seconds):
+                if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
+                    kept.append(point)
+            self._memo[key] = tuple(point.layouts() for point in kept)
         return self._memo[key]
 
-    def _leaner(self, between: _Between) -> list[Layouts]:
-        """Return the front's points past the fastest, between one kind of boundaries."""
+    def _front(self, fast: _Point) -> Sequence[_Point]:
+        """Return the front between the same block boundaries, from their fastest point on."""
 
-        def solve(price: float) -> Layouts:
-            choices = self._choose(between.problems, price)
-            return _layouts_of(between.problems, choices, self._uses)
+        def solve(price: float) -> _Point:
+            return replace(fast, choices=self._choose(fast.problems, price))
 
-        fast = _layouts_of(between.problems, between.choices, self._uses)
         # Corners between points that are closer than this would mostly be dropped beside them.
-        return [*find_front(fast, solve, least_saving=5 * _LEAST_SAVING)][1:]
+        return find_front(fast, solve, least_saving=5 * _LEAST_SAVING)
 
     def problem(
         self,
@@ -201,7 +197,7 @@ class LayoutSolver:
             self._segments_of[microbatch_size] = tuple(sorted(counts))
         return self._segments_of[microbatch_size]
 
-    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Between, ...]:
+    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Point, ...]:
         """Solve the block problems for the least seconds, between each kind of boundaries."""
         boundaries = boundary_options(self.graph, tp, microbatch_size)
         groups = [
@@ -209,7 +205,7 @@ class LayoutSolver:
             for classes in class_groups(self.graph, self.shared)
         ]
         return tuple(
-            _Between(problems=problems, choices=self._choose(problems))
+            _Point(uses=self._uses, problems=problems, choices=self._choose(problems))
             for problems in zip(*groups, strict=True)
         )
 
@@ -236,31 +232,41 @@ class LayoutSolver:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Between:
-    """The problems of all classes between the same block boundaries, solved for time alone."""
+class _Point:
+    """Choices for all classes between the same block boundaries; `uses` are the blocks of each."""
 
+    uses: Mapping[int, int]
     problems: tuple[BlockProblem, ...]
     choices: tuple[Choice, ...]
 
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all blocks."""
+        return sum(
+            count * problem.value(choice.values) for count, problem, choice in self._counted()
+        )
 
-def _layouts_of(
-    problems: Sequence[BlockProblem],
-    choices: Sequence[Choice],
-    uses: Mapping[int, int],
-) -> Layouts:
-    """Return the layouts that choices for all classes mean; `uses` are the blocks of each."""
-    by_class: dict[int, ClassLayout] = {}
-    seconds = num_bytes = 0.0
-    for problem, choice in zip(problems, choices, strict=True):
-        count = max(uses[index] for index, _ in problem.programs)
-        seconds += count * problem.value(choice.values)
-        num_bytes += count * problem.num_bytes(choice.values)
-        by_class.update(read_layouts(problem, choice.values))
-    return Layouts(
-        by_class=tuple(by_class[index] for index in sorted(by_class)),
-        seconds=seconds,
-        num_bytes=num_bytes,
-    )
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes of all blocks."""
+        return sum(
+            count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
+        )
+
+    def layouts(self) -> Layouts:
+        """Return the layouts that the choices mean."""
+        by_class: dict[int, ClassLayout] = {}
+        for _, problem, choice in self._counted():
+            by_class.update(read_layouts(problem, choice.values))
+        return Layouts(
+            by_class=tuple(by_class[index] for index in sorted(by_class)),
+            seconds=self.seconds,
+            num_bytes=self.num_bytes,
+        )
+
+    def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
+        for problem, choice in zip(self.problems, self.choices, strict=True):
+            yield max(self.uses[index] for index, _ in problem.programs), problem, choice
 
 
 def boundary_options(

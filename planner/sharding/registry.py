@@ -158,12 +158,13 @@ def strategies_of(
     found = {call.replicated(): None}
     for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
         for sharding in function(call):
-            if fits((*sharding.inputs, *sharding.outputs), shapes, axis_size):
-                found[sharding] = None
+            places = (*sharding.inputs, *sharding.outputs)
+            if not fits(places, shapes, axis_size):
+                continue  # nor does it in segments
+            found[sharding] = None
             for count in () if contiguous else segments:
-                candidate = _in_segments(sharding, count)
-                if fits((*candidate.inputs, *candidate.outputs), shapes, axis_size):
-                    found[candidate] = None
+                if fits(places, shapes, axis_size * count):
+                    found[_in_segments(sharding, count)] = None
     _proved(op, metas, axis_size).update(found)
     return tuple(found)
 
