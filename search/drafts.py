@@ -103,6 +103,12 @@ class Drafts:
             self._tables[key] = worth_trying(draft.table for draft in self.of(*key))
         return self._tables[key]
 
+    def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
+        """Return tables of the layouts of fewest bytes, which no plan need have."""
+        found = self.solver.leanest(tp, microbatch_size)
+        tables = (self._table(one.by_class, tp, microbatch_size, cp) for one in found)
+        return tuple(table for table in tables if table is not None)
+
     def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[Draft, ...]:
         tp, microbatch_size, cp = key
         least = {found.by_class: found.seconds / cp for found in solved} or {(): 0.0}

@@ -24,10 +24,10 @@ NO_CP = "layout: cp cannot divide what blocks do"
 def first_gate(search: Walk, shapes: list[Shape], progress: Progress | None) -> int:
     """Push every shape that the arithmetic bounds allow; return how many configurations it had.
 
-    Microbatch sizes are priced in ascending order, and no further once a size does not fit,
-    or is no faster per sample than a smaller one (larger ones then only fill the pipeline
-    less well). Shapes without a pipeline go through the other gates at once: quickly priced,
-    they spare layouts of the next degrees from being priced at all.
+    Microbatch sizes are priced in ascending order, and no further once a size would not fit
+    however its blocks were split, or is no faster per sample than a smaller one (larger ones
+    then only fill the pipeline less well). Shapes without a pipeline go through the other gates
+    at once: quickly priced, they spare layouts of the next degrees from being priced at all.
     """
     groups: dict[tuple[int, int, int], list[Shape]] = {}
     for shape in shapes:
@@ -93,7 +93,7 @@ def _price_size(search: Walk, members: list[Shape]) -> tuple[int, str]:
     search.least_per_sample[key] = min(least, search.least_per_sample.get(key, float("inf")))
     before = search.per_sample.get(key, float("inf"))
     search.per_sample[key] = min(seconds, before)
-    if not fitted and not (search.every_size and _nearly_fits(search, members)):
+    if not fitted and not _larger_may_fit(search, members):
         return considered, TOO_LARGE
     if not search.every_size and not beaten and seconds >= before:
         return considered, NO_FASTER
@@ -113,17 +113,24 @@ def _least_with_cp(members: list[Shape], per_sample_s: float) -> float:
     )
 
 
-def _nearly_fits(search: Walk, members: list[Shape]) -> bool:
-    """Whether a larger microbatch, whose layouts may lie otherwise, is still worth a look."""
+def _larger_may_fit(search: Walk, members: list[Shape]) -> bool:
+    """Whether a larger microbatch may fit though this one does not, as its layouts may lie
+    otherwise: where the leanest layout would fit here, or, once nothing has fitted at all, where
+    this size's own are not more than twice too large.
+    """
     shape = members[0]
-    tables = search.candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
-    least = min(
-        search.candidates.bounds(table).least_peak_bytes(one)
+    size = shape.tp, shape.microbatch_size, shape.cp
+    if search.every_size:
+        tables, enough = search.candidates.tables(*size), 2 * search.memory_limit_bytes
+    else:
+        tables = search.candidates.drafts.leanest(*size) if shape.tp > 1 else ()
+        enough = search.memory_limit_bytes
+    return any(
+        search.candidates.bounds(table).least_peak_bytes(one) <= enough
         for table in tables
         for shape in members
         for one in replace(shape, options=shape.options[:1]).configurations()
     )
-    return least <= 2 * search.memory_limit_bytes
 
 
 def _push_shape(search: Walk, shape: Shape, table: StageTable) -> bool:

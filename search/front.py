@@ -11,7 +11,7 @@ is cheaper there is a corner between them, and if nothing is, there is none. k c
 most 2k - 1 solutions. Plans that lie above the hull are not found: a mix of kinds of
 recomputation, chosen stage by stage, does there what they could.
 
-Prices go from nothing to a percent of the seconds for a percent of the bytes: past that,
+Prices best end where a percent of the bytes is worth a percent of the seconds: past that,
 recomputing a whole block, which is about a third of the seconds for nearly all bytes that wait,
 is the better trade.
 """
@@ -42,13 +42,15 @@ P = TypeVar("P", bound=Point)
 _SAME = 1e-9
 
 
-def find_front(fast: P, solve: Callable[[float], P], *, least_saving: float) -> Sequence[P]:
-    """Return the corners from the fastest on, fastest first.
+def find_front(
+    fast: P, solve: Callable[[float], P], last_price: float, *, least_saving: float
+) -> Sequence[P]:
+    """Return the corners from the fastest to that of the last price, fastest first.
 
     `solve(price)` is the best point where a byte is worth `price` seconds. Corners are not looked
     for between points whose bytes differ by less than `least_saving` of the larger.
     """
-    last = solve(fast.seconds / max(1.0, fast.num_bytes))
+    last = solve(last_price)
     return [fast, *_between(fast, last, solve, least_saving), last]
 
 

@@ -37,6 +37,8 @@ from search.request import SearchRequest
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
 # time a strategy could save (links move one in 1e-12 s or more).
 _FAST_PRICE = 1e-18
+# At so many fair prices bytes alone decide, and seconds between choices of as many bytes.
+_ANY_PRICE = 1e4
 # Blocks too wide for elimination: what an integer program may take for one of their problems.
 _PROGRAM_S = 5.0
 # A leaner layout that saves less than this part of the bytes is not worth pricing.
@@ -148,6 +150,15 @@ class LayoutSolver:
             self._memo[key] = tuple(point.layouts() for point in kept)
         return self._memo[key]
 
+    def leanest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        """Return the layouts of fewest bytes between each kind of boundaries, however slow."""
+        solved = self._solved.get((tp, microbatch_size)) or self._solve_fast(tp, microbatch_size)
+        return tuple(
+            replace(fast, choices=self._choose(fast.problems, _ANY_PRICE * fast.fair_price))
+            .layouts()
+            for fast in solved
+        )  # fmt: skip
+
     def _front(self, fast: _Point) -> Sequence[_Point]:
         """Return the front between the same block boundaries, from their fastest point on."""
 
@@ -155,7 +166,7 @@ class LayoutSolver:
             return replace(fast, choices=self._choose(fast.problems, price))
 
         # Corners between points that are closer than this would mostly be dropped beside them.
-        return find_front(fast, solve, least_saving=5 * _LEAST_SAVING)
+        return find_front(fast, solve, fast.fair_price, least_saving=5 * _LEAST_SAVING)
 
     def problem(
         self,
@@ -252,6 +263,11 @@ class _Point:
         return sum(
             count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
         )
+
+    @property
+    def fair_price(self) -> float:
+        """Seconds of a byte at which a percent of the bytes is worth a percent of the seconds."""
+        return self.seconds / max(1.0, self.num_bytes)
 
     def layouts(self) -> Layouts:
         """Return the layouts that the choices mean."""

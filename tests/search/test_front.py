@@ -12,7 +12,7 @@ from profiles import load_profile
 from search.block_ilp import solve_by_cpsat
 from search.eliminate import solve_by_elimination
 from search.front import find_front
-from search.layouts import LayoutSolver
+from search.layouts import LayoutSolver, class_groups
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ def test_every_corner_is_found_and_nothing_else(seed):
     rng = Random(seed)
     spots = [Spot(rng.uniform(1, 2), rng.uniform(1, 100)) for _ in range(rng.choice((1, 5, 60)))]
     fast = cheapest(spots, 1e-15)
-    found = find_front(fast, lambda price: cheapest(spots, price), least_saving=0.0)
-    assert set(found) == corners_by_pairs(spots, fast.seconds / fast.num_bytes)
+    last_price = rng.choice((0.1, 1, 10)) * fast.seconds / fast.num_bytes
+    found = find_front(fast, lambda price: cheapest(spots, price), last_price, least_saving=0.0)
+    assert set(found) == corners_by_pairs(spots, last_price)
     assert sorted(found, key=lambda one: one.seconds) == list(found)
 
 
@@ -55,7 +56,7 @@ def test_points_that_save_little_are_not_looked_for():
         asked.append(price)
         return cheapest(spots, price)
 
-    assert list(find_front(spots[0], solve, least_saving=0.1)) == [spots[0], spots[0]]
+    assert list(find_front(spots[0], solve, 0.01, least_saving=0.1)) == [spots[0], spots[0]]
     assert len(asked) == 1
 
 
@@ -75,7 +76,8 @@ def corners(llama, h100):
         values = solve_by_elimination(problem, bytes_price=price).values
         return Spot(problem.value(values), problem.num_bytes(values))
 
-    return problem, find_front(solve(1e-18), solve, least_saving=0.0)
+    fast = solve(1e-18)
+    return problem, find_front(fast, solve, fast.seconds / fast.num_bytes, least_saving=0.0)
 
 
 def test_a_corner_is_the_fastest_within_its_bytes(corners):
@@ -98,3 +100,15 @@ def test_layouts_are_corners_of_the_whole_model(llama, h100, monkeypatch):
         for fast, lean in pairwise(found):
             assert lean.seconds > fast.seconds
             assert lean.num_bytes < (1 - saving) * fast.num_bytes
+
+
+def test_nothing_has_fewer_bytes_than_the_leanest(llama, h100):
+    """The integer program finds nothing in a percent less."""
+    solver = LayoutSolver(graph=llama, profile=h100)
+    whole = solver.leanest(8, 4)[0]
+    assert whole.num_bytes < min(one.num_bytes for one in solver.layouts(8, 4))
+    for group in class_groups(llama, solver.shared):
+        problem = solver.problem(8, 4, group)
+        price = 1e4 * problem.value([0] * len(problem.variables)) / 1e9
+        lean = solve_by_elimination(problem, bytes_price=price).values
+        assert solve_by_cpsat(problem, memory_limit_bytes=0.99 * problem.num_bytes(lean)) is None

@@ -163,3 +163,23 @@ def test_the_best_equals_trying_everything(instances, names):
         f"best plan (largest loss {max(losses):.2%})"
     )
     assert proved >= 0.99
+
+
+def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():
+    """Over links this slow, blocks of one sample are fastest whole, and too large for the device;
+    those of four are fastest in pieces, and fit."""
+    machine = Machine(
+        context_bytes=0.0, devices_per_node=4, flop_per_s=9e8, bytes_per_s=3e9,
+        intra_bytes_per_s=1.9e7, inter_bytes_per_s=3.5e8, alpha_s=1.2e-5,
+    )  # fmt: skip
+    request = SearchRequest(
+        num_devices=4, global_batch=4, memory_limit_bytes=5116, offload="none", tp=4
+    )
+    too_large = find_plan(graph_of("two"), machine, replace(request, microbatch_size=1))
+    assert too_large.plan is None
+    found = find_plan(graph_of("two"), machine, request).plan
+    assert found is not None
+    assert found.microbatch_size > 1
+    free = find_plan(graph_of("two"), machine, replace(request, tp=None)).plan
+    assert free is not None
+    assert free.estimate["step_s"] <= found.estimate["step_s"]
