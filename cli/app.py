@@ -61,10 +61,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _with_what_was_given(message: str, cause: BaseException | None) -> str:
     """Name the refused value where the message does not: newer typers leave it in the cause."""
-    for one in cause.errors() if cause is not None and hasattr(cause, "errors") else ():
-        given = repr(one.get("input"))
-        return message if given in message else f"{message}; {given} was given"
-    return message
+    errors = getattr(cause, "errors", None)
+    given = repr(errors()[0]["input"]) if errors else ""
+    return message if given in message else f"{message}; {given} was given"
 
 
 def _refuse(message: str) -> int:

@@ -63,6 +63,7 @@ class LayoutSolver:
     pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
     _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
+    _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
     _solved: dict[tuple[int, int], tuple[_Point, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -152,21 +153,27 @@ class LayoutSolver:
 
     def leanest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
         """Return the layouts of fewest bytes between each kind of boundaries, however slow."""
-        solved = self._solved.get((tp, microbatch_size)) or self._solve_fast(tp, microbatch_size)
-        return tuple(
-            replace(fast, choices=self._choose(fast.problems, _ANY_PRICE * fast.fair_price))
-            .layouts()
-            for fast in solved
-        )  # fmt: skip
+        key = (tp, microbatch_size)
+        if key not in self._leanest:
+            self._leanest[key] = tuple(
+                self._at_price(fast, _ANY_PRICE * fast.fair_price).layouts()
+                for fast in self._solved.get(key) or self._solve_fast(tp, microbatch_size)
+            )
+        return self._leanest[key]
 
     def _front(self, fast: _Point) -> Sequence[_Point]:
         """Return the front between the same block boundaries, from their fastest point on."""
+        return find_front(
+            fast,
+            lambda price: self._at_price(fast, price),
+            fast.fair_price,
+            # Corners between points that are closer than this would mostly be dropped beside them.
+            least_saving=5 * _LEAST_SAVING,
+        )
 
-        def solve(price: float) -> _Point:
-            return replace(fast, choices=self._choose(fast.problems, price))
-
-        # Corners between points that are closer than this would mostly be dropped beside them.
-        return find_front(fast, solve, fast.fair_price, least_saving=5 * _LEAST_SAVING)
+    def _at_price(self, fast: _Point, price: float) -> _Point:
+        """Return the best point of a price between the same block boundaries."""
+        return replace(fast, choices=self._choose(fast.problems, price))
 
     def problem(
         self,
