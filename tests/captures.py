@@ -16,11 +16,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from planner import capture
 from planner.batch import flatten_batch
 from planner.graph import ModelGraph, from_json, to_json
+from tests.builders import build_hf, tiny_models
 
 _FOLDER = "PLANNER_TEST_CAPTURES"  # ranks inherit it
 _capture_module = capture.capture_module
@@ -51,6 +53,28 @@ def capture_module(module: torch.nn.Module, *batches: Any, **options: Any) -> Mo
     draft.write_text(json.dumps(to_json(graph)))
     draft.replace(entry)
     return graph
+
+
+def capture_tiny(name: str, **options: Any) -> ModelGraph:
+    """Return the graph of one of `builders.tiny_models`; skip where it needs what is not there."""
+    tiny = tiny_models()[name]
+    if tiny.needs_transformers:
+        pytest.importorskip("transformers")
+    options = {"loss": tiny.loss, "name": name} | options
+    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), **options)
+
+
+def capture_wide_llama(length: int, **sizes: int) -> ModelGraph:
+    """Return two layers of a Llama in bf16 on sequences of a length; only its shapes exist."""
+    pytest.importorskip("transformers")
+
+    def batch(size: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(size, length, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    with torch.device("meta"):
+        model = build_hf("LlamaForCausalLM", max_position_embeddings=length, **sizes)
+        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name="llama")
 
 
 class _Indescribable(Exception):

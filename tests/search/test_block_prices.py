@@ -11,8 +11,7 @@ from planner.lowering import lower
 from search.block_problem import BlockProblem, read_layouts
 from search.eliminate import solve_by_elimination
 from search.layouts import LayoutSolver, boundary_options, class_groups
-from tests.builders import tiny_models
-from tests.captures import capture_module
+from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
 TP, SIZE = 2, 2
@@ -50,10 +49,7 @@ def makes_loss(problem: BlockProblem, choice: list[int]) -> bool:
 def test_a_choice_costs_what_its_lowered_blocks_cost(name):
     """Chosen and random placements, between whole and split boundaries; tied weights once for
     each block that takes them. What is left out of losses in pieces never makes it dearer."""
-    tiny = tiny_models()[name]
-    if tiny.needs_transformers:
-        pytest.importorskip("transformers")
-    graph = capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+    graph = capture_tiny(name)
     solver, rng = LayoutSolver(graph=graph, profile=MACHINE), np.random.default_rng(29)
     compared = 0
     for boundary in boundary_options(graph, TP, SIZE):

@@ -1,49 +1,33 @@
 """cp in the space: sequences are divided where that is the best plan, and where asked (D19)."""
 
 import pytest
-import torch
 
-from planner.capture import capture_module
 from planner.errors import LayoutError
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
 from search.chain_dp import solve_chain
-from tests.builders import build_hf, tiny_models
+from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 
 LENGTH = 32768
 MACHINE = Machine(context_bytes=0.0, devices_per_node=8)
 
 
-def captured(name):
-    tiny = tiny_models()[name]
-    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
-
-
 @pytest.fixture(scope="module")
 def gpt():
-    return captured("gpt")
+    return capture_tiny("gpt")
 
 
 @pytest.fixture(scope="module")
 def long_llama():
     """Two layers of one key-value head on sequences of 32,768; only its shapes exist."""
-    pytest.importorskip("transformers")
-    with torch.device("meta"):
-        model = build_hf(
-            "LlamaForCausalLM",
-            hidden_size=1024,
-            num_attention_heads=8,
-            num_key_value_heads=1,
-            intermediate_size=2048,
-            max_position_embeddings=LENGTH,
-        )
-
-        def batch(size):
-            ids = torch.zeros(size, LENGTH, dtype=torch.long)
-            return {"input_ids": ids, "labels": ids}
-
-        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name="long")
+    return capture_wide_llama(
+        LENGTH,
+        hidden_size=1024,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        intermediate_size=2048,
+    )
 
 
 def ask(gpus=4, batch=8, **choices):
@@ -100,4 +84,4 @@ def test_what_cp_cannot_divide_is_named(gpt):
     with pytest.raises(LayoutError, match=r"cp=3 divides sequences, and block .* hands on .*16"):
         find_plan(gpt, MACHINE, ask(3, 6, cp=3))
     with pytest.raises(LayoutError, match=r"it is not \[batch, sequence, hidden\]; use cp=1"):
-        find_plan(captured("mlp"), MACHINE, ask(2, 8, cp=2))
+        find_plan(capture_tiny("mlp"), MACHINE, ask(2, 8, cp=2))

@@ -10,14 +10,12 @@ from profiles import load_profile
 from search import SearchRequest, find_plan
 from search.describe import describe_comparison
 from search.explain import compare_choices, differences, explain_shortfall
-from tests.builders import tiny_models
-from tests.captures import capture_module
+from tests.captures import capture_tiny
 
 
 @pytest.fixture(scope="module")
 def gpt():
-    tiny = tiny_models()["gpt"]
-    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name="gpt")
+    return capture_tiny("gpt")
 
 
 @pytest.fixture(scope="module")

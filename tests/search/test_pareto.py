@@ -7,8 +7,7 @@ import pytest
 from search import SearchRequest, find_pareto
 from search.describe import describe_pareto
 from search.pareto import tokens_per_sample
-from tests.builders import tiny_models
-from tests.captures import capture_module
+from tests.captures import capture_tiny
 from tests.search.machine import Machine
 from tests.search.referee import every_answer
 
@@ -17,14 +16,9 @@ MACHINE = Machine(
 )
 
 
-def captured(name):
-    tiny = tiny_models()[name]
-    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
-
-
 def test_the_set_is_what_brute_force_finds():
     """Every point is of the front of all plans of 1, 2 and 4 devices, and none is missing."""
-    graph = captured("mlp")
+    graph = capture_tiny("mlp")
     request = SearchRequest(num_devices=2, global_batch=4, offload="none")
     counts, price = (1, 2, 4), 3.0
     left_out = {}
@@ -52,7 +46,7 @@ def test_the_set_is_what_brute_force_finds():
 
 def test_what_may_be_on_the_host_is_in_the_set():
     """M27: with offload left to the search, the front of all plans under each kind of it."""
-    graph = captured("mlp")
+    graph = capture_tiny("mlp")
     allow = (("schedule", "1f1b"), ("zero", "0"), ("recompute", "none"), ("recompute", "full"))
     request = SearchRequest(num_devices=2, global_batch=4, tp=1, allow=allow)
     points = find_pareto(graph, MACHINE, request)
@@ -78,7 +72,7 @@ def _beats(one, other):
 
 def test_cost_per_token():
     """3 a device and hour, 2 devices: step seconds x 6 / 3600, over 8 samples of 16 tokens."""
-    gpt = captured("gpt")
+    gpt = capture_tiny("gpt")
     request = SearchRequest(num_devices=2, global_batch=8, schedule="1f1b", dp=2)
     point = find_pareto(gpt, MACHINE, request, price_per_device_hour=3.0)[0]
     assert tokens_per_sample(gpt) == 16
@@ -93,4 +87,4 @@ def test_cost_per_token():
     }
     assert titles[0.0].title == "Time against memory"
     assert titles[3.0].title == "Time, memory against cost"
-    assert tokens_per_sample(captured("mlp")) == 0
+    assert tokens_per_sample(capture_tiny("mlp")) == 0

@@ -5,21 +5,15 @@ import pytest
 from planner.errors import LayoutError
 from planner.sharding.pins import class_pins, parse_pin
 from search import SearchRequest, find_plan
-from tests.builders import tiny_models
-from tests.captures import capture_module
+from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)
 
 
-def captured(name):
-    tiny = tiny_models()[name]
-    return capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
-
-
 @pytest.fixture(scope="module")
 def gpt():
-    return captured("gpt")
+    return capture_tiny("gpt")
 
 
 def search(graph, *texts, **choices):
@@ -58,7 +52,7 @@ def test_none_one_and_two_annotations(gpt):
 def test_a_tied_weight_is_pinned_for_all_its_blocks():
     """M14, G8: by the one name it has in the model."""
     pytest.importorskip("transformers")
-    graph = captured("hf-gpt2")
+    graph = capture_tiny("hf-gpt2")
     plan = search(graph, "transformer.wte.weight: S(0)@tp", tp=2)
     assert placements(graph, plan)["transformer.wte.weight"] == "S(0)"
 

@@ -8,8 +8,7 @@ from planner.placement import Shard
 from search import block_build
 from search.eliminate import solve_by_elimination
 from search.layouts import LayoutSolver, boundary_options, class_groups
-from tests.builders import tiny_models
-from tests.captures import capture_module
+from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
 
@@ -29,10 +28,7 @@ def keep_all(ops):
 @pytest.mark.parametrize("name", ["gpt", "hf-gpt2", "hf-llama"])
 def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
     """For time alone and with a price of bytes, with fused projections and flattened batches."""
-    tiny = tiny_models()[name]
-    if tiny.needs_transformers:
-        pytest.importorskip("transformers")
-    graph = capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+    graph = capture_tiny(name)
     machine = Machine(context_bytes=0.0, devices_per_node=4)
 
     def solved(tp: int, size: int) -> tuple[int, list[float]]:
