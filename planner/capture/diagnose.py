@@ -18,7 +18,7 @@ def explain(error: BaseException) -> str:
         if isinstance(cause, ModelError):
             return str(cause)
     line = user_line(error)
-    text = " ".join(str(e) for e in _chain(error))
+    text = " ".join(f"{type(e).__name__} {e}" for e in _chain(error))
     if "data-dependent" in text or "DataDependent" in text or "item()" in text:
         advice = (
             "a Python value depends on a tensor's values, which are unknown when the model is "
@@ -56,6 +56,14 @@ def user_line(error: BaseException) -> str:
             if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
                 code = linecache.getline(frame.filename, frame.lineno or 0).strip()
                 return f" at {frame.filename}:{frame.lineno}: `{code}`"
+    return ""
+
+
+def calling_line() -> str:
+    """Return `` at file:line: `code``` of the innermost frame of user code on the stack."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+            return f" at {frame.filename}:{frame.lineno}: `{(frame.line or '').strip()}`"
     return ""
 
 
