@@ -11,11 +11,9 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from functools import cache
 from typing import Any
 
 
-@cache
 def function_key(function: Any) -> str:
     """Return the key of a `torch.autograd.Function`."""
     try:

@@ -87,6 +87,7 @@ class Reader:
         (loss,) = outputs
         if not isinstance(loss, Ref):
             raise CaptureError("the model's loss does not depend on any op; return a computed loss")
+        self._check_gradients(loss)
         return Exported(
             tensors=self.record.tensors,
             inputs=tuple(self.inputs),
@@ -94,6 +95,19 @@ class Reader:
             loss=loss.name,
             lines=tuple(self.record.lines),
         )
+
+    def _check_gradients(self, loss: Ref) -> None:
+        """Raise where a parameter has a gradient in the model and none in the ops read of it."""
+        reached = {loss.name}
+        for raw in reversed(self.record.ops):
+            if reached.intersection(raw.op.outputs):
+                reached |= {n for n in raw.op.inputs if self.record.tensors[n].requires_grad}
+        for meta in self.record.tensors.values():
+            if meta.kind == "param" and meta.requires_grad and meta.name not in reached:
+                raise CaptureError(
+                    f"the gradient of parameter {meta.fqn} would be lost in capture; please report "
+                    "this model, and freeze the parameter if it is not meant to train"
+                )
 
     # -- inputs -------------------------------------------------------------------------
 
