@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
 from planner.capture.diagnose import explain
+from planner.capture.kept_calls import without_kept_calls
 from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
@@ -26,6 +28,16 @@ from planner.plan import Precision
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module with every tensor on the meta device; ties kept, weights not copied."""
+    return copy_with_tensors(module, lambda tensor: tensor.detach().to("meta"))
+
+
+def copy_with_tensors(
+    module: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """Copy a module, what `make` returns in the place of each of its tensors; ties are kept.
+
+    What its cached properties hold, which an earlier forward may have asked for, is not copied.
+    """
     memo: dict[int, Any] = {}
     for part in module.modules():
         held = itertools.chain(
@@ -36,11 +48,16 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
         for tensor in held:
             if tensor is None or id(tensor) in memo:
                 continue
-            local = tensor.detach().to("meta")
+            local = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 local = torch.nn.Parameter(local, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = local
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name in list(vars(part)):
+            if isinstance(getattr(type(part), name, None), functools.cached_property):
+                delattr(part, name)
+    return copied
 
 
 class _LossModule(torch.nn.Module):
@@ -88,7 +105,7 @@ def export_batch(
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with _quiet(), no_gc():
+        with _quiet(), no_gc(), without_kept_calls(), torch.enable_grad():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise

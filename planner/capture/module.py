@@ -12,6 +12,7 @@ from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy
+from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph
@@ -26,16 +27,12 @@ def capture_source(source: ModelSource, *, precision: Precision = "model") -> Mo
     themselves fail or do not fit together.
     """
     try:
-        with torch.device("meta"):
-            module = source.build()
-    except Exception as meta_error:
-        try:  # some constructors compute with values; build for real, then drop the values
-            module = source.build()
-        except Exception as error:
-            where = user_line(error)
-            raise ModelError(
-                f"{source.path.name}: model() failed{where}: {first_line(error)}"
-            ) from meta_error
+        module = build_without_values(source.build)
+    except Exception as error:
+        where = user_line(error)
+        raise ModelError(
+            f"{source.path.name}: model() failed{where}: {first_line(error)}"
+        ) from error
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
@@ -50,6 +47,18 @@ def capture_source(source: ModelSource, *, precision: Precision = "model") -> Mo
                 f"{source.path.name}: batch({size}) failed{where}: {first_line(error)}"
             ) from error
     return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
+
+
+def build_without_values(build: Callable[[], Any]) -> Any:
+    """Return what `build` does, its tensors on the meta device: no weight takes memory or time.
+
+    A constructor that computes with values runs for real, and what it returns may hold them.
+    """
+    try:
+        with torch.device("meta"), StaysOnMeta():
+            return build()
+    except Exception:
+        return build()
 
 
 def capture_module(
@@ -90,7 +99,10 @@ def capture_module(
         )
     if precision == "bf16":
         cast_parameters(meta)
-    raws = [export_batch(meta, tensors, tree, loss, precision) for tensors, tree in leaves]
+    # Each on a copy of its own: what a forward keeps in its module is not there for the next.
+    raws = [
+        export_batch(meta_copy(meta), tensors, tree, loss, precision) for tensors, tree in leaves
+    ]
     merged = align(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
