@@ -16,7 +16,6 @@ import torch
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
 from planner.capture.diagnose import explain
-from planner.capture.kept_calls import without_kept_calls
 from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
@@ -105,7 +104,7 @@ def export_batch(
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with _quiet(), no_gc(), without_kept_calls(), torch.enable_grad():
+        with _quiet(), no_gc(), torch.enable_grad():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise

@@ -7,33 +7,22 @@ another batch or by none of the graph's ops, and what a capture leaves there has
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 
-@contextlib.contextmanager
-def without_kept_calls() -> Iterator[None]:
-    """Empty, before and after, every cache of functools that holds a tensor.
+def forget_kept_calls() -> None:
+    """Empty every cache of functools that holds a tensor, but for PyTorch's own.
 
-    A cache may be emptied at any time: its function is called again. Those of PyTorch itself
-    stay as they are.
+    A cache may be emptied at any time: its function is called again.
     """
-    _forget()
-    try:
-        yield
-    finally:
-        _forget()
-
-
-def _forget() -> None:
-    for kept in gc.get_objects():
-        if type(kept) is functools._lru_cache_wrapper and _holds_tensors(kept):
+    wrapper = functools._lru_cache_wrapper
+    for kept in gc.get_referrers(wrapper):  # instances refer to their type
+        if type(kept) is wrapper and _holds_tensors(kept):
             kept.cache_clear()
 
 

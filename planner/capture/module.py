@@ -12,6 +12,7 @@ from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy
+from planner.capture.kept_calls import forget_kept_calls
 from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
@@ -99,10 +100,14 @@ def capture_module(
         )
     if precision == "bf16":
         cast_parameters(meta)
-    # Each on a copy of its own: what a forward keeps in its module is not there for the next.
-    raws = [
-        export_batch(meta_copy(meta), tensors, tree, loss, precision) for tensors, tree in leaves
-    ]
+    raws = []
+    try:
+        for tensors, tree in leaves:
+            forget_kept_calls()
+            # On a copy: what a forward keeps in its module is not there for the next export.
+            raws.append(export_batch(meta_copy(meta), tensors, tree, loss, precision))
+    finally:
+        forget_kept_calls()
     merged = align(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
