@@ -2,10 +2,10 @@
 
 An entry names every local file the model's meaning depends on (the model file, modules it
 imports, files it reads while it is loaded, built and captured, those it looked for in vain) with
-their digests, the environment variables that were read meanwhile, and the versions of all
+their digests, the environment variables that such code read meanwhile, and the versions of all
 libraries that were loaded. Any difference means a fresh capture. What compiled code reads, the
-names in a folder, the clock and the network are not seen: pass ``use_cache=False`` to a model file
-that depends on them.
+variables that libraries read, the names in a folder, the clock and the network are not seen: pass
+``use_cache=False`` for a model file that depends on them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def load_graph(
         graph = capture_source(source, precision=precision)
     if use_cache:
         files = {*source.dependencies, *reads.files, *local_modules()}
-        variables = {name: os.environ.get(name) for name in _ALWAYS_READ} | reads.variables
         folder = os.getcwd() if reads.is_relative else None
-        _write(entry, graph, files, variables, folder)
+        _write(entry, graph, files, {*_ALWAYS_READ, *reads.variables}, folder)
     return graph
 
 
@@ -78,6 +77,12 @@ def _file_digest(file: Path) -> str | None:
         return _digest(file.read_bytes())
     except OSError:
         return None
+
+
+def _variable_digest(name: str) -> str | None:
+    """A digest of an environment variable, which may be a secret; None: it is not set."""
+    value = os.environ.get(name)
+    return None if value is None else _digest(value.encode("utf-8", "surrogateescape"))
 
 
 def _own_versions() -> dict[str, str]:
@@ -108,8 +113,9 @@ def _read(entry: Path) -> ModelGraph | None:
         data: dict[str, Any] = json.loads(entry.read_text())
         if data["format"] != _FORMAT or data["versions"] != _own_versions():
             return None
-        if any(os.environ.get(name) != value for name, value in data["variables"].items()):
-            return None
+        for name, digest in data["variables"].items():
+            if _variable_digest(name) != digest:
+                return None
         if data["folder"] not in (None, os.getcwd()):
             return None
         for name, digest in data["files"].items():
@@ -128,7 +134,7 @@ def _write(
     entry: Path,
     graph: ModelGraph,
     files: Iterable[Path],
-    variables: dict[str, str | None],
+    variables: Iterable[str],
     folder: str | None,
 ) -> None:
     """`folder` is the working directory, where it matters."""
@@ -136,7 +142,7 @@ def _write(
         "format": _FORMAT,
         "versions": _own_versions(),
         "libraries": _loaded_versions(),
-        "variables": variables,
+        "variables": {name: _variable_digest(name) for name in variables},
         "folder": folder,
         "files": {str(file): _file_digest(file) for file in files},
         "graph": to_json(graph),

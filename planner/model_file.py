@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -96,13 +97,13 @@ def _import_from(folder: Path) -> Iterator[None]:
 class Reads:
     """What was read while a model file was loaded and its model built; mutable, as it grows.
 
-    `files` are local ones (neither installed nor part of Python), there or not; `variables` are
-    those of the environment, with None for what was not set. `is_relative`: a file was named
-    relative to the working directory.
+    `files` are local ones (neither installed nor part of Python); those that were not there, and
+    names of `variables` of the environment, count where local code looked for them.
+    `is_relative`: a file was named relative to the working directory.
     """
 
     files: set[Path] = field(default_factory=set)
-    variables: dict[str, str | None] = field(default_factory=dict)
+    variables: set[str] = field(default_factory=set)
     is_relative: bool = False
 
 
@@ -113,7 +114,9 @@ _hooked = False
 def _audit(event: str, args: tuple[Any, ...]) -> None:
     if not _recorders or event != "open" or not isinstance(args[0], str):
         return
-    if not args[2] & (os.O_WRONLY | os.O_CREAT) and _is_local(args[0]):
+    if args[2] & (os.O_WRONLY | os.O_CREAT) or not _is_local(args[0]):
+        return
+    if os.path.isfile(args[0]) or _is_asked_by_local_code():
         for reads in _recorders:
             reads.files.add(Path(args[0]).resolve())
             reads.is_relative |= not os.path.isabs(args[0])
@@ -125,13 +128,27 @@ _get_variable = _Environment.__getitem__
 
 def _recorded_variable(environment: Any, name: str) -> str:
     """As ``os.environ[name]``, by which every other way to read a variable goes."""
-    try:
-        value = _get_variable(environment, name)
-    except KeyError:
-        value = None
-    for reads in _recorders:
-        reads.variables.setdefault(name, value)
+    if _is_asked_by_local_code():
+        for reads in _recorders:
+            reads.variables.add(name)
     return _get_variable(environment, name)
+
+
+def _is_asked_by_local_code() -> bool:
+    """Whether the innermost code outside Python's own library is neither installed nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None and _is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and _is_local(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_of_python(code_file: str) -> bool:
+    packages = (*site.getsitepackages(), sysconfig.get_paths()["purelib"])
+    return code_file.startswith("<") or (
+        code_file.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
+        and not code_file.startswith(tuple(packages))
+    )
 
 
 @contextlib.contextmanager
