@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any
@@ -50,17 +51,32 @@ def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
     preamble_ops, segments = _hoist(segments, raw)
     blocks, classes, boundary = _classify(segments, preamble_ops, raw)
     _refuse_shared_writes(blocks, classes, raw)
-    held = {n for n, t in raw.tensors.items() if t.kind in ("param", "buffer", "constant")}
-    kept = (*raw.inputs, *sorted(held, key=list(raw.tensors).index), *boundary)
+    preamble_ops = _in_order_of_use(preamble_ops, blocks)
+    held = _held_in_order(raw, preamble_ops, blocks)
+    names = _names_by_order(raw, held, preamble_ops, blocks)
+
+    def renamed(old: Iterable[str]) -> tuple[str, ...]:
+        return tuple(names[n] for n in old)
+
     return ModelGraph(
         name=name,
-        tensors=tuple(raw.tensors[n] for n in kept),
-        batch_inputs=raw.inputs,
+        tensors=tuple(
+            replace(raw.tensors[n], name=names[n]) for n in (*raw.inputs, *held, *boundary)
+        ),
+        batch_inputs=renamed(raw.inputs),
         batch_tree=batch_tree,
-        preamble=_preamble(preamble_ops, raw, blocks),
-        blocks=blocks,
+        preamble=_preamble(preamble_ops, raw, blocks, held, names),
+        blocks=tuple(
+            replace(
+                block,
+                inputs=renamed(block.inputs),
+                params=renamed(block.params),
+                outputs=renamed(block.outputs),
+            )
+            for block in blocks
+        ),
         classes=classes,
-        loss=raw.loss,
+        loss=names[raw.loss],
     )
 
 
@@ -290,20 +306,93 @@ def _hoist(segments: list[_Segment], raw: RawGraph) -> tuple[list[RawOp], list[_
     return preamble, [s for s in left if s.ops]
 
 
-def _preamble(ops: list[RawOp], raw: RawGraph, blocks: tuple[Block, ...]) -> Program:
+def _preamble(
+    ops: list[RawOp],
+    raw: RawGraph,
+    blocks: tuple[Block, ...],
+    held: tuple[str, ...],
+    names: dict[str, str],
+) -> Program:
     produced = [n for item in ops for n in item.op.outputs]
     used = {n for block in blocks for n in block.inputs}
     consumed = {n for item in ops for n in item.op.inputs} - set(produced)
     inputs = tuple(n for n in raw.inputs if n in consumed)
-    params = tuple(n for n in raw.tensors if n in consumed and n not in raw.inputs)
+    params = tuple(n for n in held if n in consumed)
     return Program(
         name="preamble",
-        inputs=inputs,
-        params=params,
-        outputs=tuple(n for n in produced if n in used),
-        tensors=tuple(raw.tensors[n] for n in (*inputs, *params, *produced)),
-        ops=tuple(item.op for item in ops),
+        inputs=tuple(names[n] for n in inputs),
+        params=tuple(names[n] for n in params),
+        outputs=tuple(names[n] for n in produced if n in used),
+        tensors=tuple(
+            replace(raw.tensors[n], name=names[n]) for n in (*inputs, *params, *produced)
+        ),
+        ops=tuple(
+            replace(
+                item.op.rename(names.__getitem__),
+                name=names[item.op.outputs[0]].replace(".", "_"),
+            )
+            for item in ops
+        ),
     )
+
+
+# ---------------------------------------------------------------------------------------
+# Order and names. A forward that loops over a set (Hugging Face models make the rotary tables
+# of each kind of layer so) traces its ops, its buffers and so its names in another order from
+# one process to the next. What the order does not matter to is put in the order of its use.
+
+
+def _in_order_of_use(ops: list[RawOp], blocks: tuple[Block, ...]) -> list[RawOp]:
+    """Sort the preamble: each op right before the first that needs it, blocks in their order."""
+    maker = {n: item for item in ops for n in item.op.outputs}
+    done: dict[str, RawOp] = {}
+    for wanted in (n for block in blocks for n in block.inputs if n in maker):
+        waiting = [maker[wanted]]
+        while waiting:
+            item = waiting[-1]
+            missing = [
+                maker[n] for n in item.op.inputs if n in maker and maker[n].op.name not in done
+            ]
+            if missing:
+                waiting.append(missing[0])
+            else:
+                done[waiting.pop().op.name] = item
+    return list(done.values())
+
+
+def _held_in_order(
+    raw: RawGraph, preamble: list[RawOp], blocks: tuple[Block, ...]
+) -> tuple[str, ...]:
+    """Parameters as the module lists them, then buffers and constants by their first use."""
+    used = [n for item in preamble for n in item.op.inputs]
+    used += [n for block in blocks for n in block.params]
+    first = {n: index for index, n in reversed(list(enumerate(used)))}
+    params = [n for n, t in raw.tensors.items() if t.kind == "param"]
+    others = [n for n, t in raw.tensors.items() if t.kind in ("buffer", "constant")]
+    others.sort(key=lambda n: (first.get(n, len(used)), raw.tensors[n].fqn))
+    return (*params, *others)
+
+
+def _names_by_order(
+    raw: RawGraph, held: tuple[str, ...], preamble: list[RawOp], blocks: tuple[Block, ...]
+) -> dict[str, str]:
+    """Name what the graph makes after its op, and constants, numbered in the graph's order."""
+    nameless = {n for n in held if not raw.tensors[n].fqn}
+    names = {n: n for n in (*raw.inputs, *held) if n not in nameless}
+    maker = {n: item.op for item in raw.ops for n in item.op.outputs}
+    made = [n for item in preamble for n in item.op.outputs]
+    made += [n for block in blocks for n in block.outputs]
+    counts: dict[str, int] = {}
+    taken = set(names.values())
+    for n in (*(n for n in held if n in nameless), *made):
+        base = maker[n].target.split(".")[1] if n in maker else "constant"
+        name = ""
+        while not name or name in taken:
+            serial = counts[base] = counts.get(base, 0) + 1
+            name = base if serial == 1 else f"{base}_{serial}"
+        names[n] = name
+        taken.add(name)
+    return names
 
 
 # ---------------------------------------------------------------------------------------

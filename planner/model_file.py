@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import os
@@ -11,7 +12,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from planner.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """What a model file defines, and the local files its meaning depends on."""
+    """What a model file defines, and the local files that were read to load it."""
 
     path: Path
     build: Callable[[], Any]
@@ -51,9 +52,8 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
         raise ModelError(f"{path} is not a Python file; give a .py file that defines model()")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    opened: set[Path] = set()
     try:
-        with _import_from(file.parent), _record_opened(opened):
+        with _import_from(file.parent), recorded_reads() as reads:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ModelError(f"{path} failed to load: {_where(error, file)}{_brief(error)}") from error
@@ -65,7 +65,7 @@ def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
         build=module.model,
         batch=module.batch,
         loss=getattr(module, "loss", None),
-        dependencies=tuple(sorted({file} | opened | _local_modules())),
+        dependencies=tuple(sorted({file} | reads.files | local_modules())),
     )
 
 
@@ -93,29 +93,83 @@ def _import_from(folder: Path) -> Iterator[None]:
     yield
 
 
-_recorders: list[set[Path]] = []
+@dataclass(slots=True)
+class Reads:
+    """What was read while a model file was loaded and its model built; mutable, as it grows.
+
+    `files` are local ones (neither installed nor part of Python); those that were not there, and
+    names of `variables` of the environment, count where local code looked for them.
+    `is_relative`: a file was named relative to the working directory.
+    """
+
+    files: set[Path] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+    is_relative: bool = False
+
+
+_recorders: list[Reads] = []
 _hooked = False
 
 
 def _audit(event: str, args: tuple[Any, ...]) -> None:
-    if _recorders and event == "open" and isinstance(args[0], str):
-        mode = args[1]
-        if (mode is None or "r" in mode) and _is_local(args[0]):
-            _recorders[-1].add(Path(args[0]).resolve())
+    if not _recorders or event != "open" or not isinstance(args[0], str):
+        return
+    if args[2] & (os.O_WRONLY | os.O_CREAT) or not _is_local(args[0]):
+        return
+    if os.path.isfile(args[0]) or _is_asked_by_local_code():
+        for reads in _recorders:
+            reads.files.add(Path(args[0]).resolve())
+            reads.is_relative |= not os.path.isabs(args[0])
+
+
+_Environment: Any = type(os.environ)
+_get_variable = _Environment.__getitem__
+
+
+def _recorded_variable(environment: Any, name: str) -> str:
+    """As ``os.environ[name]``, by which every other way to read a variable goes."""
+    if _is_asked_by_local_code():
+        for reads in _recorders:
+            reads.variables.add(name)
+    return _get_variable(environment, name)
+
+
+def _is_asked_by_local_code() -> bool:
+    """Whether the innermost code outside Python's own library is neither installed nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None and _is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and _is_local(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_of_python(code_file: str) -> bool:
+    packages = (*site.getsitepackages(), sysconfig.get_paths()["purelib"])
+    return code_file.startswith("<") or (
+        code_file.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
+        and not code_file.startswith(tuple(packages))
+    )
 
 
 @contextlib.contextmanager
-def _record_opened(into: set[Path]) -> Iterator[None]:
-    """Collect local files read inside, so that a cached capture notices a changed config."""
+def recorded_reads() -> Iterator[Reads]:
+    """Collect what is read inside, so that a cached capture notices what has changed.
+
+    What compiled code reads is not seen: variables, and files such as weights in safetensors.
+    """
     global _hooked  # audit hooks can't be removed: one is added, once
     if not _hooked:
         sys.addaudithook(_audit)
         _hooked = True
-    _recorders.append(into)
+    reads = Reads()
+    _recorders.append(reads)
+    _Environment.__getitem__ = _recorded_variable
     try:
-        yield
+        yield reads
     finally:
-        _recorders.remove(into)
+        _recorders.pop()
+        if not _recorders:
+            _Environment.__getitem__ = _get_variable
 
 
 _INSTALLED = tuple(
@@ -136,11 +190,11 @@ def _is_local(name: str) -> bool:
         bool(path)
         and not path.startswith((*_INSTALLED, "/proc/", "/sys/", "/dev/"))
         and not path.endswith((".pyc", ".so"))
-        and os.path.isfile(path)
+        and not os.path.isdir(path)
     )
 
 
-def _local_modules() -> set[Path]:
+def local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
     files = (getattr(m, "__file__", None) for m in list(sys.modules.values()))
     own = Path(__file__).resolve().parent.parent

@@ -299,7 +299,8 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
         raise PlanError(
             f"the plan is for {plan.model.name} from {plan.model.file} "
             f"({plan.model.fingerprint[:12]}) and the model given is {graph.name} "
-            f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own"
+            f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own "
+            "(if it is: its forward does not do the same in every process, or a call changed it)"
         )
     num_planned = plan.stages[-1].last_block + 1
     if num_planned != len(graph.blocks):

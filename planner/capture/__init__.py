@@ -9,12 +9,19 @@ capture, of the cast model (`precision`). The merged list of ops is then cut int
 a chain of blocks (`planner.blocks`).
 """
 
-from planner.capture.module import batch_from_spec, capture_module, capture_source, input_spec
+from planner.capture.module import (
+    batch_from_spec,
+    build_without_values,
+    capture_module,
+    capture_source,
+    input_spec,
+)
 from planner.model_file import ModelSource, load_model_file
 
 __all__ = [
     "ModelSource",
     "batch_from_spec",
+    "build_without_values",
     "capture_module",
     "capture_source",
     "input_spec",

@@ -31,6 +31,12 @@ def explain(error: BaseException) -> str:
             "a tensor lies on another device than the model; use torch.tensor(...) in place of "
             "torch.Tensor(...) and torch.from_numpy, or register a buffer"
         )
+    elif "fake tensor in the exported program constant" in text:
+        advice = (
+            "it uses a tensor that none of its ops made (kept from an earlier call in a global "
+            "variable, or reached through .data); make it anew in each forward, or register a "
+            "buffer in __init__"
+        )
     else:
         advice = f"torch.export says {first_line(error)}"
     return f"the model can't be captured{line}: {advice}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +32,16 @@ from planner.plan import Precision
 
 def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a module with every tensor on the meta device; ties kept, weights not copied."""
+    return copy_with_tensors(module, lambda tensor: tensor.detach().to("meta"))
+
+
+def copy_with_tensors(
+    module: torch.nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.nn.Module:
+    """Copy a module, what `make` returns in the place of each of its tensors; ties are kept.
+
+    What its cached properties hold, which an earlier forward may have asked for, is not copied.
+    """
     memo: dict[int, Any] = {}
     for part in module.modules():
         held = itertools.chain(
@@ -41,11 +52,16 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
         for tensor in held:
             if tensor is None or id(tensor) in memo:
                 continue
-            local = tensor.detach().to("meta")
+            local = make(tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 local = torch.nn.Parameter(local, requires_grad=tensor.requires_grad)
             memo[id(tensor)] = local
-    return copy.deepcopy(module, memo)
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name in list(vars(part)):
+            if isinstance(getattr(type(part), name, None), functools.cached_property):
+                delattr(part, name)
+    return copied
 
 
 class _LossModule(torch.nn.Module):
@@ -92,7 +108,13 @@ def rehearse_batch(
     args = _empty(tensors)
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with _quiet(), no_gc(), saved_tensors_untouched(), _buffers_assigned_in_place():
+        with (
+            _quiet(),
+            no_gc(),
+            torch.enable_grad(),
+            saved_tensors_untouched(),
+            _buffers_assigned_in_place(),
+        ):
             return rehearse(wrapped, module, args, wrapped.made)
     except ModelError:
         raise
@@ -125,6 +147,7 @@ def export_batch(
         with (
             _quiet(),
             no_gc(),
+            torch.enable_grad(),
             functions.recorded(),
             _buffers_assigned_in_place(),
             _whole_stack_traces(),

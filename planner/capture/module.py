@@ -13,8 +13,10 @@ from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
 from planner.capture.hooks import refuse_lost
+from planner.capture.kept_calls import forget_kept_calls
+from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
-from planner.errors import ModelError
+from planner.errors import CaptureError, ModelError
 from planner.graph import Affine, ModelGraph
 from planner.model_file import ModelSource
 from planner.plan import Precision
@@ -27,16 +29,12 @@ def capture_source(source: ModelSource, *, precision: Precision = "model") -> Mo
     themselves fail or do not fit together.
     """
     try:
-        with torch.device("meta"):
-            module = source.build()
-    except Exception as meta_error:
-        try:  # some constructors compute with values; build for real, then drop the values
-            module = source.build()
-        except Exception as error:
-            where = user_line(error)
-            raise ModelError(
-                f"{source.path.name}: model() failed{where}: {first_line(error)}"
-            ) from meta_error
+        module = build_without_values(source.build)
+    except Exception as error:
+        where = user_line(error)
+        raise ModelError(
+            f"{source.path.name}: model() failed{where}: {first_line(error)}"
+        ) from error
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"{source.path.name}: model() returned {type(module).__name__}; return an nn.Module"
@@ -51,6 +49,18 @@ def capture_source(source: ModelSource, *, precision: Precision = "model") -> Mo
                 f"{source.path.name}: batch({size}) failed{where}: {first_line(error)}"
             ) from error
     return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
+
+
+def build_without_values(build: Callable[[], Any]) -> Any:
+    """Return what `build` does, its tensors on the meta device: no weight takes memory or time.
+
+    A constructor that computes with values runs for real, and what it returns may hold them.
+    """
+    try:
+        with torch.device("meta"), StaysOnMeta():
+            return build()
+    except Exception:
+        return build()
 
 
 def capture_module(
@@ -92,16 +102,27 @@ def capture_module(
 
     def fresh() -> torch.nn.Module:
         # For each run anew: what one leaves in its module, another must not find.
-        meta = meta_copy(module)
+        forget_kept_calls()
+        try:
+            meta = meta_copy(module)
+        except Exception as error:
+            raise CaptureError(
+                f"{name} can't be captured, because it can't be copied ({first_line(error)}); "
+                "leave out of its attributes what copy.deepcopy does not take (locks, files, "
+                "nodes of an autograd graph)"
+            ) from error
         return cast_parameters(meta) if precision == "bf16" else meta
 
-    rehearsal = rehearse_batch(fresh(), *leaves[0], loss, precision)
-    merged = align(
-        *(
-            export_batch(fresh(), tensors, tree, loss, rehearsal, precision)
-            for tensors, tree in leaves
+    try:
+        rehearsal = rehearse_batch(fresh(), *leaves[0], loss, precision)
+        merged = align(
+            *(
+                export_batch(fresh(), tensors, tree, loss, rehearsal, precision)
+                for tensors, tree in leaves
+            )
         )
-    )
+    finally:
+        forget_kept_calls()
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
 

@@ -27,6 +27,29 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
+class StaysOnMeta(TorchFunctionMode):
+    """Lets a model that is built on the meta device move to another (``.to("cuda")``) in name."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`; a meta tensor stays where it is."""
+        kwargs = dict(kwargs or {})
+        if func in _MOVES and args[0].is_meta:
+            return args[0]
+        if func is torch.Tensor.to and args[0].is_meta:
+            args, kwargs = _to_meta(args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _to_meta(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``Tensor.to`` with a device, where they name one, that is meta."""
+    args = tuple("meta" if isinstance(a, str | torch.device) else a for a in args)
+    return args, kwargs | ({"device": "meta"} if "device" in kwargs else {})
+
+
 class OnMeta(TorchFunctionMode):
     """Runs forward on meta tensors; `values_of` gives what a constant made meanwhile holds."""
 
@@ -71,8 +94,7 @@ class OnMeta(TorchFunctionMode):
         elif func in _MOVES:
             return args[0]
         elif func is torch.Tensor.to:
-            args = tuple("meta" if isinstance(a, str | torch.device) else a for a in args)
-            kwargs |= {"device": "meta"} if "device" in kwargs else {}
+            args, kwargs = _to_meta(args, kwargs)
         elif func in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
         return func(*args, **kwargs)

@@ -9,7 +9,6 @@ puts on the host is counted apart, though here both are the same memory.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +90,7 @@ def dry_run(
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from planner.capture import build_without_values
     from planner.runtime.mesh import build_mesh
 
     if not 0 <= rank < plan.world_size:
@@ -98,13 +98,14 @@ def dry_run(
             f"rank {rank} is not in the plan, which has {plan.world_size} ranks; "
             f"use 0 to {plan.world_size - 1}"
         )
+    model = build_without_values(build)
     with _fake_ranks(rank, plan.world_size), _without_values():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             return _track(
                 plan,
                 graph,
-                build,
+                lambda: _fake_copy(model),
                 mesh,
                 lambda: _fake_batch(plan),
                 is_dry=True,
@@ -142,10 +143,7 @@ def _track(
     from planner.runtime.engine import Engine
 
     ledger = _Ledger(is_dry=is_dry, copies_to_reduce=is_dry and on_gloo)
-    with warnings.catch_warnings():
-        # Copies of a layer's fake parameters (nn.TransformerEncoder makes some).
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        model = build()
+    model = build()
     with ledger.watching():
         batch = make_batch()
         batch_bytes = ledger.live_bytes
@@ -220,6 +218,17 @@ def _without_values() -> Iterator[None]:
         dist.broadcast_object_list = broadcast
         for name, function in kept.items():
             setattr(DeviceMesh, name, staticmethod(function))
+
+
+def _fake_copy(model: nn.Module) -> nn.Module:
+    """The model with a fake tensor on the CPU for each of its tensors.
+
+    It is not built under the fake mode: a module cannot cast its fake parameters (``.to(dtype)``
+    swaps them, which a tensor with weak references refuses).
+    """
+    from planner.capture.export import copy_with_tensors
+
+    return copy_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="cpu"))
 
 
 def _fake_batch(plan: Plan) -> Any:

@@ -3,6 +3,8 @@
 import functools
 import json
 import operator
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import planner.capture
 from planner.capture import batch_from_spec, capture_module, capture_source, input_spec
 from planner.capture_cache import load_graph
 from planner.errors import CaptureError, ModelError
@@ -330,8 +333,6 @@ def test_captures_are_kept_until_the_model_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = write_model(tmp_path, MODEL.format(width=6))
     graph = load_graph(path)
-    import planner.capture
-
     with monkeypatch.context() as patch:
         patch.setattr(planner.capture, "capture_source", None)  # a hit never captures
         assert load_graph(path) == graph
@@ -340,3 +341,74 @@ def test_captures_are_kept_until_the_model_changes(tmp_path, monkeypatch):
     for entry in (tmp_path / "cache").rglob("*.json"):
         entry.write_text("{}")
     assert load_graph(path).num_params() == 8 * 4 + 4
+
+
+READS_WHILE_BUILDING = """
+import os
+from pathlib import Path
+
+import torch
+def model():
+    width = int(os.environ.get("WIDTH", "6"))
+    if "DEEP" in os.environ:
+        return torch.nn.Sequential(torch.nn.Linear(width, 5), torch.nn.Linear(5, 4))
+    try:
+        with open(Path(__file__).parent / "out.txt") as file:
+            out = int(file.read())
+    except FileNotFoundError:
+        out = 4
+    return torch.nn.Linear(width, out)
+def batch(size):
+    import sizes
+    return torch.zeros(size, sizes.LENGTH, int(os.getenv("WIDTH", "6")))
+def loss(output, batch):
+    return output.square().mean()
+"""
+
+
+def test_a_kept_capture_is_not_used_when_a_fresh_one_would_differ(tmp_path, monkeypatch):
+    """P27, N2: files and variables that model() and batch() read, and files that appear."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("WIDTH", "DEEP"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "sizes.py").write_text("LENGTH = 3")
+    path = write_model(tmp_path, READS_WHILE_BUILDING)
+
+    def fresh():
+        sys.modules.pop("sizes", None)
+        return load_graph(path, use_cache=False)
+
+    def is_kept():
+        """Whether the kept capture is used, which must equal a fresh one."""
+        with monkeypatch.context() as patch:
+            captures = []
+            patch.setattr(
+                planner.capture,
+                "capture_source",
+                lambda *args, **options: captures.append(1) or capture_source(*args, **options),
+            )
+            sys.modules.pop("sizes", None)
+            assert load_graph(path) == fresh()
+            return len(captures) == 1  # the fresh one's
+
+    assert not is_kept()
+    assert is_kept()
+    monkeypatch.setenv("WIDTH", "7")
+    assert not is_kept()
+    monkeypatch.setenv("DEEP", "1")
+    assert not is_kept()
+    monkeypatch.delenv("DEEP")
+    assert not is_kept()
+    (tmp_path / "out.txt").write_text("5")
+    assert not is_kept()
+    assert is_kept()
+    (tmp_path / "out.txt").write_text("6")
+    assert not is_kept()
+    (tmp_path / "sizes.py").write_text("LENGTH = 11")
+    assert not is_kept()
+    version = metadata.version
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", lambda name: version(name) + "1" * (name == "pluggy"))
+        assert not is_kept()
+    assert not is_kept()
+    assert is_kept()

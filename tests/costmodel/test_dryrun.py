@@ -1,14 +1,19 @@
 """The memory model against its referee: the real engine on fake tensors, rank by rank."""
 
+from pathlib import Path
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
+from planner.capture import capture_source
 from planner.errors import PlanError
+from planner.model_file import ModelSource
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run
-from tests.builders import tiny_models
+from tests.builders import PlainGPT, build_hf, gpt_batch, text_batch, tiny_models
 from tests.captures import capture_module
 
 
@@ -132,3 +137,75 @@ def test_bf16_with_fp32_masters(gpt_bf16, layout):
     (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
     run = dry_run(plan, graph, model.build)
     assert float(parts.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
+
+
+def bf16_by_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return CastGPT()
+    finally:
+        torch.set_default_dtype(before)
+
+
+class CastGPT(PlainGPT):
+    """Tied, and with a tensor that is no buffer; small, as it is captured for each case."""
+
+    def __init__(self):
+        super().__init__(layers=1)
+        self.head.weight = self.token.weight
+        self.scale = torch.tensor(1.0)
+
+
+def initialized(module):
+    if isinstance(module, torch.nn.Linear):
+        torch.nn.init.normal_(module.weight, std=0.02)
+
+
+def of_values():
+    module = CastGPT()
+    assert module.head.weight.abs().max().item() > 0
+    return module.to(torch.bfloat16)
+
+
+CASTS = {
+    "to-bfloat16": (2, lambda: CastGPT().to(torch.bfloat16)),
+    "bfloat16": (2, lambda: CastGPT().bfloat16()),
+    "half": (2, lambda: CastGPT().half()),
+    "double": (8, lambda: CastGPT().double()),
+    "to-device": (4, lambda: CastGPT().to("cpu")),
+    "to-device-and-dtype": (2, lambda: CastGPT().to(torch.device("cuda"), torch.bfloat16)),
+    "there-and-back": (4, lambda: CastGPT().half().float()),
+    "apply": (4, lambda: CastGPT().apply(initialized)),
+    "default-dtype": (2, bf16_by_default),
+    "state": (4, lambda: CastGPT().requires_grad_(True).train()),
+    "from-values": (2, of_values),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_model_that_casts_itself(name):
+    """What `model()` does after building is no matter, as modules cannot cast fake tensors."""
+    itemsize, build = CASTS[name]
+    source = ModelSource(
+        path=Path("model.py"), build=build, batch=gpt_batch, loss=None, dependencies=()
+    )
+    graph = capture_source(source)
+    assert sum(t.bytes_at(1) for t in graph.params) == itemsize * graph.num_params()
+    plan = default_plan(graph, microbatch_size=2, num_microbatches=1)
+    run = dry_run(plan, graph, build)
+    # Weights, gradients and AdamW's two states.
+    state = 4 * itemsize * graph.num_params()
+    assert state <= run.rest_bytes < 1.1 * state
+
+
+def test_a_llama_in_bf16():
+    """The README's path for a GPU: an unmodified Llama that is cast as it is built."""
+    pytest.importorskip("transformers")
+
+    def build():
+        return build_hf("LlamaForCausalLM", num_hidden_layers=1).to(torch.bfloat16)
+
+    graph = capture_module(build(), text_batch(2), text_batch(3))
+    plan = default_plan(graph, tp=2, microbatch_size=2, num_microbatches=1)
+    assert dry_run(plan, graph, build).peak_bytes > 4 * graph.num_params()
