@@ -34,6 +34,7 @@ def align(first: Exported, second: Exported) -> RawGraph:
             args=_merge_arg(one.args, two.args, one, line),
             kwargs=_merge_arg(one.kwargs, two.kwargs, one, line),
             outputs=one.outputs,
+            line=one.line,
         )
         ops.append(RawOp(op=merged, module=raw.module))
     tensors = {}
