@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import linecache
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -63,6 +66,27 @@ def first_line(error: BaseException) -> str:
     """Return the error's type and the first line of its text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def innermost_lines() -> Iterator[None]:
+    """Let an export note, for each op, the innermost line of user code.
+
+    PyTorch itself notes lines of functions named `forward` alone.
+    """
+    tracer = torch.fx.proxy.TracerBase
+    usual = tracer._filter_traceback_frames
+
+    def innermost(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
+        ours = (_TORCH_DIR, _OWN_DIR, "<")
+        frames = (frame for frame in reversed(stack) if not frame.filename.startswith(ours))
+        return traceback.StackSummary.from_list(list(itertools.islice(frames, 1)))
+
+    tracer._filter_traceback_frames = innermost  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = usual  # type: ignore[method-assign]
 
 
 def node_line(node: torch.fx.Node) -> str:

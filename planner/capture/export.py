@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
-from planner.capture.diagnose import explain
+from planner.capture.diagnose import explain, innermost_lines
 from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
@@ -88,7 +88,7 @@ def export_batch(
     args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with _quiet(), no_gc():
+        with _quiet(), no_gc(), innermost_lines():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
