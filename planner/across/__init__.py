@@ -8,6 +8,7 @@ one by those of `extra`; `order` follows rows that are sorted and put back; `wal
 a model. Free of torch.
 """
 
+from planner.across.ops import Kind
 from planner.across.walk import Finding, across_samples, blocks_across_samples
 
-__all__ = ["Finding", "across_samples", "blocks_across_samples"]
+__all__ = ["Finding", "Kind", "across_samples", "blocks_across_samples"]

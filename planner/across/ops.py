@@ -45,7 +45,7 @@ def _packets(names: str) -> frozenset[str]:
     return frozenset(f"aten.{name}" for name in names.split())
 
 
-_VIEWS = _packets(
+VIEWS = _packets(
     """
     view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as transpose permute t
     swapaxes swapdims movedim numpy_T mT expand expand_as broadcast_to clone contiguous detach
@@ -237,7 +237,7 @@ def _by_rules(step: Step) -> tuple[State, ...]:
     numbers_are_values(step)
     in_one_order(step)
     if any(state.bounded for state in step.states):
-        if step.packet in _VIEWS or step.packet == "aten.to":
+        if step.packet in VIEWS or step.packet == "aten.to":
             return (step.states[0],) * len(op.outputs)
         step.blame_sums()
     found = _match(step)
@@ -341,6 +341,8 @@ def _outcome(step: Step, placement: Placement, power: int, name: str) -> State:
     if isinstance(placement, Partial):
         sums, shares = _union(step.states)
         if not rows:
+            if power > 0 and _batch_sizes(step):
+                sums = (step.op.name,)  # by which a mean has become a sum
             return State(sums=sums, shares=shares, power=power)
         power += 0 if _is_mean(step) else 1
         if equal:
@@ -402,7 +404,7 @@ def _truncates(step: Step) -> bool:
 def numbers_are_values(step: Step) -> None:
     """Note where the number of a row in its batch is used as if it said something of it."""
     made = step.walk.program.tensor[step.op.outputs[0]].dtype
-    keeps = step.packet in _VIEWS or step.packet == "aten.repeat_interleave"
+    keeps = step.packet in VIEWS or step.packet == "aten.repeat_interleave"
     keeps |= step.packet == "aten.to" and made.startswith("int")
     if keeps or all(state.points is None for state in step.states):
         return

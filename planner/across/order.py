@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.across.ops import Step, handles
+from planner.across.ops import VIEWS, Step, handles
 from planner.across.state import ANY_ORDER, IN_ORDER, State
 from planner.graph import Affine, Arg, Ref
 from planner.placement import Shard
@@ -186,7 +186,36 @@ def _grouped_product(step: Step) -> tuple[State, ...] | None:
     is_sorted = rows.rows == Shard(0) and rows.order not in (IN_ORDER, ANY_ORDER)
     if not is_sorted or rows.power or weights.rows or weights.sums or not ends.sums:
         return None
+    by, counted = _sorted_by(step, rows.order), _counted(step, step.op.inputs[2])
+    if by and counted and by != counted:
+        return None  # runs of other experts than the rows'
     return (replace(rows, points=None, equal=False),)
+
+
+def _sorted_by(step: Step, order: str) -> str:
+    """The tensor in whose order rows are; empty where another block sorted them."""
+    sort = next((op for op in step.walk.program.ops if op.name == order), None)
+    return _root(step, sort.inputs[0]) if sort is not None and sort.inputs else ""
+
+
+def _counted(step: Step, ends: str) -> str:
+    """The tensor that ends of runs were counted in; empty where another block did."""
+    maker = step.walk.maker.get(_root(step, ends))
+    return _root(step, maker.inputs[0]) if maker is not None and maker.inputs else ""
+
+
+def _root(step: Step, name: str) -> str:
+    """A tensor behind others of the same numbers: other shapes, dtypes and orders, run ends."""
+    maker = step.walk.maker.get(name)
+    while maker is not None and maker.target.rpartition(".")[0] in _SAME_NUMBERS:
+        if name != maker.outputs[0]:
+            break  # indices of a sort
+        name = maker.inputs[0]
+        maker = step.walk.maker.get(name)
+    return name
+
+
+_SAME_NUMBERS = VIEWS | {"aten.to", "aten.sort", "aten.index", "aten.cumsum"}
 
 
 def _by_dim(indices: Arg) -> dict[int, Arg]:

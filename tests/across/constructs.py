@@ -1,13 +1,12 @@
 """What people write, across samples or not: a body for each, as the forward of one small module.
 
-`CONSTRUCTS` maps a name to the body and to the kinds of findings it must have; none means that
-samples are computed alone and the loss is their mean.
+`ALONE` are bodies that compute samples alone and return their mean loss, `ACROSS` others with
+the kinds of findings they must have, `NAMED_ALL_THE_SAME` those with findings that do no harm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,16 +53,6 @@ def batch(size: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     ids = torch.randint(0, CLASSES, (size, LENGTH), generator=generator)
     label = torch.randint(0, CLASSES, (size,), generator=generator)
     return {"x": x, "y": y, "mask": mask, "ids": ids, "label": label}
-
-
-@dataclass(frozen=True)
-class Construct:
-    """A body, the kinds of its findings, and words that the line of one of them has."""
-
-    body: Body
-    kinds: tuple[str, ...] = ()
-    line: str = ""
-    justified: str = ""
 
 
 def _rows(b: dict[str, Tensor]) -> Tensor:
