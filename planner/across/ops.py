@@ -511,8 +511,8 @@ def _is_only_summed(step: Step) -> bool:
     return bool(users) and len(sums) == len(users)
 
 
-@handles("cumsum")
-def _running_sum(step: Step) -> tuple[State, ...] | None:
+@handles("cumsum", "sum", "mean")
+def _sum_of_sum(step: Step) -> tuple[State, ...] | None:
     """Linear in a tensor that samples were summed to."""
     state = step.states[0]
     return (state,) if state.sums and not state.bounded else None

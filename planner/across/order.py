@@ -16,7 +16,7 @@ from planner.across.ops import VIEWS, Step, handles
 from planner.across.state import ANY_ORDER, IN_ORDER, State
 from planner.graph import Affine, Arg, Ref
 from planner.placement import Shard
-from planner.sharding.call import normal_dim
+from planner.sharding.call import normal_dim, normal_dims
 
 
 @handles("arange")
@@ -68,6 +68,28 @@ def _sort(step: Step) -> tuple[State, ...] | None:
     before = IN_ORDER if state.order == ANY_ORDER else state.order
     indices = State(rows=state.rows, order=order, points=before, each=each)
     return (indices,) if step.packet == "aten.argsort" else (values, indices)
+
+
+@handles("flip", "roll")
+def _turned(step: Step) -> tuple[State, ...] | None:
+    """All samples in another order, the same one wherever it is done."""
+    state = step.states[0]
+    at = 2 if step.packet == "aten.roll" else 1
+    rank = len(step.shape(step.op.inputs[0]))
+    dims = normal_dims(step.arg(at, "dims"), rank)
+    if state.rows is None or state.rows.dim not in dims or state.rows.segments > 1:
+        return None
+    if step.packet == "aten.roll" and step.arg(2, "dims", ()) == ():
+        return None  # through all dims as one
+    if state.equal:
+        return None
+    before = IN_ORDER if state.order == ANY_ORDER else state.order
+    turn = "flip" if at == 1 else f"roll {step.op.args[1]}"
+    order = (
+        before.removeprefix("flip.") if at == 1 and before[:5] == "flip." else f"{turn}.{before}"
+    )
+    points = before if state.is_number else state.points
+    return (replace(state, order=order, points=points),)
 
 
 @handles("floor_divide", "div", "remainder", "fmod", "mul", "add")

@@ -76,6 +76,7 @@ def innermost_lines() -> Iterator[None]:
     """
     tracer = torch.fx.proxy.TracerBase
     usual = tracer._filter_traceback_frames
+    linecache.checkcache()  # a file may have been edited since it was shown last
 
     def innermost(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
         ours = (_TORCH_DIR, _OWN_DIR, "<")
