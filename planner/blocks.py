@@ -49,6 +49,7 @@ def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
     segments = _segments(ops, raw)
     preamble_ops, segments = _hoist(segments, raw)
     blocks, classes, boundary = _classify(segments, preamble_ops, raw)
+    _refuse_shared_writes(blocks, classes, raw)
     held = {n for n, t in raw.tensors.items() if t.kind in ("param", "buffer", "constant")}
     kept = (*raw.inputs, *sorted(held, key=list(raw.tensors).index), *boundary)
     return ModelGraph(
@@ -81,6 +82,17 @@ def mutates(op: Op) -> bool:
     return (packet.endswith("_") and not packet.endswith("__")) or packet == "batch_norm"
 
 
+def written_buffers(program: Program) -> tuple[str, ...]:
+    """Return the params of a program that it reads and puts back (see `planner.capture.writes`)."""
+    return tuple(
+        dict.fromkeys(
+            op.inputs[0]
+            for op in program.ops
+            if op.target == "aten.copy_.default" and op.inputs[0] in program.params
+        )
+    )
+
+
 def _live_ops(raw: RawGraph) -> list[RawOp]:
     needed = {raw.loss}
     live = []
@@ -89,6 +101,27 @@ def _live_ops(raw: RawGraph) -> list[RawOp]:
             live.append(item)
             needed.update(item.op.inputs)
     return live[::-1]
+
+
+def _refuse_shared_writes(
+    blocks: tuple[Block, ...], classes: tuple[Program, ...], raw: RawGraph
+) -> None:
+    """Refuse a buffer that is written in a block and used in another: they may be apart."""
+    users: dict[str, list[Block]] = {}
+    for block in blocks:
+        for name in dict.fromkeys(block.params):
+            users.setdefault(name, []).append(block)
+    for block in blocks:
+        program = classes[block.class_index]
+        names = dict(zip(program.params, block.params, strict=True))
+        for own in written_buffers(program):
+            others = [user.name for user in users[names[own]] if user is not block]
+            if others:
+                raise CaptureError(
+                    f"buffer {raw.tensors[names[own]].fqn} is written in block {block.name} and "
+                    f"used in block {others[0]}, which a plan may put on another device; give "
+                    "each block a buffer of its own"
+                )
 
 
 # ---------------------------------------------------------------------------------------

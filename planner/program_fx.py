@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from planner.blocks import is_random
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
+from planner.runtime.autograd_functions import autograd_function
 from planner.runtime.bindings import BINDINGS
 from planner.runtime.recompute import Keeper, KeptOp
 from planner.runtime.weight_grads import WeightProduct, WeightQueue
@@ -132,9 +133,7 @@ def _emit_own(
 ) -> fx.Node:
     """Call one of our functions; an argument named for a group carries the axis in the IR."""
     name = op.target.removeprefix("planner.")
-    function = (
-        collectives.redistribute if name == "redistribute" else getattr(local_ops, name, None)
-    )
+    function = _OWN.get(name) or getattr(local_ops, name, None)
     if function is None:
         raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
     bound = _signature(function).bind(
@@ -152,6 +151,12 @@ def _emit_own(
     node = graph.call_function(function, bound.args, bound.kwargs)
     _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)
     return node
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "redistribute": collectives.redistribute,
+    "autograd_function.default": autograd_function,
+}
 
 
 @cache

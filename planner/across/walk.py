@@ -133,10 +133,10 @@ class _Model:
         (at, op), (used_in, user) = self._op(cause), self._op(used)
         finding = Finding(
             kind=kind,
-            op=op.target.split(".")[1],
+            op=_called(op),
             line=op.line,
             block_index=at,
-            used_by="" if cause == used else user.target.split(".")[1],
+            used_by="" if cause == used else _called(user),
             used_in=used_in,
             power=power,
         )
@@ -183,6 +183,14 @@ class _Model:
         elif state.power:
             for cause in causes:
                 self._add("sum", cause, cause, state.power)
+
+
+def _called(op: Op) -> str:
+    """What a user calls an op: ATen's name, or that of an autograd function of their own."""
+    name = op.target.split(".")[1]
+    if name == "autograd_function" and isinstance(op.args[0], str):
+        return op.args[0].partition("@")[0]
+    return name
 
 
 def _of_batch(tensor: TensorMeta) -> State:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import linecache
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +18,7 @@ def explain(error: BaseException) -> str:
         if isinstance(cause, ModelError):
             return str(cause)
     line = user_line(error)
-    text = " ".join(str(e) for e in _chain(error))
+    text = " ".join(f"{type(e).__name__} {e}" for e in _chain(error))
     if "data-dependent" in text or "DataDependent" in text or "item()" in text:
         advice = (
             "a Python value depends on a tensor's values, which are unknown when the model is "
@@ -62,32 +59,18 @@ def user_line(error: BaseException) -> str:
     return ""
 
 
+def calling_line() -> str:
+    """Return `` at file:line: `code``` of the innermost frame of user code on the stack."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+            return f" at {frame.filename}:{frame.lineno}: `{(frame.line or '').strip()}`"
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """Return the error's type and the first line of its text."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
-
-
-@contextlib.contextmanager
-def innermost_lines() -> Iterator[None]:
-    """Let an export note, for each op, the innermost line of user code.
-
-    PyTorch itself notes lines of functions named `forward` alone.
-    """
-    tracer = torch.fx.proxy.TracerBase
-    usual = tracer._filter_traceback_frames
-    linecache.checkcache()  # a file may have been edited since it was shown last
-
-    def innermost(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-        ours = (_TORCH_DIR, _OWN_DIR, "<")
-        frames = (frame for frame in reversed(stack) if not frame.filename.startswith(ours))
-        return traceback.StackSummary.from_list(list(itertools.islice(frames, 1)))
-
-    tracer._filter_traceback_frames = innermost  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        tracer._filter_traceback_frames = usual  # type: ignore[method-assign]
 
 
 def node_line(node: torch.fx.Node) -> str:

@@ -6,19 +6,25 @@ import contextlib
 import copy
 import io
 import itertools
+import linecache
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.fx.proxy import TracerBase
 
 from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
-from planner.capture.diagnose import explain, innermost_lines
+from planner.capture.diagnose import explain
+from planner.capture.functions import FunctionCalls, is_seen_through
+from planner.capture.hooks import saved_tensors_untouched
 from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
+from planner.capture.rehearsal import Rehearsal, rehearse
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.plan import Precision
@@ -73,28 +79,125 @@ class _LossModule(torch.nn.Module):
         return loss_of(call_with_batch(self.user, batch), batch, self._planner_loss)
 
 
-def export_batch(
+def rehearse_batch(
     module: torch.nn.Module,
     tensors: Mapping[str, Any],
     tree: Tree,
     loss: Any,
     precision: Precision = "model",
+) -> Rehearsal:
+    """Run a module on meta tensors shaped like `tensors`, twice; see `rehearse`.
+
+    Raises CaptureError in one line, or ModelError when batch and forward do not fit.
+    """
+    args = _empty(tensors)
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+    try:
+        with _quiet(), no_gc(), saved_tensors_untouched(), _buffers_assigned_in_place():
+            return rehearse(wrapped, module, args, wrapped.made)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise CaptureError(explain(error)) from error
+
+
+def _empty(tensors: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
+
+
+def export_batch(
+    module: torch.nn.Module,
+    tensors: Mapping[str, Any],
+    tree: Tree,
+    loss: Any,
+    rehearsal: Rehearsal,
+    precision: Precision = "model",
 ) -> Exported:
     """Export a module on meta tensors shaped like `tensors` and read the result.
 
-    For precision "bf16" the module's parameters are bfloat16 already. Raises CaptureError
-    in one line, or ModelError when batch and forward do not fit.
+    `rehearsal` is what its forward showed. For precision "bf16" the module's parameters are
+    bfloat16 already. Raises CaptureError in one line, or ModelError when batch and forward do
+    not fit.
     """
-    args = tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors.values())
+    args = _empty(tensors)
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+    functions = FunctionCalls()
     try:
-        with _quiet(), no_gc(), innermost_lines():
+        with (
+            _quiet(),
+            no_gc(),
+            functions.recorded(),
+            _buffers_assigned_in_place(),
+            _whole_stack_traces(),
+        ):
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
     except Exception as error:
         raise CaptureError(explain(error)) from error
-    return Reader(program, module, tuple(tensors), wrapped.made).read()
+    called = {call.function for call in functions.calls}
+    for function in rehearsal.functions - called:
+        if not is_seen_through(function):
+            raise CaptureError(
+                f"the backward of the autograd function {function.__qualname__} would be lost; "
+                "call it by the apply() that torch.autograd.Function has"
+            )
+    reader = Reader(
+        program,
+        module,
+        tuple(tensors),
+        made=wrapped.made,
+        calls=functions.calls,
+        reached=rehearsal.reached,
+    )
+    return reader.read()
+
+
+@contextlib.contextmanager
+def _whole_stack_traces() -> Iterator[None]:
+    """Let ops remember the helper that made them, not just the `forward` that called it."""
+    given = TracerBase._filter_traceback_frames
+    linecache.checkcache()  # a file may have been edited since it was shown last
+
+    def from_first_forward(
+        self: TracerBase, user_stack_summary: traceback.StackSummary
+    ) -> traceback.StackSummary:
+        names = [frame.name for frame in user_stack_summary]
+        first = names.index("forward") if "forward" in names else len(names)
+        return traceback.StackSummary.from_list(list(user_stack_summary)[first:])
+
+    TracerBase._filter_traceback_frames = from_first_forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = given  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _buffers_assigned_in_place() -> Iterator[None]:
+    """Let a forward's ``self.mean = new`` write into the buffer `mean`, as it means to.
+
+    torch.export puts the old buffer back instead, and the assignment would be lost.
+    """
+    assign = torch.nn.Module.__setattr__
+
+    def assign_or_write(self: torch.nn.Module, name: str, value: Any) -> None:
+        held = self.__dict__.get("_buffers", {}).get(name)
+        if (
+            isinstance(held, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and value is not held
+            and (value.shape, value.dtype) == (held.shape, held.dtype)
+        ):
+            held.copy_(value)
+        else:
+            assign(self, name, value)
+
+    torch.nn.Module.__setattr__ = assign_or_write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

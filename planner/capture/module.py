@@ -11,7 +11,8 @@ from planner.batch import Tree, flatten_batch, unflatten_batch
 from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
-from planner.capture.export import export_batch, meta_copy
+from planner.capture.export import export_batch, meta_copy, rehearse_batch
+from planner.capture.hooks import refuse_lost
 from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph
@@ -68,7 +69,7 @@ def capture_module(
     another graph with another fingerprint. Raises CaptureError when it can't be captured at
     all, or not as a function of the batch size; ModelError when the batches do not fit.
     """
-    meta = meta_copy(module)
+    refuse_lost(module)
     leaves = [flatten_batch(batch) for batch in (batch2, batch3)]
     if not leaves[0][0]:
         raise ModelError(
@@ -88,10 +89,19 @@ def capture_module(
             f"batch(2) and batch(3) of {name} have the same shapes; "
             "batch(size) must return `size` samples, usually as the first dim of each tensor"
         )
-    if precision == "bf16":
-        cast_parameters(meta)
-    raws = [export_batch(meta, tensors, tree, loss, precision) for tensors, tree in leaves]
-    merged = align(*raws)
+
+    def fresh() -> torch.nn.Module:
+        # For each run anew: what one leaves in its module, another must not find.
+        meta = meta_copy(module)
+        return cast_parameters(meta) if precision == "bf16" else meta
+
+    rehearsal = rehearse_batch(fresh(), *leaves[0], loss, precision)
+    merged = align(
+        *(
+            export_batch(fresh(), tensors, tree, loss, rehearsal, precision)
+            for tensors, tree in leaves
+        )
+    )
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
 

@@ -16,8 +16,14 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.diagnose import calling_line
+from planner.capture.hooks import HOOK_ADVICE
+from planner.errors import CaptureError
+
 _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _MOVES = (torch.Tensor.cpu, torch.Tensor.cuda)
+_HOOKING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
 
 
@@ -39,6 +45,23 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         """Call `func`, on meta where it makes a tensor."""
         kwargs = dict(kwargs or {})
+        if func in _HOOKING:
+            raise CaptureError(f"forward sets a hook on a gradient{calling_line()}; {HOOK_ADVICE}")
+        if func is torch.Tensor.backward:
+            raise CaptureError(
+                f"forward calls backward(){calling_line()}; return the loss, whose backward a plan "
+                "runs itself, or use torch.autograd.grad"
+            )
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CaptureError(
+                f"forward uses a transform of torch.func (vmap, grad, jvp, ...){calling_line()}, "
+                "which can't be planned; write it with plain tensor operations, or use "
+                "torch.autograd.grad"
+            )
+        if func is torch.autograd.grad and not kwargs.get("create_graph"):
+            return tuple(None if g is None else g.detach() for g in func(*args, **kwargs))
+        if func == _DATA:
+            return args[0].detach()
         if func in _FROM_DATA:
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args[-1:])):
                 return self._constant(func, args, kwargs)

@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from planner.capture.diagnose import node_line
+from planner.capture.functions import FunctionCall
 from planner.capture.on_meta import OnMeta
 from planner.capture.record import Exported, Recorder
-from planner.capture.writes import pure_form, rebind
+from planner.capture.writes import (
+    Env,
+    is_only_counted,
+    pure_form,
+    rebind,
+    root_of,
+    substitute,
+    without_out,
+)
 from planner.errors import CaptureError
-from planner.graph import Ref, Symbol, TensorMeta
+from planner.graph import Ref, Symbol, TensorMeta, map_refs
 
 # Values of small constants made inside forward are kept in the graph; larger ones are
 # almost always weights that were not registered.
 MAX_CONSTANT_NUMEL = 4096
 
+_ARITHMETIC = ("_operator", "operator", "math", "builtins")
+"""Modules whose functions a capture computes: those of numbers."""
+
 _DROPPED = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"}
+
+
+class _BufferWritten(Exception):
+    """A buffer turns out to be written, after ops that read it were noted; not an error."""
 
 
 class Reader:
     """Turns an ExportedProgram into our ops: names kept, submodules of grad and autocast
-    regions inlined, asserts and no-op aliases dropped, in-place activation ops made pure.
+    regions inlined, asserts and no-op aliases dropped, in-place ops made pure.
+
+    Mutable: it grows while it reads. `_envs` are the values of the region being read and of
+    those around it; `_written` names the buffers that the forward writes and reads; `_copies`
+    says of which of them a tensor is the value now, `_puts` where to put the last one back.
     """
 
     def __init__(
@@ -31,19 +53,41 @@ class Reader:
         program: torch.export.ExportedProgram,
         module: torch.nn.Module,
         paths: tuple[str, ...],
+        *,
         made: OnMeta,
+        calls: Sequence[FunctionCall],
+        reached: Collection[str],
     ):
+        """`calls` are those of autograd functions, in the order in which ops number them;
+        `reached` names the parameters that a gradient reaches.
+        """
         self.program, self.module, self.paths, self.made = program, module, paths, made
-        self.record = Recorder()
-        self.inputs: list[str] = []
+        self.calls, self.reached = calls, reached
+        self._written: set[str] = set()
 
     def read(self) -> Exported:
         """Read the whole program. Raises CaptureError for what can't be planned."""
-        env = self._placeholders()
-        outputs = self._run(self.program.graph_module, env)
+        while True:
+            self.record = Recorder()
+            self.inputs: list[str] = []
+            self._envs: list[Env] = []
+            self._grad_enabled = True
+            self._copies: dict[str, str] = {}
+            self._puts: dict[str, tuple[int, torch.fx.Node, Ref]] = {}
+            self._counters: set[str] = set()
+            self._detached: dict[Ref, Ref] = {}
+            env = self._placeholders()
+            try:
+                outputs = self._run(self.program.graph_module, env)
+            except _BufferWritten as found:
+                self._written.add(str(found))
+                continue
+            break
+        self._put_back()
         (loss,) = outputs
         if not isinstance(loss, Ref):
             raise CaptureError("the model's loss does not depend on any op; return a computed loss")
+        self._check_gradients(loss)
         return Exported(
             tensors=self.record.tensors,
             inputs=tuple(self.inputs),
@@ -51,6 +95,19 @@ class Reader:
             loss=loss.name,
             lines=tuple(self.record.lines),
         )
+
+    def _check_gradients(self, loss: Ref) -> None:
+        """Raise where a parameter has a gradient in the model and none in the ops read of it."""
+        reached = {loss.name}
+        for raw in reversed(self.record.ops):
+            if reached.intersection(raw.op.outputs):
+                reached |= {n for n in raw.op.inputs if self.record.tensors[n].requires_grad}
+        for meta in self.record.tensors.values():
+            if meta.kind == "param" and meta.requires_grad and meta.name not in reached:
+                raise CaptureError(
+                    f"the gradient of parameter {meta.fqn} would be lost in capture; please report "
+                    "this model, and freeze the parameter if it is not meant to train"
+                )
 
     # -- inputs -------------------------------------------------------------------------
 
@@ -60,8 +117,7 @@ class Reader:
         for fqn, param in self.module.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(param), []).append(fqn)
         tied = {fqn: tuple(group) for group in aliases.values() for fqn in group}
-        frozen = {f for f, p in self.module.named_parameters() if not p.requires_grad}
-        env: dict[torch.fx.Node, Any] = {}
+        env: Env = {}
         seen: dict[str, str] = {}
         user_paths = iter(self.paths)
         nodes = [n for n in self.program.graph_module.graph.nodes if n.op == "placeholder"]
@@ -79,10 +135,12 @@ class Reader:
                     kind="param",
                     fqn=group[0],
                     aliases=group[1:],
-                    requires_grad=group[0] not in frozen,
+                    requires_grad=group[0] in self.reached,
                 )
             elif spec.kind == kinds.BUFFER:
                 self.record.tensor(node.name, node.meta["val"], kind="buffer", fqn=fqn)
+                if is_only_counted(node):
+                    self._counters.add(node.name)
             elif spec.kind == kinds.CONSTANT_TENSOR:
                 self._constant(node, spec.target, fqn)
             elif spec.kind == kinds.USER_INPUT:
@@ -119,7 +177,14 @@ class Reader:
 
     # -- ops ----------------------------------------------------------------------------
 
-    def _run(self, graph_module: torch.fx.GraphModule, env: dict[torch.fx.Node, Any]) -> tuple:
+    def _run(self, graph_module: torch.fx.GraphModule, env: Env) -> tuple:
+        self._envs.append(env)
+        try:
+            return self._read_nodes(graph_module, env)
+        finally:
+            self._envs.pop()
+
+    def _read_nodes(self, graph_module: torch.fx.GraphModule, env: Env) -> tuple:
         for node in graph_module.graph.nodes:
             if node.op == "placeholder":
                 continue
@@ -134,18 +199,23 @@ class Reader:
                 env[node] = self._inline(node, env)
             elif isinstance(node.target, torch._ops.OpOverload):
                 env[node] = self._op(node, env)
-            else:
+            elif getattr(node.target, "__module__", "") in _ARITHMETIC:
                 env[node] = node.target(*(self._arg(a, env) for a in node.args))
+            else:
+                raise CaptureError(
+                    f"the model uses {getattr(node.target, '__name__', node.target)}"
+                    f"{node_line(node)}, which can't be planned; use plain tensor operations"
+                )
         raise AssertionError("an FX graph without an output")
 
-    def _inline(self, node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> Any:
+    def _inline(self, node: torch.fx.Node, env: Env) -> Any:
         assert isinstance(node.target, torch._ops.HigherOrderOperator)
         name = node.target.name()
         args = list(node.args)
         if name == "wrap_with_set_grad_enabled":
             enabled, submodule, operands = args[0], args[1], args[2:]
         elif name == "wrap_with_autocast" and not args[2]:
-            enabled, submodule, operands = True, args[4], args[5:]
+            enabled, submodule, operands = self._grad_enabled, args[4], args[5:]
         else:
             raise CaptureError(
                 f"the model uses {name}{node_line(node)}, which can't be planned; "
@@ -161,31 +231,41 @@ class Reader:
         inner_env = {
             p: self._arg(operand, env) for p, operand in zip(placeholders, operands, strict=True)
         }
+        around, self._grad_enabled = self._grad_enabled, bool(enabled)
         results = self._run(inner, inner_env)
-        if enabled:
-            return results
-        return tuple(self._detach(r, node) if isinstance(r, Ref) else r for r in results)
+        self._grad_enabled = around
+        return results
 
     def _detach(self, ref: Ref, node: torch.fx.Node) -> Ref:
         meta = self.record.tensors[ref.name]
         if not meta.requires_grad:
             return ref
+        if ref in self._detached:
+            return self._detached[ref]
         name = self.record.fresh(f"{ref.name}_detached")
         self.record.tensors[name] = TensorMeta(
             name=name, shape=meta.shape, dtype=meta.dtype, kind="activation"
         )
         self.record.emit(node, "aten.detach.default", name, (ref,), (), (name,))
+        self._detached[ref] = Ref(name)
         return Ref(name)
 
-    def _op(self, node: torch.fx.Node, env: dict[torch.fx.Node, Any]) -> Any:
+    def _op(self, node: torch.fx.Node, env: Env) -> Any:
         target: torch._ops.OpOverload = node.target  # type: ignore[assignment]
         packet = target._schema.name.split("::")[1]
         if packet in _DROPPED:
             return None
+        self._copy_written_buffers(node, env)
         args = self._arg(node.args, env)
         kwargs = tuple((k, self._arg(v, env)) for k, v in node.kwargs.items())
-        if packet in ("detach_", "alias", "lift_fresh_copy", "lift_fresh"):
+        if packet in ("alias", "lift_fresh_copy", "lift_fresh"):
             return args[0]
+        if packet == "detach_":
+            detached = self._detach(args[0], node)
+            substitute(self._envs, args[0], detached)
+            return detached
+        if packet == "autograd_function":
+            return self._function(node, self.calls[args[1]], args[0])
         if packet == "to":
             # A move between devices means nothing here; only the dtype matters.
             dtype = next(
@@ -203,11 +283,19 @@ class Reader:
         if packet == "histc" and "int" in self.record.tensors[args[0].name].dtype:
             return portable_histc(self.record, node, target, args, kwargs)
         written: Ref | None = None
-        if target._schema.is_mutable and packet.endswith("_"):
-            target, args, written = pure_form(self.record, node, target, args)
+        if target._schema.is_mutable and not _is_counted(args, self._counters):
+            if packet.endswith("_"):
+                target, args, written = pure_form(self.record, node, target, args)
+            else:
+                target, kwargs, written = without_out(self.record, node, target, args, kwargs)
+            if self.record.tensors[root_of(self.record, written).name].kind == "buffer":
+                raise _BufferWritten(root_of(self.record, written).name)
             if target is None:  # a copy that only replaces: its source is the new value
-                rebind(self.record, written, args[1], env, node)
-                return args[1]
+                return self._rebind(node, written, args[1])
+        if not self._grad_enabled:
+            args, kwargs = (
+                map_refs(arg, lambda r: self._detach(r, node)) for arg in (args, kwargs)
+            )
         values = node.meta["val"]
         many = isinstance(values, tuple | list)
         grad = self.record.needs_grad(packet, args, kwargs)
@@ -223,13 +311,119 @@ class Reader:
                 requires_grad=grad and (value.is_floating_point() or value.is_complex()),
             )
             outputs.append(name)
+        if written is not None:
+            self._emit_written(node, target, outputs[0], args, kwargs)
+            return self._rebind(node, written, Ref(outputs[0]))
         self.record.emit(node, str(target), outputs[0], args, kwargs, tuple(outputs))
-        result = tuple(Ref(o) for o in outputs) if many else Ref(outputs[0])
-        if written is not None and isinstance(result, Ref):
-            rebind(self.record, written, result, env, node)
-        return result
+        return tuple(Ref(o) for o in outputs) if many else Ref(outputs[0])
 
-    def _arg(self, arg: Any, env: dict[torch.fx.Node, Any]) -> Any:
+    # -- writes -------------------------------------------------------------------------
+
+    def _emit_written(
+        self, node: torch.fx.Node, target: Any, name: str, args: Any, kwargs: Any
+    ) -> None:
+        """Note the pure form of a write. What is written keeps its dtype, whatever the operands'
+        is: the pure op's own result may need a cast.
+        """
+        meta = self.record.tensors[name]
+        computed = _on_meta(target, args, kwargs, self.record.tensors)
+        if tuple(computed.shape) != meta.shape:
+            raise CaptureError(
+                f"the model writes a result of shape {tuple(computed.shape)} into a tensor of "
+                f"shape {meta.shape}{node_line(node)}; write the out-of-place form"
+            )
+        dtype = str(computed.dtype).removeprefix("torch.")
+        if dtype == meta.dtype:
+            self.record.emit(node, str(target), name, args, kwargs, (name,))
+            return
+        wide = self.record.fresh(f"{name}_{dtype}")
+        self.record.tensors[wide] = replace(meta, name=wide, dtype=dtype)
+        self.record.emit(node, str(target), wide, args, kwargs, (wide,))
+        cast = (Ref(wide), Symbol("dtype", meta.dtype))
+        self.record.emit(node, "aten.to.dtype", name, cast, (), (name,))
+
+    def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:
+        """Let later ops read what was written; return what the op itself returns."""
+        root, whole = rebind(
+            self.record, written, value, self._envs, node, grad_enabled=self._grad_enabled
+        )
+        buffer = self._copies.get(root.name)
+        if buffer is not None:
+            if self.record.tensors[whole.name].requires_grad:
+                raise CaptureError(
+                    f"the model writes a value that has a gradient into buffer "
+                    f"{self.record.tensors[buffer].fqn}{node_line(node)}; detach() it first"
+                )
+            self._copies[whole.name] = buffer
+            self._puts[buffer] = (len(self.record.ops), node, whole)
+        return value
+
+    def _copy_written_buffers(self, node: torch.fx.Node, env: Env) -> None:
+        """Let an op read a copy of a buffer that the forward writes.
+
+        The buffer itself changes when the next microbatch is run, perhaps before this one's
+        backward reads what it kept.
+        """
+        for argument in node.all_input_nodes:
+            held = env.get(argument)
+            if isinstance(held, Ref) and held.name in self._written:
+                meta = self.record.tensors[held.name]
+                copy = self.record.fresh(f"{held.name}_now")
+                self.record.tensors[copy] = TensorMeta(
+                    name=copy, shape=meta.shape, dtype=meta.dtype, kind="activation"
+                )
+                self.record.emit(node, "aten.clone.default", copy, (held,), (), (copy,))
+                self._copies[copy] = held.name
+                substitute(self._envs, held, Ref(copy))
+
+    def _put_back(self) -> None:
+        """Note, after the last write of each buffer, the copy that the next forward finds."""
+        for buffer, (position, node, value) in sorted(
+            self._puts.items(), key=lambda put: put[1][0], reverse=True
+        ):
+            meta = self.record.tensors[buffer]
+            name = self.record.fresh(f"{buffer}_kept")
+            self.record.tensors[name] = TensorMeta(
+                name=name, shape=meta.shape, dtype=meta.dtype, kind="activation"
+            )
+            self.record.emit(
+                node, "aten.copy_.default", name, (Ref(buffer), value), (), (name,), at=position
+            )
+
+    def _function(
+        self, node: torch.fx.Node, call: FunctionCall, tensors: tuple[Ref, ...]
+    ) -> tuple[Ref, ...]:
+        """Note a call of an autograd function as an op of its own key and arguments."""
+        given = iter(tensors)
+        args = tuple(
+            next(given) if isinstance(arg, torch.Tensor) else self._arg(arg, {})
+            for arg in call.args
+        )
+        needs_grad = any(self.record.tensors[ref.name].requires_grad for ref in tensors)
+        outputs = []
+        for index, value in enumerate(node.meta["val"]):
+            name = self.record.fresh(f"{node.name}.{index}")
+            differentiable = value.is_floating_point() or value.is_complex()
+            self.record.tensor(
+                name,
+                value,
+                kind="activation",
+                requires_grad=needs_grad
+                and differentiable
+                and index not in call.not_differentiable,
+            )
+            outputs.append(name)
+        self.record.emit(
+            node,
+            "planner.autograd_function.default",
+            outputs[0],
+            (call.key, *args),
+            (),
+            tuple(outputs),
+        )
+        return tuple(map(Ref, outputs))
+
+    def _arg(self, arg: Any, env: Env) -> Any:
         if isinstance(arg, torch.fx.Node):
             return env[arg]
         if isinstance(arg, tuple | list):
@@ -269,6 +463,28 @@ def portable_histc(
     record.emit(node, str(target), names[1], (Ref(names[0]), *args[1:]), kwargs, (names[1],))
     record.emit(node, to, out, (Ref(names[1]), back), (), (out,))
     return Ref(out)
+
+
+def _is_counted(args: Any, counters: Collection[str]) -> bool:
+    """Whether an op writes into a buffer that nothing reads."""
+    return bool(args) and isinstance(args[0], Ref) and args[0].name in counters
+
+
+def _on_meta(
+    target: Any, args: Any, kwargs: Any, tensors: Mapping[str, TensorMeta]
+) -> torch.Tensor:
+    """Run an op for the shape and dtype of its result."""
+
+    def plain(arg: Any) -> Any:
+        if isinstance(arg, Ref):
+            meta = tensors[arg.name]
+            return torch.empty(meta.shape_at(1), dtype=getattr(torch, meta.dtype), device="meta")
+        if isinstance(arg, Symbol):
+            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.value)
+        return [plain(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    result: torch.Tensor = target(*map(plain, args), **{k: plain(v) for k, v in kwargs})
+    return result
 
 
 def _is_dtype(arg: Any) -> bool:

@@ -15,6 +15,15 @@ from planner.capture.diagnose import node_line, source_line
 from planner.errors import CaptureError
 from planner.graph import Op, TensorMeta, iter_refs
 
+_WITHOUT_GRADIENT = frozenset(
+    (
+        *("detach", "argmax", "argmin", "zeros_like", "ones_like", "full_like", "empty_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "rand_like", "randn_like"),
+        *("randint_like", "histc", "bincount", "multinomial", "nextafter"),
+    )
+)
+"""Ops whose floating results have no gradient, whatever they are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
@@ -67,8 +76,13 @@ class Recorder:
         args: Any,
         kwargs: Any,
         outputs: tuple[str, ...],
+        *,
+        at: int | None = None,
     ) -> None:
-        """Note an op made for `node`. Raises CaptureError if it reads a stale view."""
+        """Note an op made for `node`, last or at a position.
+
+        Raises CaptureError if it reads a stale view.
+        """
         stack = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
         path = stack[-1].removeprefix("user").removeprefix(".") if stack else ""
         op = Op(
@@ -85,13 +99,14 @@ class Recorder:
                 f"the model reads a view{node_line(node)} after its tensor was written in place; "
                 "take the view again after the write, or write the out-of-place form"
             )
-        self.ops.append(RawOp(op=op, module=path.split("@")[0]))
+        position = len(self.ops) if at is None else at
+        self.ops.insert(position, RawOp(op=op, module=path.split("@")[0]))
         self.maker.update(dict.fromkeys(outputs, op))
-        self.lines.append(node_line(node))
+        self.lines.insert(position, node_line(node))
 
     def needs_grad(self, packet: str, args: Any, kwargs: Any) -> bool:
         """Whether an op's outputs need a gradient."""
-        if packet in ("detach", "argmax", "argmin", "zeros_like", "ones_like", "full_like"):
+        if packet in _WITHOUT_GRADIENT:
             return False
         refs = iter_refs((args, tuple(v for _, v in kwargs)))
         return any(self.tensors[ref.name].requires_grad for ref in refs)

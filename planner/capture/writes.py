@@ -1,7 +1,15 @@
-"""In-place writes made pure: later readers see a new tensor instead of a changed one."""
+"""In-place writes made pure: later readers see a new tensor instead of a changed one.
+
+A graph's values never change, so that stages, recomputation and microbatches in flight cannot
+disturb each other. A write becomes its pure form, and whoever reads the written tensor from then
+on reads the result. Buffers outlive the forward: what is written into one is computed on a copy
+of it and put back with one ``copy_``, as each forward leaves it for the next. A counter that
+nothing else reads (`num_batches_tracked`) is written in place.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,21 +19,26 @@ from planner.capture.record import Recorder, is_view
 from planner.errors import CaptureError
 from planner.graph import Ref, TensorMeta
 
+Env = dict[torch.fx.Node, Any]
+
+_FOLLOWED = ("slice", "select")
+"""Views that writes are followed through: each has a pure form that puts a part into a whole."""
+
 
 def pure_form(
     record: Recorder, node: torch.fx.Node, target: Any, args: Any
 ) -> tuple[Any, Any, Any]:
-    """Turn an in-place op on an activation into its pure form; keep writes to buffers.
+    """Return the pure form of an in-place op: its target, its args, and the tensor written.
 
-    Returns (pure target, args, tensor written). The target is None for a copy_ of an
-    equal shape and dtype, whose value is simply its source.
+    The target is None for a copy_ of an equal shape and dtype, whose value is simply its source.
     """
-    if not isinstance(args[0], Ref) or record.tensors[args[0].name].kind == "buffer":
-        return target, args, None
     written = args[0]
-    if record.tensors[written.name].kind != "activation":
+    if not isinstance(written, Ref) or record.tensors[written.name].kind not in (
+        "activation",
+        "buffer",
+    ):
         raise CaptureError(
-            f"the model writes in place into {written.name}{node_line(node)}; "
+            f"the model writes in place into {getattr(written, 'name', written)}{node_line(node)}; "
             "write the out-of-place form (x = x + y)"
         )
     name = target._schema.name.split("::")[1].removesuffix("_")
@@ -45,20 +58,84 @@ def pure_form(
     return getattr(packet, overload), args, written
 
 
-def rebind(
-    record: Recorder, written: Ref, value: Ref, env: dict[torch.fx.Node, Any], node: torch.fx.Node
-) -> None:
-    """Make later uses of a tensor written in place, and of its base, see `value`."""
-    while True:
-        record.stale.update(record.views_of(written.name) - {value.name})
+def without_out(
+    record: Recorder, node: torch.fx.Node, target: Any, args: Any, kwargs: Any
+) -> tuple[Any, Any, Ref]:
+    """Return an op that writes into its ``out`` without it: target, kwargs, the tensor written."""
+    written = dict(kwargs).get("out")
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    packet = getattr(torch.ops.aten, target._schema.name.split("::")[1])
+    for overload in packet.overloads():
+        pure = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in pure._schema.arguments] == wanted and isinstance(
+            written, Ref
+        ):
+            return pure, tuple((k, v) for k, v in kwargs if k != "out"), written
+    raise CaptureError(
+        f"the op {target}{node_line(node)} writes into tensors it is given; write the "
+        "out-of-place form"
+    )
+
+
+def substitute(envs: Sequence[Env], old: Ref, new: Ref) -> None:
+    """Let whoever reads `old` read `new` from now on."""
+    for env in envs:
         for key, held in env.items():
-            if held == written:
-                env[key] = value
+            if held == old:
+                env[key] = new
+
+
+def root_of(record: Recorder, written: Ref) -> Ref:
+    """Return the tensor that a write into a view of it changes."""
+    maker = record.maker.get(written.name)
+    while maker is not None and is_view(maker.target) and isinstance(maker.args[0], Ref):
+        written = maker.args[0]
+        maker = record.maker.get(written.name)
+    return written
+
+
+def is_only_counted(node: torch.fx.Node) -> bool:
+    """Whether a buffer is only ever written in place, and nothing reads it."""
+    return all(
+        isinstance(user.target, torch._ops.OpOverload)
+        and user.target._schema.name.endswith("_")
+        and user.args[0] is node
+        and user.all_input_nodes == [node]
+        and not user.users
+        for user in node.users
+    )
+
+
+def rebind(
+    record: Recorder,
+    written: Ref,
+    value: Ref,
+    envs: Sequence[Env],
+    node: torch.fx.Node,
+    *,
+    grad_enabled: bool,
+) -> tuple[Ref, Ref]:
+    """Make later uses of a tensor written in place, and of its base, see `value`.
+
+    Returns the tensor that was written in the end, which is no view, and what it is from now on.
+    `envs` are those of the region the op stands in and of all around it. Raises CaptureError for
+    a write that autograd would treat in a way a pure op can't: one without gradient into a tensor
+    that has one.
+    """
+    while True:
+        before = record.tensors[written.name]
+        if before.requires_grad and not grad_enabled:
+            raise CaptureError(
+                f"the model writes in place{node_line(node)} without gradient into a tensor that "
+                "has one; write the out-of-place form, with detach() where no gradient is meant"
+            )
+        record.stale.update(record.views_of(written.name) - {value.name})
+        substitute(envs, written, value)
         maker = record.maker.get(written.name)
         if maker is None or not is_view(maker.target):
-            return
+            return written, value
         packet = maker.target.split(".")[1]
-        if packet not in ("slice", "select"):
+        if packet not in _FOLLOWED:
             raise CaptureError(
                 f"the model writes in place through {packet}{node_line(node)}; only writes "
                 "through slices and indices can be followed; write the out-of-place form"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.capture.hooks import refuse_lost
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.runtime.device import choose_device
@@ -33,6 +34,7 @@ def apply_plan(
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
+    refuse_lost(model)  # on each rank: rank 0 alone captures
     graph = shared_capture(plan, model, loss, mesh)
     if dist.get_rank() == 0:
         for message in cut_batch_messages(
@@ -54,6 +56,7 @@ def apply_plan(
     )
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
+    engine.watch(model)
     return engine
 
 

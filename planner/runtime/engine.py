@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.batch_statistics import deferred
+from planner.batch_statistics import batch_norms, deferred
 from planner.blocks import is_random
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
@@ -40,6 +40,7 @@ from planner.runtime.recompute import Keeper
 from planner.runtime.recorder import start_recorder
 from planner.runtime.stage import StageModule
 from planner.runtime.trained import Owner, TrainedParams
+from planner.runtime.untouched import Untouched
 from planner.runtime.watchdog import start_watchdog
 from planner.runtime.weight_grads import WeightQueue
 from planner.runtime.weights import local_piece, synced_tensors
@@ -141,6 +142,8 @@ class Engine:
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         start_watchdog(self._executor.status)
+        self._untouched: Untouched | None = None
+        self._has_modes = random or bool(batch_norms(captured))
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._loss_weights = LossWeights(
             mesh,
@@ -223,13 +226,20 @@ class Engine:
 
     # -- running ------------------------------------------------------------------------
 
+    def watch(self, module: nn.Module) -> None:
+        """Refuse steps from now on when the user's module is no longer what it is."""
+        self._untouched = Untouched(module)
+
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
         It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
         and replica; each counts the same, however unevenly they are cut. Raises ModelError
-        for a batch that the plan can't take.
+        for a batch that the plan can't take, PlanError when the module that the plan was applied
+        to was changed since (a parameter frozen, a hook set, evaluation mode).
         """
+        if self._untouched is not None:
+            self._untouched.check()
         feed = self._feed(batch)
         self._trained.zero_gradients()
         if self._statistics is not None:
@@ -258,7 +268,14 @@ class Engine:
         """Return the mean loss of one global batch without training on it.
 
         The model is in the mode it was captured in, which is training; no buffer changes.
+        Raises PlanError after ``model.eval()`` when that would give another loss.
         """
+        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
+            raise PlanError(
+                "the model is in another mode (train or eval) than when the plan was applied, and "
+                "its dropout or batch statistics run as they were captured; leave the mode alone, "
+                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
+            )
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)

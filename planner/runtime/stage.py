@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from planner.blocks import is_random
+from planner.blocks import is_random, written_buffers
 from planner.graph import ModelGraph
 from planner.placement import Placement, Replicate, Shard
 from planner.plan import StagePlan
@@ -39,7 +39,8 @@ class BlockModule(nn.Module):
 
     `program` gives the class's program for a number of samples. `slots` gives, for each of
     its params, the attribute holding it here, or the position of a tensor that the stage
-    passes (a shared parameter, a buffer, a constant). `recomputed` makes a run one that
+    passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
+    that the program reads and writes. `recomputed` makes a run one that
     keeps little; `away` takes activations to the host, and no parameters.
     `params_are_dtensors` is set by whoever makes them so.
     """
@@ -49,11 +50,13 @@ class BlockModule(nn.Module):
         program: Callable[[int], Run],
         slots: tuple[str | int, ...],
         *,
+        written: frozenset[int] = frozenset(),
         recomputed: Callable[[Run], Recomputed] | None = None,
         away: ActivationsOnHost | None = None,
     ) -> None:
         super().__init__()
         self._program, self._slots, self._away = program, slots, away
+        self._written = written
         self.params_are_dtensors = False
         self.recomputed = None if recomputed is None else recomputed(self._with_params)
 
@@ -66,18 +69,25 @@ class BlockModule(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Run the block on local tensors; with `keep_all` there is no recomputation."""
         if self.recomputed is not None and not keep_all:
-            return self.recomputed(num_samples, passed, *inputs)
-        return self._with_params(num_samples, passed, *inputs)
+            # The second run reads what the first one read: other microbatches have written since.
+            found = {position: passed[position].clone() for position in self._written}
+            return self.recomputed(num_samples, passed, found, *inputs)
+        return self._with_params(num_samples, passed, {}, *inputs)
 
     def _with_params(
-        self, num_samples: int, passed: tuple[Tensor, ...], *inputs: Tensor
+        self,
+        num_samples: int,
+        passed: tuple[Tensor, ...],
+        found: Mapping[int, Tensor],
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         # Parameters are looked up here and not by the caller: when a block is recomputed
         # under FSDP2, the gathered parameter of that moment is the one to use.
         again = self.recomputed is not None and self.recomputed.again
         if again or not torch.is_grad_enabled():
             # Neither a second run nor an evaluation may move running statistics.
-            passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in passed)
+            before = (found.get(position, t) for position, t in enumerate(passed))
+            passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in before)
         # (The dict is what FSDP2 swaps them in; attribute access would cost more than an op.)
         own = self._parameters
         params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
@@ -169,7 +179,12 @@ class StageModule(nn.Module):
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )
             program = programs.of_class(block.class_index)
-            module = BlockModule(program, slots, recomputed=recomputed, away=away)
+            names = dict(zip(graph.classes[block.class_index].params, block.params, strict=True))
+            written = frozenset(
+                passed.index(names[name])
+                for name in written_buffers(graph.classes[block.class_index])
+            )
+            module = BlockModule(program, slots, written=written, recomputed=recomputed, away=away)
             for n in dict.fromkeys(own):
                 meta = graph.tensor[n]
                 self._register(

@@ -81,7 +81,12 @@ class TrainedParams:
 
     def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `step` uses, see `planner.runtime.optimizer`."""
-        optimizer = build_optimizer(given, module, self.stepped_by_name())
+        optimizer = build_optimizer(
+            given,
+            module,
+            self.stepped_by_name(),
+            is_cut=self._sharded or self._mesh.size("tp") > 1,
+        )
         masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
         if masters and optimizer is not None and self._host is not None:
             trained = [one for owner in masters for one in owner.trained.values()]

@@ -1,0 +1,25 @@
+"""Names of custom autograd functions that hold in every process: ``Round@1f0c9a2b``.
+
+A graph names the functions it calls by these keys, because the module that defines one goes by
+different names (a model file loaded by a command, the same file imported by a script). The
+digest is of the code, so that two functions of one name are told apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from typing import Any
+
+
+def function_key(function: Any) -> str:
+    """Return the key of a `torch.autograd.Function`."""
+    try:
+        # Parsed and printed again: comments, spaces and line numbers do not count.
+        code = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(function)))).encode()
+    except (OSError, TypeError, SyntaxError):  # no source: written at a prompt, or generated
+        methods = (function.forward, function.backward)
+        code = b"".join(inspect.unwrap(method).__code__.co_code for method in methods)
+    return f"{function.__qualname__}@{hashlib.sha256(code).hexdigest()[:8]}"

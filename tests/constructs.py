@@ -1,0 +1,815 @@
+"""Constructs that people write into models, and what becomes of each: kept exactly, or refused.
+
+The table of docs/constructs.md is made of these; `tests/capture/test_constructs.py` shows each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn import utils
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 4
+
+Inner = Callable[["Chain", Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Construct:
+    """A model with one construct in it; `refused` is what the message of its refusal matches.
+
+    `group` and `what` name it in the docs; `note` says there how it is kept, or what to do.
+    """
+
+    group: str
+    what: str
+    build: Callable[[], nn.Module]
+    refused: str = ""
+    note: str = ""
+
+
+class Chain(nn.Module):
+    """Three layers with something done after each: `inner`, set up by `extra`."""
+
+    def __init__(self, inner: Inner, extra: Callable[[Chain], object]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self._run = inner
+        extra(self)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = self._run(self, torch.tanh(layer(x)), index)
+        return F.mse_loss(x, target)
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    x, target = torch.randn(2, size, WIDTH, dtype=torch.float64)
+    return x, target
+
+
+CONSTRUCTS: list[Construct] = []
+
+
+def _construct(
+    group: str,
+    what: str,
+    *,
+    inner: Inner = lambda self, x, index: x,
+    extra: Callable[[Chain], object] = lambda self: None,
+    refused: str = "",
+    note: str = "",
+) -> None:
+    CONSTRUCTS.append(
+        Construct(
+            group=group,
+            what=what,
+            build=lambda: Chain(inner, extra),
+            refused=refused,
+            note=note,
+        )
+    )
+
+
+# -- autograd functions -------------------------------------------------------------------
+
+
+class RoundedThrough(torch.autograd.Function):
+    """A straight-through estimator, with a number and a tensor of its own to its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, levels: int) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.round(x * levels) / levels
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 0.9), None
+
+
+class Reversed(torch.autograd.Function):
+    """A gradient reversal, in the style with setup_context."""
+
+    @staticmethod
+    def forward(x: Tensor, scale: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grad, None
+
+
+class WeightedPick(torch.autograd.Function):
+    """Two inputs that train, two results, one of them without a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        picked = x.argmax(-1)
+        ctx.mark_non_differentiable(picked)
+        return x @ weight, picked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * grad @ weight.t(), x.t() @ grad
+
+
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class WritesInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class GivenModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        return x * module.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _closing_over(factor: float) -> type[torch.autograd.Function]:
+    class Closed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * factor
+
+    return Closed
+
+
+_FUNCTIONS = "autograd functions"
+
+
+def _weight(self: Chain) -> None:
+    self.weight = nn.Parameter(torch.eye(WIDTH))
+
+
+def _weighted_pick(self: Chain, x: Tensor, index: int) -> Tensor:
+    made, picked = WeightedPick.apply(x, self.weight)
+    return made + picked.unsqueeze(-1)
+
+
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function`: straight-through estimator",
+    inner=lambda self, x, index: RoundedThrough.apply(x, 4),
+    note="an op that runs the function's own forward and backward, on whole tensors",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function`: gradient reversal, scaled gradient",
+    inner=lambda self, x, index: Reversed.apply(x, 0.5),
+    note="the same",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function` of parameters, of several results",
+    extra=_weight,
+    inner=_weighted_pick,
+    note="the same",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function` that draws random numbers",
+    inner=lambda self, x, index: Noisy.apply(x),
+    refused=r"Noisy at .*constructs.py:\d+: .* draws random numbers",
+    note="draw outside, pass the numbers",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function` that writes into its input (`mark_dirty`)",
+    inner=lambda self, x, index: WritesInput.apply(x * 1),
+    refused="WritesInput .* writes into its input",
+    note="return a new tensor",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function` that is given modules, functions, containers of tensors",
+    extra=lambda self: setattr(self, "factor", 2.0),
+    inner=lambda self, x, index: GivenModule.apply(x, self),
+    refused="GivenModule .* is given a Chain",
+    note="pass tensors and numbers",
+)
+_construct(
+    _FUNCTIONS,
+    "`torch.autograd.Function` that reads variables of the function around it",
+    inner=lambda self, x, index: _closing_over(0.1).apply(x),
+    refused="Closed .* reads factor of the function around it",
+    note="pass them as arguments",
+)
+
+# -- hooks --------------------------------------------------------------------------------
+
+_HOOKS = "hooks"
+
+
+def _hooked(self: Chain, x: Tensor, index: int) -> Tensor:
+    x.register_hook(lambda grad: 2 * grad)
+    return x
+
+
+def _saved_doubled(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: 2 * t, lambda t: t):
+        return torch.sin(x)
+
+
+def _halve_gradient(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+_construct(
+    _HOOKS,
+    "forward hook, forward pre-hook of a module",
+    extra=lambda self: (
+        self.layers[1].register_forward_hook(lambda module, args, out: 2 * out),
+        self.layers[2].register_forward_pre_hook(lambda module, args: (args[0] / 2,)),
+    ),
+    note="runs while the model is captured",
+)
+_construct(
+    _HOOKS,
+    "hook on a tensor's gradient (`y.register_hook`)",
+    inner=_hooked,
+    refused=r"sets a hook on a gradient at .*constructs.py:\d+: `x.register_hook",
+    note="an autograd function, or param groups of the optimizer",
+)
+_construct(
+    _HOOKS,
+    "hook on a parameter's gradient (`p.register_hook`)",
+    extra=lambda self: self.layers[1].weight.register_hook(lambda g: 0.1 * g),
+    refused=r"parameter layers.1.weight has a hook on its gradient \(defined at .*constructs",
+    note="the same",
+)
+_construct(
+    _HOOKS,
+    "`p.register_post_accumulate_grad_hook`",
+    extra=lambda self: self.layers[1].weight.register_post_accumulate_grad_hook(_halve_gradient),
+    refused="parameter layers.1.weight has a hook on its gradient",
+    note="the same",
+)
+_construct(
+    _HOOKS,
+    "full backward hook, full backward pre-hook of a module",
+    extra=lambda self: self.layers[1].register_full_backward_hook(
+        lambda module, given, out: (2 * given[0],)
+    ),
+    refused=r"module layers.1 \(Linear\) has a hook on its gradient",
+    note="the same",
+)
+_construct(
+    _HOOKS,
+    "`torch.autograd.graph.saved_tensors_hooks`",
+    inner=_saved_doubled,
+    refused=r"changes what autograd saves .* at .*constructs.py:\d+",
+    note="what is kept is the plan's choice",
+)
+_construct(
+    _HOOKS,
+    "`y.retain_grad()`",
+    inner=lambda self, x, index: x.retain_grad() or x,
+    note="no number changes; `engine.intermediates` gives values",
+)
+_construct(
+    _HOOKS,
+    "state-dict hooks",
+    extra=lambda self: self._register_state_dict_hook(
+        lambda module, state, prefix, meta: state.update({"extra": torch.zeros(1)})
+    ),
+    note="training does not read them",
+)
+
+# -- gradient mode ------------------------------------------------------------------------
+
+_MODE = "what gradients flow through"
+
+
+def _partly_without(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        fixed = 2 * x
+        with torch.enable_grad():
+            nested = 3 * x
+    return x + fixed * x + nested
+
+
+def _detached_in_place(self: Chain, x: Tensor, index: int) -> Tensor:
+    return x.clone().detach_() * x
+
+
+def _inner_gradient(create_graph: bool) -> Inner:
+    def inner(self: Chain, x: Tensor, index: int) -> Tensor:
+        energy = (x**3).sum()
+        (grad,) = torch.autograd.grad(energy, x, create_graph=create_graph, retain_graph=True)
+        return x + grad * x
+
+    return inner
+
+
+def _inner_backward(self: Chain, x: Tensor, index: int) -> Tensor:
+    (x**3).sum().backward(retain_graph=True)
+    return x
+
+
+def _inferred(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.inference_mode():
+        scale = float((x * 2).shape[-1])
+    return x * scale
+
+
+def _inferred_product(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.inference_mode():
+        fixed = x * 2
+    return x * fixed
+
+
+def _frozen_on_the_way(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.layers[0].weight.requires_grad_(False)
+    return x
+
+
+def _unused(self: Chain) -> None:
+    self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+_construct(
+    _MODE,
+    "`detach()`, `x.data`",
+    inner=lambda self, x, index: x * x.detach() + x * x.data,
+)
+_construct(_MODE, "`detach_()`", inner=_detached_in_place)
+_construct(_MODE, "`no_grad`, `enable_grad`, nested", inner=_partly_without)
+_construct(_MODE, "`inference_mode` around what no gradient needs", inner=_inferred)
+_construct(
+    _MODE,
+    "`inference_mode` around what a backward needs",
+    inner=_inferred_product,
+    refused="Inference tensors cannot be saved for backward",
+    note="one process fails, too; use `no_grad`",
+)
+_construct(_MODE, "`torch.autograd.grad` in forward", inner=_inner_gradient(False))
+_construct(
+    _MODE, "`torch.autograd.grad(..., create_graph=True)` in forward", inner=_inner_gradient(True)
+)
+_construct(
+    _MODE,
+    "`backward()` in forward",
+    inner=_inner_backward,
+    refused=r"calls backward\(\) at .*constructs.py",
+    note="return the loss",
+)
+_construct(
+    _MODE,
+    "`torch.func` transforms (`grad`)",
+    inner=lambda self, x, index: x + torch.func.grad(lambda t: (t**3).sum())(x),
+    refused=r"a transform of torch.func .* at .*constructs.py",
+    note="plain operations, `torch.autograd.grad`",
+)
+_construct(
+    _MODE,
+    "`torch.func` transforms (`vmap`)",
+    inner=lambda self, x, index: torch.func.vmap(lambda t: t * t.sum())(x),
+    refused=r"a transform of torch.func .* at .*constructs.py",
+    note="plain operations",
+)
+_construct(
+    _MODE,
+    "`torch.func.functional_call`",
+    inner=lambda self, x, index: torch.func.functional_call(
+        self.layers[index], {"weight": 2 * self.layers[index].weight}, (x,)
+    ),
+)
+_construct(
+    _MODE,
+    "frozen parameter",
+    extra=lambda self: self.layers[0].weight.requires_grad_(False),
+)
+_construct(
+    _MODE,
+    "parameter frozen by the forward",
+    inner=_frozen_on_the_way,
+    refused="sets requires_grad of layers.0.weight to False",
+    note="freeze before training",
+)
+_construct(_MODE, "parameter that the forward does not use", extra=_unused)
+_construct(
+    _MODE,
+    "parameter that no gradient reaches",
+    extra=_unused,
+    inner=lambda self, x, index: x + self.unused(x).detach(),
+    note="left out of the optimizer, as where `grad` is None",
+)
+_construct(
+    _MODE,
+    "buffer with a gradient",
+    extra=lambda self: self.register_buffer("scale", torch.ones(WIDTH, requires_grad=True)),
+    inner=lambda self, x, index: x * self.scale,
+    note="not trained; an optimizer over it is refused",
+)
+
+# -- state --------------------------------------------------------------------------------
+
+_STATE = "state of the module"
+_calls = {"number": 0}
+
+
+def _counted(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.steps += 1
+    return x * (2 if self.steps > 1000 else 1)
+
+
+def _counted_inside(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.state["steps"][0] += 1
+    return x
+
+
+def _counted_outside(self: Chain, x: Tensor, index: int) -> Tensor:
+    _calls["number"] += 1
+    return x * _calls["number"]
+
+
+def _recurrent(self: Chain, x: Tensor, index: int) -> Tensor:
+    before, self.kept = self.kept, x.detach()
+    return x if before is None else x + before.mean()
+
+
+def _cached(self: Chain, x: Tensor, index: int) -> Tensor:
+    if self.table is None:
+        self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device) / WIDTH
+    return x + self.table
+
+
+def _cached_batch(self: Chain, x: Tensor, index: int) -> Tensor:
+    if self.table is None:
+        self.table = x.detach().mean()
+    return x + self.table
+
+
+def _stored(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.latest = x
+    return x
+
+
+def _toggled(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.eval()
+    x = F.dropout(x, 0.5, self.training)
+    self.train()
+    return x
+
+
+def _left_in_eval(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.eval()
+    return x
+
+
+_construct(
+    _STATE,
+    "Python number that the forward changes (`self.n += 1`)",
+    extra=lambda self: setattr(self, "steps", 0),
+    inner=_counted,
+    refused=r"changes steps \(3, then 6\)",
+    note="a buffer, or a part of the batch",
+)
+_construct(
+    _STATE,
+    "the same inside a container or an object",
+    extra=lambda self: setattr(self, "state", {"steps": [0]}),
+    inner=_counted_inside,
+    refused=r"changes state.steps.0 \(3, then 6\)",
+    note="the same",
+)
+_construct(
+    _STATE,
+    "a global that the forward changes and computes with",
+    inner=_counted_outside,
+    refused="second forward computes something else than the first",
+    note="the same",
+)
+_construct(
+    _STATE,
+    "tensor kept from one forward for the next",
+    extra=lambda self: setattr(self, "kept", None),
+    inner=_recurrent,
+    refused="changes kept",
+    note="a buffer",
+)
+_construct(
+    _STATE,
+    "tensor cached by the first forward",
+    extra=lambda self: setattr(self, "table", None),
+    inner=_cached,
+)
+_construct(
+    _STATE,
+    "the same, made of the first batch's values",
+    extra=lambda self: setattr(self, "table", None),
+    inner=_cached_batch,
+    refused="changes table",
+    note="compute it from each batch, or before training",
+)
+_construct(_STATE, "result stored in an attribute (`self.last = x`)", inner=_stored)
+_construct(
+    _STATE,
+    "`random`, `numpy.random` in forward",
+    inner=lambda self, x, index: x * random.random(),
+    refused="draws random numbers from Python or NumPy",
+    note="`torch.rand`",
+)
+_construct(_STATE, "`train()` and `eval()` in forward, put back", inner=_toggled)
+_construct(
+    _STATE,
+    "`eval()` in forward, left so",
+    inner=_left_in_eval,
+    refused="sets training of .* to False",
+    note="set it before training",
+)
+
+# -- writes -------------------------------------------------------------------------------
+
+_WRITES = "writes in place"
+
+
+def _mean_buffers(self: Chain) -> None:
+    for layer in self.layers:
+        layer.register_buffer("mean", torch.zeros(2, WIDTH))
+
+
+def _averaged(self: Chain, x: Tensor, index: int) -> Tensor:
+    mean = self.layers[index].mean
+    with torch.no_grad():
+        mean.mul_(0.9).add_(0.1 * x.mean(0))
+    return x - mean[0]
+
+
+def _averaged_by_copy(self: Chain, x: Tensor, index: int) -> Tensor:
+    mean = self.layers[index].mean
+    mean.copy_(0.9 * mean + 0.1 * x.detach().mean(0))
+    return x - mean[0]
+
+
+def _averaged_by_assignment(self: Chain, x: Tensor, index: int) -> Tensor:
+    layer = self.layers[index]
+    layer.mean = 0.9 * layer.mean + 0.1 * x.detach().mean(0)
+    return x - layer.mean[0]
+
+
+def _averaged_in_part(self: Chain, x: Tensor, index: int) -> Tensor:
+    mean = self.layers[index].mean
+    mean[1] = 0.5 * mean[0] + 0.5 * x.detach().mean(0)
+    return x - mean.sum(0)
+
+
+def _averaged_with_gradient(self: Chain, x: Tensor, index: int) -> Tensor:
+    mean = self.layers[index].mean
+    mean.add_(x.mean(0))
+    return x - mean.detach()[0]
+
+
+def _averaged_elsewhere(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        self.layers[0].mean.mul_(0.9).add_(0.1 * x.mean(0))
+    return x - self.layers[0].mean[0]
+
+
+def _counters(self: Chain) -> None:
+    for layer in self.layers:
+        layer.register_buffer("count", torch.zeros(()))
+
+
+def _counted_in_buffer(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.layers[index].count += 1
+    return x * (1 + 0.1 * self.layers[index].count)
+
+
+def _written(self: Chain, x: Tensor, index: int) -> Tensor:
+    y = x * 2
+    y += 1
+    y[:, 0] = 0
+    return y
+
+
+def _written_through_a_view(self: Chain, x: Tensor, index: int) -> Tensor:
+    y = x * 2
+    y.view(-1).mul_(2)
+    return y
+
+
+def _written_without_gradient(self: Chain, x: Tensor, index: int) -> Tensor:
+    y = x * 1
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def _written_out(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        out = torch.empty_like(x)
+        torch.mul(x, 2, out=out)
+    return x + out
+
+
+def _clamped_weight(self: Chain, x: Tensor, index: int) -> Tensor:
+    self.layers[index].weight.data.clamp_(-0.2, 0.2)
+    return x
+
+
+_construct(
+    _WRITES,
+    "moving average in a buffer (`self.m.mul_(0.9).add_(...)`)",
+    extra=_mean_buffers,
+    inner=_averaged,
+    note="each replica and microbatch moves it on its own, as with BatchNorm",
+)
+_construct(_WRITES, "the same by `copy_`", extra=_mean_buffers, inner=_averaged_by_copy)
+_construct(_WRITES, "the same by assignment", extra=_mean_buffers, inner=_averaged_by_assignment)
+_construct(_WRITES, "the same through an index", extra=_mean_buffers, inner=_averaged_in_part)
+_construct(
+    _WRITES,
+    "value with a gradient written into a buffer",
+    extra=_mean_buffers,
+    inner=_averaged_with_gradient,
+    refused="a value that has a gradient into buffer layers.0.mean",
+    note="`detach()` it",
+)
+_construct(
+    _WRITES,
+    "buffer written in one block and used in another",
+    extra=_mean_buffers,
+    inner=_averaged_elsewhere,
+    refused="buffer layers.0.mean is written in block layers.2 and used in block layers.0",
+    note="a buffer for each block",
+)
+_construct(
+    _WRITES,
+    "counter in a buffer",
+    extra=_counters,
+    inner=_counted_in_buffer,
+)
+_construct(_WRITES, "activation written in place, by index", inner=_written)
+_construct(
+    _WRITES,
+    "the same through another view",
+    inner=_written_through_a_view,
+    refused=r"in place through view at .*constructs.py",
+    note="the out-of-place form",
+)
+_construct(
+    _WRITES,
+    "activation with a gradient written under `no_grad`",
+    inner=_written_without_gradient,
+    refused=r"in place at .*constructs.py:\d+: `y.mul_\(2\)` without gradient",
+    note="the out-of-place form",
+)
+_construct(_WRITES, "`out=`", inner=_written_out)
+_construct(
+    _WRITES,
+    "parameter written by the forward (`weight.data.clamp_`)",
+    inner=_clamped_weight,
+    refused=r"in place into parameter layers.0.weight at .*constructs.py",
+    note="compute with a clamped copy",
+)
+
+# -- parameters ---------------------------------------------------------------------------
+
+_PARAMETERS = "parameters"
+
+
+def _share_data(self: Chain) -> None:
+    self.layers[2].weight.data = self.layers[0].weight.data
+
+
+def _share_view(self: Chain) -> None:
+    self.layers[2].weight = nn.Parameter(self.layers[0].weight.data.t())
+
+
+def _tie(self: Chain) -> None:
+    self.layers[2].weight = self.layers[0].weight
+
+
+_construct(_PARAMETERS, "tied (`b.weight = a.weight`)", extra=_tie)
+_construct(
+    _PARAMETERS,
+    "shared by `.data`",
+    extra=_share_data,
+    refused="layers.0.weight and layers.2.weight are two tensors in the same memory",
+    note="tie them",
+)
+_construct(
+    _PARAMETERS,
+    "shared by a view",
+    extra=_share_view,
+    refused="layers.0.weight and layers.2.weight are two tensors in the same memory",
+    note="tie them",
+)
+_construct(
+    _PARAMETERS,
+    "`parametrizations.weight_norm`, `orthogonal`",
+    extra=lambda self: (
+        parametrizations.weight_norm(self.layers[1]) and parametrizations.orthogonal(self.layers[2])
+    ),
+)
+_construct(
+    _PARAMETERS,
+    "`parametrizations.spectral_norm`",
+    extra=lambda self: parametrizations.spectral_norm(self.layers[1]),
+    note="its power iteration moves once a microbatch",
+)
+_construct(
+    _PARAMETERS,
+    "`utils.spectral_norm`",
+    extra=lambda self: utils.spectral_norm(self.layers[1]),
+    note="the same",
+)
+_construct(
+    _PARAMETERS,
+    "`prune`",
+    extra=lambda self: prune.l1_unstructured(self.layers[1], "weight", 0.5),
+)
+_construct(
+    _PARAMETERS,
+    "lazy modules, before their first batch",
+    extra=lambda self: setattr(self, "lazy", nn.LazyLinear(WIDTH)),
+    inner=lambda self, x, index: self.lazy(x),
+    refused="parameter lazy.weight has no shape yet",
+    note="give the sizes",
+)
+
+# -- compilers and precision --------------------------------------------------------------
+
+_OTHER = "compilers, checkpointing, precision"
+_sine = torch.compile(lambda x: torch.sin(x) * x, backend="eager")
+
+
+def _autocast(enabled: bool) -> Inner:
+    def inner(self: Chain, x: Tensor, index: int) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            return self.layers[index](x)
+
+    return inner
+
+
+def _compile_layer(self: Chain) -> None:
+    self.layers[1] = torch.compile(self.layers[1], backend="eager")
+
+
+_construct(
+    _OTHER,
+    "`torch.compile` of a submodule, of a function",
+    extra=_compile_layer,
+    inner=lambda self, x, index: _sine(x),
+    note="captured through; blocks are compiled as a whole",
+)
+_construct(
+    _OTHER,
+    "`module.compile()`",
+    extra=lambda self: self.layers[1].compile(backend="eager"),
+    note="the same",
+)
+_construct(
+    _OTHER,
+    "`torch.utils.checkpoint`, reentrant or not",
+    inner=lambda self, x, index: checkpoint(torch.sin, x, use_reentrant=index == 1),
+    note="captured through; recomputation is the plan's choice",
+)
+_construct(
+    _OTHER,
+    "`autocast`",
+    inner=_autocast(True),
+    refused="leave autocast out: precision is the plan's choice",
+    note="`--precision bf16`",
+)
+_construct(_OTHER, "`autocast(enabled=False)`", inner=_autocast(False))
