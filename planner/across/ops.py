@@ -511,7 +511,7 @@ def _is_only_summed(step: Step) -> bool:
     return bool(users) and len(sums) == len(users)
 
 
-@handles("cumsum", "sum", "mean")
+@handles("cumsum", "sum", "mean", "flip", "roll")
 def _sum_of_sum(step: Step) -> tuple[State, ...] | None:
     """Linear in a tensor that samples were summed to."""
     state = step.states[0]
