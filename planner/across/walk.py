@@ -96,7 +96,7 @@ class _Model:
         class_index: int = PREAMBLE,
     ) -> None:
         """Add the states of a block's outputs, and what it has to blame."""
-        given = [self._states.get(name, WHOLE) for name in inputs]
+        given = [self._states[name] for name in inputs]
         # What a sum comes from is not the class's matter: equal blocks are followed once.
         local = tuple(
             replace(state, sums=state.sums and (f"@{i}",), shares=state.shares and (f"/{i}",))
@@ -168,7 +168,7 @@ class _Model:
                 self._add("pairs", f"{index}:{op.name}", f"{index}:{op.name}")
 
     def _look_at_loss(self) -> None:
-        state = self._states.get(self._graph.loss, WHOLE)
+        state = self._states[self._graph.loss]
         at = self._graph.producer[self._graph.loss]
         block = self._graph.blocks[at]
         program = self._graph.classes[block.class_index]

@@ -99,6 +99,22 @@ class Centred(nn.Module):
         return y - y.mean(0)
 
 
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_an_op_that_nothing_is_known_of_is_told():
+    (message,) = told(lambda m, b: m.fc(Round.apply(b["x"])).pow(2).mean())
+    assert message.startswith("whether these ops compute across samples is not known (Round in ")
+    assert "planner verify shows it" in message
+
+
 def test_equal_blocks_are_told_together():
     graph = capture_module(Layers(), (torch.randn(2, 4),), (torch.randn(3, 4),))
     (message,) = cut_batch_messages(graph, default_plan(graph, num_microbatches=4))

@@ -30,8 +30,8 @@ def outcomes(seeds: range) -> Counter[tuple[bool, bool]]:
                 gap = cutting_changes(model)
         except (RuntimeError, IndexError):
             continue  # not for every size of the batch
-        if not math.isfinite(gap) or 1e-10 < gap < 1e-6:
-            continue  # nor what is a matter of rounding
+        if not math.isfinite(gap) or gap == 0.0 or 1e-10 < gap < 1e-6:
+            continue  # nor without a gradient, nor what is a matter of rounding
         try:
             graph = capture_module(model, batch(2), batch(3))
         except CaptureError:
@@ -51,9 +51,10 @@ def check(found: Counter[tuple[bool, bool]]) -> None:
 
 
 def test_nothing_in_silence():
-    check(outcomes(range(40)))
+    check(outcomes(range(25)))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_nothing_in_silence_in_a_thousand():
     check(outcomes(range(1000, 2000)))

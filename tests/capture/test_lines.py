@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.capture_cache import load_graph
+from planner.errors import CaptureError
 from planner.graph import ModelGraph, from_json, to_json
 
 MODEL = """
@@ -70,6 +71,14 @@ def test_lines_are_those_of_the_user_and_change_nothing(
     assert moved.fingerprint == first.fingerprint
     assert moved == first
     assert hash(moved.classes[0]) == hash(first.classes[0])
+
+
+def test_a_number_that_is_no_line_through_two_sizes_is_refused(tmp_path: Path):
+    """N1: 4 for two samples and 9 for three is a square, not 5 n - 6."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("x.pow(2).mean()", "x.pow(2).sum() / len(x) ** 2"))
+    with pytest.raises(CaptureError, match=r"div.*model\.py:\d+: .*grows as the square of their"):
+        load_graph(path, use_cache=False)
 
 
 def test_lines_survive_json_by_class(tmp_path: Path):
