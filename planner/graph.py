@@ -119,7 +119,7 @@ class Op:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     outputs: tuple[str, ...]
     module: str = ""
-    line: str = field(default="", compare=False)
+    line: str = field(default="", compare=False, repr=False)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
