@@ -7,6 +7,7 @@ plan shards such an op.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 from planner.graph import Ref
 from planner.placement import OpSharding, Placement, Shard
@@ -33,6 +34,16 @@ LOSSES = {
     "aten.multilabel_margin_loss": 2,
 }
 """Losses by sample, and the place of their `reduction`."""
+
+ELEMENTWISE = {
+    "aten.mse_loss": 2,
+    "aten.l1_loss": 2,
+    "aten.smooth_l1_loss": 2,
+    "aten.huber_loss": 2,
+    "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}
+"""Losses of each element, and the place of their `reduction`."""
 
 
 def _extra(*names: str) -> Callable[[Rule], Rule]:
@@ -258,3 +269,13 @@ def _loss(call: Call) -> Iterator[OpSharding]:
         if given:
             inputs[-1] = R
         yield OpSharding(inputs=tuple(inputs), outputs=(place if is_each else P,))
+
+
+@_extra(*(name.removeprefix("aten.") for name in ELEMENTWISE))
+def _elementwise_loss(call: Call) -> Iterator[OpSharding]:
+    """With broadcasting (weights of classes), of which the sharding rule says nothing."""
+    whole = max(call.inputs, key=lambda shape: (len(shape), prod(shape)))
+    is_each = call.arg(ELEMENTWISE[call.packet], "reduction", 1) == NONE
+    letters = range(len(whole))
+    inputs = [broadcast(shape, whole) for shape in call.inputs]
+    yield from by_letters(inputs, [letters if is_each else []], summed=() if is_each else letters)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from planner.across.extra import EXTRA, LOSSES
+from planner.across.extra import ELEMENTWISE, EXTRA, LOSSES
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.blocks import is_random, mutates
 from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
@@ -29,16 +29,8 @@ AXIS = 2
 NONE, MEAN = 0, 1
 """ATen's numbers for a loss's `reduction`."""
 
-_ELEMENTWISE_LOSSES = {
-    "aten.mse_loss": 2,
-    "aten.l1_loss": 2,
-    "aten.smooth_l1_loss": 2,
-    "aten.huber_loss": 2,
-    "aten.binary_cross_entropy": 3,
-    "aten.binary_cross_entropy_with_logits": 4,
-}
 _CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
-_REDUCTION: dict[str, int] = LOSSES | _ELEMENTWISE_LOSSES | dict.fromkeys(_CLASS_LOSSES, 3)
+_REDUCTION: dict[str, int] = LOSSES | ELEMENTWISE | dict.fromkeys(_CLASS_LOSSES, 3)
 
 
 def _packets(names: str) -> frozenset[str]:

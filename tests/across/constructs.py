@@ -227,6 +227,41 @@ def ignored_labels(m: Model, b: Any) -> Tensor:
     return F.cross_entropy(m.head(b["x"]).view(-1, CLASSES), b["ids"].view(-1), ignore_index=-100)
 
 
+def weighted_elements(m: Model, b: Any) -> Tensor:
+    target = torch.zeros_like(m.head(_rows(b))).scatter(1, b["label"].unsqueeze(1), 1.0)
+    return F.binary_cross_entropy_with_logits(m.head(_rows(b)), target, pos_weight=m.weight)
+
+
+def smoothed_labels(m: Model, b: Any) -> Tensor:
+    chances = F.one_hot(b["label"], CLASSES).to(b["x"].dtype) * 0.9 + 0.02
+    return F.cross_entropy(m.head(_rows(b)), chances, weight=m.weight, label_smoothing=0.1)
+
+
+def padded_attention(m: Model, b: Any) -> Tensor:
+    q, k = m.fc(b["x"]), m.fc2(b["x"])
+    scores = q @ k.transpose(1, 2) / WIDTH**0.5
+    scores = scores.masked_fill(b["mask"].unsqueeze(1) == 0, float("-inf"))
+    return _out(m, (scores.softmax(-1) @ k).mean(1), b)
+
+
+def nearest_codes(m: Model, b: Any) -> Tensor:
+    h = m.fc(b["x"]).flatten(0, 1)
+    codes = m.table(torch.cdist(h, m.table.weight).argmin(-1))
+    return F.mse_loss(codes, h.detach()) + 0.25 * F.mse_loss(h, codes.detach())
+
+
+def heads_in_front(m: Model, b: Any) -> Tensor:
+    q = m.fc(b["x"]).view(-1, LENGTH, 2, WIDTH // 2).permute(2, 0, 1, 3)
+    scores = torch.bmm(q.flatten(0, 1), q.flatten(0, 1).transpose(1, 2)).softmax(-1)
+    mixed = torch.bmm(scores, q.flatten(0, 1)).view(2, -1, LENGTH, WIDTH // 2)
+    return _out(m, mixed.permute(1, 2, 0, 3).reshape(-1, LENGTH, WIDTH).mean(1), b)
+
+
+def triplets(m: Model, b: Any) -> Tensor:
+    one, other = m.fc(_rows(b)), m.fc2(b["y"].mean(1))
+    return F.triplet_margin_loss(one, other, m.fc2(_rows(b))) + F.smooth_l1_loss(one, other)
+
+
 def counter(m: Model, b: Any) -> Tensor:
     m.calls += 1
     return plain(m, b)
@@ -327,6 +362,30 @@ def times_batch_size(m: Model, b: Any) -> Tensor:
 
 def mean_over_one_less(m: Model, b: Any) -> Tensor:
     return _each(m, b).mean(1).sum() / (len(b["x"]) - 1)
+
+
+def class_centres(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    sums = torch.zeros(CLASSES, WIDTH, device=h.device).to(h.dtype).index_add(0, b["label"], h)
+    return _out(m, h - 0.1 * sums[b["label"]], b)
+
+
+def dispatched_by_product(m: Model, b: Any) -> Tensor:
+    x = m.fc(b["x"]).reshape(-1, WIDTH)
+    shares = m.gate(x).softmax(-1)
+    slots = torch.tanh(torch.einsum("te,td->ed", shares.softmax(0), x))
+    return _out(m, torch.einsum("te,ed->td", shares, slots).view_as(b["x"]).mean(1), b)
+
+
+def batch_laid_across(m: Model, b: Any) -> Tensor:
+    """A reshape that a transpose was meant for."""
+    x = m.fc(b["x"]).reshape(LENGTH, -1, WIDTH)
+    return _out(m, x.tanh().mean(0), b)
+
+
+def rows_by_label(m: Model, b: Any) -> Tensor:
+    h = m.fc(_rows(b))
+    return _out(m, h + h[b["label"].clamp(max=0)], b)
 
 
 def plus_batch_size(m: Model, b: Any) -> Tensor:
@@ -506,7 +565,8 @@ ALONE = (
     repeated_positions, masked_fill_per_sample, last_position, flat_last_position, gathered,
     group_normed, recurrent, recurrent_sequence_first, bags, sorted_in_sample, two_views,
     two_views_by_number, sorted_by_expert, sorted_and_added_back, sorted_and_undone,
-    every_expert, experts_by_weights, ignored_labels, counter, detached, dot_with_itself,
+    every_expert, experts_by_weights, ignored_labels, weighted_elements, smoothed_labels,
+    padded_attention, nearest_codes, heads_in_front, triplets, counter, detached, dot_with_itself,
     mean_after_shift, frames,
 )  # fmt: skip
 
@@ -549,6 +609,10 @@ ACROSS: dict[Body, tuple[str, ...]] = {
     rolled: ("mixed",),
     neighbours: ("mixed",),
     first_sample: ("mixed",),
+    class_centres: ("mixed",),
+    dispatched_by_product: ("mixed",),
+    batch_laid_across: ("mixed",),
+    rows_by_label: ("mixed",),
     place_in_batch: ("mixed",),
     sorted_and_not_undone: ("mixed",),
     convolved_over_batch: ("mixed",),
