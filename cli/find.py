@@ -56,7 +56,7 @@ def search(
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
-    from planner.batch_statistics import cut_batch_message
+    from planner.batch_statistics import cut_batch_messages
     from planner.plan import save_plan
     from search import find_advice, find_pareto, find_plan_once
     from search.describe import describe_advice, describe_pareto, describe_result
@@ -98,7 +98,8 @@ def search(
         raise PlannerError(result.reasons[0])
     save_plan(result.plan, out)
     show_note(note)
-    show_note(cut_batch_message(graph, result.plan))
+    for message in cut_batch_messages(graph, result.plan):
+        show_note(message)
     show_results(*describe_result(result))
     print(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:

@@ -1,12 +1,12 @@
-"""What computes across the samples of a batch, and so changes when the batch is cut.
+"""What a plan that cuts the batch changes in a model that computes across its samples.
 
 A BatchNorm in training normalises by the mean and variance of the samples it sees: under a
 plan, those of one microbatch on one dp replica. So a plan that cuts the batch trains a
 slightly different model than one device does on the whole batch. Nothing can change that
 short of communication between microbatches that run one after the other; the *running*
 statistics, which evaluation uses, can be made those of the whole batch (`deferred`,
-`planner.runtime.batch_norm`). A contrastive loss compares each sample with each other one of
-its batch: under such a plan, with those of its own microbatch.
+`planner.runtime.batch_norm`). Other things that samples have to do with each other are found
+in the graph (`planner.across`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from planner.graph import Affine, Block, ModelGraph, Op, Program, Ref, TensorMeta
+from planner.across import Finding, Kind, across_samples
+from planner.graph import Block, ModelGraph, Op, Program, Ref
 from planner.plan import Plan
 
 _TARGET = "aten.batch_norm.default"
@@ -53,29 +54,17 @@ def batch_norms(graph: ModelGraph) -> tuple[BatchNorm, ...]:
     )
 
 
-def pairing_ops(program: Program) -> tuple[Op, ...]:
-    """Return the ops that compare samples with each other, as a contrastive loss does.
-
-    That is where two sizes of a tensor that gradients flow through begin to grow with the batch.
-    """
-    return tuple(
-        op
-        for op in program.ops
-        if any(_pairs_samples(program.tensor[name]) for name in op.outputs)
-        and not any(_pairs_samples(program.tensor[name]) for name in op.inputs)
-    )
-
-
-def cut_batch_message(
-    graph: ModelGraph, plan: Plan, *, deferred_batch_norm: bool = False
-) -> str | None:
+def cut_batch_messages(
+    graph: ModelGraph, plan: Plan, *, deferred_batch_norm: bool = False, weighted_loss: bool = False
+) -> tuple[str, ...]:
     """Return what to tell a user whose plan cuts a batch that the model computes across.
 
-    Whoever asked for deferred statistics knows of BatchNorm.
+    Whoever asked for deferred statistics knows of BatchNorm; whoever weighs the losses of
+    parts, of losses that are divided by what a part holds.
     """
     num_parts = plan.num_microbatches * plan.dp
     if num_parts == 1:
-        return None
+        return ()
     cut = (
         f"the plan cuts a batch of {plan.global_batch} samples into {num_parts} parts "
         f"(dp={plan.dp}, num_microbatches={plan.num_microbatches})"
@@ -89,27 +78,87 @@ def cut_batch_message(
             "planner.apply(..., deferred_batch_norm=True) makes the running statistics those of "
             "the whole batch, a larger microbatch or GroupNorm lessens the rest"
         )
-    pairs = [
-        f"{op.target.split('.')[1]} in block {block.name}"
-        for block in graph.blocks
-        for op in pairing_ops(graph.classes[block.class_index])
-    ]
-    if pairs:
-        messages.append(
-            f"samples are compared with each other ({_few(pairs)}): {cut}, and each meets only "
-            f"the {plan.microbatch_size} of its own, so training differs from one device; "
-            "a larger microbatch (--microbatch-size) lessens that"
+    by_kind: dict[tuple[Kind, int], list[Finding]] = {}
+    for finding in across_samples(graph):
+        by_kind.setdefault((finding.kind, finding.power), []).append(finding)
+    for (kind, power), findings in by_kind.items():
+        if kind == "normaliser" and weighted_loss:
+            continue
+        if kind == "repeated" and plan.num_microbatches == 1:
+            continue
+        what, consequence = _TELL[kind]
+        factor = num_parts**power if power > 0 else f"1/{num_parts**-power}"
+        consequence = consequence.format(
+            each=plan.microbatch_size, factor=factor, steps=plan.num_microbatches
         )
-    return "; ".join(messages) or None
+        messages.append(f"{what} ({_few(_places(graph, findings))}): {cut}{consequence}")
+    return tuple(messages)
+
+
+_LARGER = (
+    "so training differs from one device; a larger microbatch (--microbatch-size) lessens that"
+)
+
+_TELL: dict[Kind, tuple[str, str]] = {
+    "mixed": (
+        "values are computed across samples",
+        f", and each part has those of its own {{each}}, {_LARGER}",
+    ),
+    "pairs": (
+        "samples are compared with each other",
+        f", and each meets only the {{each}} of its own, {_LARGER}",
+    ),
+    "normaliser": (
+        "the loss is divided by a sum over the batch",
+        ", each divided by its own and counted by its samples, so training differs from one "
+        "device; planner.apply(..., loss_weight=) counts parts by that sum, for example "
+        "planner.count_tokens(...) where it counts labels",
+    ),
+    "sum": (
+        "the loss grows with the number of samples",
+        ", whose losses are averaged, so one device's gradients are {factor} times as large; "
+        "return the mean over samples (divide by their number)",
+    ),
+    "size": (
+        "values depend on the number of samples",
+        f", and each part takes {{each}} for it, {_LARGER}",
+    ),
+    "buffer": (
+        "buffers are written from samples",
+        ", and every replica and microbatch writes what its own {each} give, so they differ from "
+        "one device's",
+    ),
+    "repeated": (
+        "buffers move each time the model runs",
+        ", so they move {steps} times a step instead of once",
+    ),
+    "unknown": (
+        "whether these ops compute across samples is not known",
+        ", and if they do, training differs from one device; planner verify shows it",
+    ),
+}
+"""By kind of finding: what is so, and what the cut makes of it."""
+
+
+def _places(graph: ModelGraph, findings: Sequence[Finding]) -> list[str]:
+    """Name each op with its line once, and the blocks that have it."""
+    blocks: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        key = finding.op, finding.line, finding.used_by
+        names = blocks.setdefault(key, [])
+        name = graph.blocks[finding.block_index].name if finding.block_index >= 0 else ""
+        if name not in names:
+            names.append(name)
+    places = []
+    for (op, line, used_by), names in blocks.items():
+        inside = f" in block{'s' * (len(names) > 1)} {_few(names)}" if all(names) else ""
+        user = f", used by {used_by}" if used_by else ""
+        places.append(f"{op}{inside}{f' at {line}' if line else ''}{user}")
+    return places
 
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
-
-
-def _pairs_samples(meta: TensorMeta) -> bool:
-    growing = [s for s in meta.shape if isinstance(s, Affine) and s.per_sample]
-    return meta.requires_grad and len(growing) > 1
 
 
 def deferred(program: Program) -> Program:

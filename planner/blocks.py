@@ -416,7 +416,7 @@ def _classify(
     boundary: dict[str, None] = {}
     for index, segment in enumerate(segments):
         program, names = _canonical(segment, crossing, raw)
-        key = json.dumps(to_json(replace(program, name="")), sort_keys=True)
+        key = json.dumps(to_json(replace(program, name=""), lines=False), sort_keys=True)
         classes.setdefault(key, program)
         actual = {canonical: n for n, canonical in names.items()}
         block = Block(

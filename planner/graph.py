@@ -109,7 +109,8 @@ class Op:
     its namespace) or, in a lowered graph, one of our own (``planner.redistribute`` …).
 
     `args` and `kwargs` hold `Ref` for tensors; `module` is the qualified name of the
-    user's module that called it, relative to its block.
+    user's module that called it, relative to its block. `line` is the user's code it comes
+    from, ``file:line: `code```, for messages: ops of other lines are equal.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Op:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     outputs: tuple[str, ...]
     module: str = ""
+    line: str = field(default="", compare=False, repr=False)
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -299,13 +301,17 @@ class ModelGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the structure: ops, shapes, dtypes, names; not of any weight."""
-        text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
+        """SHA-256 of the structure: ops, shapes, dtypes, names; not of any weight or line."""
+        text = json.dumps(to_json(self, lines=False), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def to_json(value: Any) -> Any:
-    """Return a ModelGraph (or any part of one) as JSON data; `from_json` is the inverse."""
+def to_json(value: Any, *, lines: bool = True) -> Any:
+    """Return a ModelGraph (or any part of one) as JSON data; `from_json` is the inverse.
+
+    Without `lines` it is the structure alone: equal for graphs that differ in where the user's
+    code stands.
+    """
     if value is None or type(value) in (str, int, bool, float):
         return value
     if isinstance(value, Affine):
@@ -315,13 +321,14 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Symbol):
         return {"s": [value.kind, value.value]}
     if isinstance(value, TensorMeta | Op | Program | Block | ModelGraph):
-        names = value.__dataclass_fields__
-        return {"t": type(value).__name__, **{k: to_json(getattr(value, k)) for k in names}}
+        names = [name for name in value.__dataclass_fields__ if lines or name != "line"]
+        fields = {name: to_json(getattr(value, name), lines=lines) for name in names}
+        return {"t": type(value).__name__, **fields}
     if isinstance(value, tuple | list):
-        return [to_json(item) for item in value]
-    return (
-        value if not isinstance(value, dict) else {"d": {k: to_json(v) for k, v in value.items()}}
-    )
+        return [to_json(item, lines=lines) for item in value]
+    if isinstance(value, dict):
+        return {"d": {k: to_json(v, lines=lines) for k, v in value.items()}}
+    return value
 
 
 def from_json(value: Any) -> Any:

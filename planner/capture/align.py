@@ -34,6 +34,7 @@ def align(first: Exported, second: Exported) -> RawGraph:
             args=_merge_arg(one.args, two.args, one, line),
             kwargs=_merge_arg(one.kwargs, two.kwargs, one, line),
             outputs=one.outputs,
+            line=one.line,
         )
         ops.append(RawOp(op=merged, module=raw.module))
     tensors = {}
@@ -63,12 +64,32 @@ def _affine(one: Size, two: Size) -> Size:
     return Affine(slope, one - slope * small)
 
 
+def _power(one: int, two: int) -> str:
+    """Name the power of the batch size that two values are in proportion to; empty for others.
+
+    Two values are on some line, too: 4 and 9 on 5 n - 6, as no size is.
+    """
+    small, large = BATCH_SIZES
+    if one <= 0:
+        return ""
+    if one * large**2 == two * small**2 or one * large * (large - 1) == two * small * (small - 1):
+        return "square"
+    return "cube" if one * large**3 == two * small**3 else ""
+
+
 def _merge_arg(one: Any, two: Any, op: Op, line: str) -> Any:
     if isinstance(one, tuple) and isinstance(two, tuple) and len(one) == len(two):
         return tuple(_merge_arg(a, b, op, line) for a, b in zip(one, two, strict=True))
     if one == two and type(one) is type(two):
         return one
     if type(one) is int and type(two) is int:
+        power = _power(one, two)
+        if power:
+            raise CaptureError(
+                f"an argument of {op.target}{line} is {one} for {BATCH_SIZES[0]} samples and {two} "
+                f"for {BATCH_SIZES[1]}, so it grows as the {power} of their number; write -1 for a "
+                "size, divide twice by a number of samples"
+            )
         return _affine(one, two)
     raise CaptureError(
         f"an argument of {op.target}{line} is {one} for {BATCH_SIZES[0]} samples and {two} for "

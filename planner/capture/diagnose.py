@@ -81,6 +81,18 @@ def first_line(error: BaseException) -> str:
 
 def node_line(node: torch.fx.Node) -> str:
     """Return `` at file:line: `code``` of the user's code that made a node, if known."""
+    file, number, code = _frame(node)
+    return f" at {file}:{number}: `{code}`" if file else ""
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """As `node_line`, with the file as its name and folder, for what is kept in a graph."""
+    file, number, code = _frame(node)
+    return f"{'/'.join(Path(file).parts[-2:])}:{number}: `{code}`" if file else ""
+
+
+def _frame(node: torch.fx.Node) -> tuple[str, str, str]:
+    """File, line number and code of the innermost frame of user code; empty if unknown."""
     trace = node.meta.get("stack_trace") or ""
     lines = trace.strip().splitlines()
     for index in range(len(lines) - 1, -1, -1):
@@ -91,5 +103,5 @@ def node_line(node: torch.fx.Node) -> str:
             file, _, rest = text.removeprefix('File "').partition('", line ')
             number = rest.split(",")[0]
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
-            return f" at {file}:{number}: `{code}`"
-    return ""
+            return file, number, code
+    return "", "", ""

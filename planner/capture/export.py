@@ -7,6 +7,7 @@ import copy
 import functools
 import io
 import itertools
+import linecache
 import logging
 import traceback
 import warnings
@@ -179,6 +180,7 @@ def export_batch(
 def _whole_stack_traces() -> Iterator[None]:
     """Let ops remember the helper that made them, not just the `forward` that called it."""
     given = TracerBase._filter_traceback_frames
+    linecache.checkcache()  # a file may have been edited since it was shown last
 
     def from_first_forward(
         self: TracerBase, user_stack_summary: traceback.StackSummary

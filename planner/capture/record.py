@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from planner.blocks import RawOp
-from planner.capture.diagnose import node_line
+from planner.capture.diagnose import node_line, source_line
 from planner.errors import CaptureError
 from planner.graph import Op, TensorMeta, iter_refs
 
@@ -86,7 +86,12 @@ class Recorder:
         stack = [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
         path = stack[-1].removeprefix("user").removeprefix(".") if stack else ""
         op = Op(
-            name=name.replace(".", "_"), target=target, args=args, kwargs=kwargs, outputs=outputs
+            name=name.replace(".", "_"),
+            target=target,
+            args=args,
+            kwargs=kwargs,
+            outputs=outputs,
+            line=source_line(node),
         )
         used_stale = self.stale.intersection(op.inputs)
         if used_stale:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from planner.batch_statistics import BatchStatisticsWarning, cut_batch_message
+from planner.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.capture.hooks import refuse_lost
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
@@ -36,9 +36,14 @@ def apply_plan(
     mesh = build_mesh(plan, choose_device())
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph = shared_capture(plan, model, loss, mesh)
-    message = cut_batch_message(graph, plan, deferred_batch_norm=deferred_batch_norm)
-    if message is not None and dist.get_rank() == 0:
-        warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
+    if dist.get_rank() == 0:
+        for message in cut_batch_messages(
+            graph,
+            plan,
+            deferred_batch_norm=deferred_batch_norm,
+            weighted_loss=loss_weight is not None,
+        ):
+            warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
     engine = Engine(
         plan,
         graph,

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from planner.across import blocks_across_samples
 from planner.batch import call_with_batch, flatten_batch, loss_of, unflatten_batch
-from planner.batch_statistics import pairing_ops
-from planner.blocks import mutates
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.model_file import ModelSource, load_model_file
@@ -222,12 +221,8 @@ def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
 
     Raises PlanError where that is not one number, which no one process can repeat.
     """
-    across = [
-        block
-        for block in graph.blocks
-        for program in [graph.classes[block.class_index]]
-        if any(mutates(op) for op in program.ops) or pairing_ops(program)
-    ]
+    found = blocks_across_samples(graph)
+    across = [block for block in graph.blocks if block.index in found]
     sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in across}
     if len(sizes) > 1:
         raise PlanError(

@@ -30,6 +30,7 @@ from planner.sharding.context import (
 from planner.sharding.pins import Pin, parse_pin
 from planner.sharding.propagate import propagate_graph, propagate_layout
 from planner.sharding.registry import (
+    apart_strategies_of,
     grad_is_partial,
     has_rule,
     is_linear,
@@ -45,6 +46,7 @@ from planner.sharding.registry import (
 
 __all__ = [
     "Pin",
+    "apart_strategies_of",
     "check_hands_on_sequences",
     "divides",
     "grad_is_partial",

@@ -44,7 +44,7 @@ def attention(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters, [[*batch, positions, None]])
 
 
-@rule("aten.scaled_dot_product_attention", contiguous=True)
+@rule("aten.scaled_dot_product_attention", contiguous=True, together=True)
 def causal_by_query(call: Call) -> Iterator[OpSharding]:
     """With is_causal a rank's queries are at later positions than it counts itself."""
     if call.arg(5, "is_causal", False):

@@ -10,7 +10,7 @@ from planner.sharding.letters import by_letters
 from planner.sharding.registry import LocalForm, Placed, local_form, rule
 
 
-@rule("aten.embedding", contiguous=True)
+@rule("aten.embedding", contiguous=True, together=True)
 def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
     """Each rank has a range of rows and yields a term of the sum."""
     if not _depends_on_the_batch(call):

@@ -15,7 +15,7 @@ NONE, MEAN, SUM = 0, 1, 2
 """ATen's numbers for a loss's `reduction`."""
 
 
-@rule("aten.cross_entropy_loss", contiguous=True)
+@rule("aten.cross_entropy_loss", contiguous=True, together=True)
 def cross_entropy_by_class(call: Call) -> Iterator[OpSharding]:
     """Ranks exchange a few numbers a sample instead of the logits."""
     if _has_plain_targets(call):
@@ -122,7 +122,7 @@ def nll_loss(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(inputs, [out], summed=() if reduction == NONE else samples)
 
 
-@rule(*_NLL, contiguous=True)
+@rule(*_NLL, contiguous=True, together=True)
 def nll_loss_by_class(call: Call) -> Iterator[OpSharding]:
     """A target's class is on one rank; the others' terms are zero."""
     if _has_plain_targets(call) and len(call.op.outputs) == 1:
@@ -146,7 +146,7 @@ def nll_loss_on_shard(placed: Placed) -> LocalForm:
     return divided_by_count(placed, summed, ignore_index)
 
 
-@rule("aten.log_softmax", contiguous=True)
+@rule("aten.log_softmax", contiguous=True, together=True)
 def log_softmax_by_class(call: Call) -> Iterator[OpSharding]:
     """Ranks exchange two numbers a sample; other dims are those of `reductions`."""
     place = Shard(normal_dim(int(call.op.args[1]), len(call.inputs[0])))  # type: ignore[arg-type]

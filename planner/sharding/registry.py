@@ -63,15 +63,18 @@ MAX_SEGMENT_COUNTS = 3
 _JOINTS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.cat")
 
 _RULES: dict[str, list[tuple[Rule, bool]]] = {}
+_TOGETHER: set[Rule] = set()
 _LOCAL: dict[str, LocalRule] = {}
 
 
-def rule(*names: str, contiguous: bool = False) -> Callable[[Rule], Rule]:
+def rule(*names: str, contiguous: bool = False, together: bool = False) -> Callable[[Rule], Rule]:
     """Register a rule for op packets (``aten.add``) or single overloads (``aten.add.Tensor``).
 
     Most ops don't mind which indices of a dim a rank holds, as long as all tensors agree;
     their shardings are offered in segments too. A rule whose shards must be contiguous, or
     which speaks of segments itself, says `contiguous`. An op may have one rule of each kind.
+    A rule says `together` where a shard means nothing on its own: inside the op ranks exchange
+    numbers, or count from their own place in the whole.
     """
 
     def register(function: Rule) -> Rule:
@@ -80,6 +83,8 @@ def rule(*names: str, contiguous: bool = False) -> Callable[[Rule], Rule]:
             if any(kind == contiguous for _, kind in known):
                 raise ValueError(f"two sharding rules for {name}")
             known.append((function, contiguous))
+        if together:
+            _TOGETHER.add(function)
         strategies_of.cache_clear()
         _proved.cache_clear()
         return function
@@ -167,6 +172,24 @@ def strategies_of(
                     found[_in_segments(sharding, count)] = None
     _proved(op, metas, axis_size).update(found)
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def apart_strategies_of(
+    op: Op, metas: tuple[TensorMeta, ...], axis_size: int, segments: tuple[int, ...]
+) -> tuple[OpSharding, ...]:
+    """As `strategies_of`, but only those whose shards are each computed without the others.
+
+    They say which entries of the outputs follow from which entries of the inputs.
+    """
+    call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
+    found: dict[OpSharding, None] = {}
+    for function, contiguous in _find(_RULES, op.target) or ():
+        for sharding in function(call) if function not in _TOGETHER else ():
+            for count in (1,) if contiguous else (1, *segments):
+                found[_in_segments(sharding, count)] = None
+    shapes = (*call.inputs, *call.outputs)
+    return tuple(s for s in found if fits((*s.inputs, *s.outputs), shapes, axis_size))
 
 
 @lru_cache(maxsize=65536)

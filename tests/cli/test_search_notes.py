@@ -59,3 +59,23 @@ def test_own_meshes_of_one_tp_are_none(planner, write_model):
     assert found.code == 0, found.stderr
     assert "--meshes own with --tp 1" in found.stderr
     assert "--meshes" not in planner("search", write_model(), *SEARCH, "--meshes", "own").stderr
+
+
+def test_what_computes_across_samples_is_noted_by_line(planner, write_model):
+    """N1: the op, its block and the user's line; the same from a kept capture."""
+    path = write_model()
+    text = path.read_text()
+    assert text.count("nn.Linear(8, 8)") == 1
+    path.write_text(
+        text.replace("nn.Linear(8, 8)", "nn.Sequential(nn.Linear(8, 8), Centred())")
+        + "\n\nclass Centred(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)\n"
+    )
+    for _ in range(2):
+        cut = planner("search", path, *SEARCH, "--dp", 2, "--microbatch-size", 2)
+        assert cut.code == 0
+        assert "values are computed across samples (mean in blocks layers.0" in cut.stderr
+        assert f"{path.name}:{len(path.read_text().splitlines())}: `return x - x.mean(0)`" in (
+            " ".join(cut.stderr.split())
+        )
+    whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8)
+    assert "across samples" not in whole.stderr

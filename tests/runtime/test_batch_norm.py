@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_message
+from planner.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_messages
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -218,7 +218,7 @@ def test_layers_in_evaluation_mode_are_no_matter():
     assert [norm.module for norm in batch_norms(graph)] == ["stages.0.1", "stages.1.1"]
     model.stages.eval()
     graph = capture_module(model, batch(2), batch(3), name="convnet")
-    assert cut_batch_message(graph, default_plan(graph, num_microbatches=4)) is None
+    assert cut_batch_messages(graph, default_plan(graph, num_microbatches=4)) == ()
 
 
 class Contrast(nn.Module):
@@ -240,14 +240,15 @@ def test_samples_compared_with_each_other_are_warned_of():
     )
     plan = default_plan(graph, microbatch_size=2, num_microbatches=3)
     for deferred in (False, True):
-        message = cut_batch_message(graph, plan, deferred_batch_norm=deferred)
-        assert message is not None
-        assert "compared with each other (matmul in block " in message
+        (message,) = cut_batch_messages(graph, plan, deferred_batch_norm=deferred)
+        assert message.startswith("samples are compared with each other (matmul in block ")
+        assert "test_batch_norm.py:" in message
+        assert "`similar = self.left(x) @ self.right(x).T`" in message
         assert "each meets only the 2 of its own" in message
     assert (
-        cut_batch_message(graph, default_plan(graph, microbatch_size=6, num_microbatches=1)) is None
+        cut_batch_messages(graph, default_plan(graph, microbatch_size=6, num_microbatches=1)) == ()
     )
     assert verify._piece_size(graph, plan) == 2
     model = tiny_models()["gpt"]
     attends = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
-    assert cut_batch_message(attends, default_plan(attends, num_microbatches=4)) is None
+    assert cut_batch_messages(attends, default_plan(attends, num_microbatches=4)) == ()

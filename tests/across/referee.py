@@ -1,0 +1,59 @@
+"""Whether cutting a batch changes what a module learns from it: by running it both ways."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from tests.across.constructs import Body, Model, batch
+
+BATCH, PARTS = 8, 4
+
+
+def used_parts(body: Body) -> Model:
+    """A module with the parts that a body uses; export takes its time for each it has."""
+    torch.manual_seed(0)
+    seen: set[str] = set()
+
+    class Watched(Model):
+        def __getattr__(self, name: str) -> Tensor | nn.Module:
+            seen.add(name)
+            return super().__getattr__(name)
+
+    Watched(body)(**batch(4))
+    torch.manual_seed(0)
+    model = Model(body)
+    for held in (model._modules, model._parameters, model._buffers):
+        for name in set(held) - seen:
+            del held[name]
+    return model
+
+
+def cutting_changes(model: nn.Module) -> float:
+    """The largest relative difference of a gradient or buffer, whole batch against parts, in fp64.
+
+    Gradients are relative to the largest of all; parts' losses are averaged, as engines do.
+    """
+    whole = copy.deepcopy(model).double()
+    parts = copy.deepcopy(whole)
+    given = batch(BATCH, torch.float64)
+    whole(**given).backward()
+    size = BATCH // PARTS
+    for start in range(0, BATCH, size):
+        loss = parts(**{name: t[start : start + size] for name, t in given.items()})
+        (loss / PARTS).backward()
+    grads = [
+        [torch.zeros_like(p) if p.grad is None else p.grad for p in m.parameters()]
+        for m in (whole, parts)
+    ]
+    worst = [_gap(*grads)]
+    floats = [[b for b in m.buffers() if b.is_floating_point()] for m in (whole, parts)]
+    return max(*worst, _gap(*floats))
+
+
+def _gap(ones: list[Tensor], others: list[Tensor]) -> float:
+    scale = max((t.abs().max().item() for t in ones if t.numel()), default=0.0)
+    gaps = [(a - b).abs().max().item() for a, b in zip(ones, others, strict=True) if a.numel()]
+    return max(gaps, default=0.0) / (scale or 1.0)

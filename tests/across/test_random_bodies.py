@@ -1,0 +1,60 @@
+"""N1: random bodies; where cutting the batch changes gradients, something is named."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from planner.across import across_samples
+from planner.capture import capture_module
+from planner.errors import CaptureError
+from tests.across.constructs import batch
+from tests.across.random_bodies import random_body
+from tests.across.referee import cutting_changes, used_parts
+
+
+def outcomes(seeds: range) -> Counter[tuple[bool, bool]]:
+    """Count (cutting changes gradients, something is named); fail where that is in silence."""
+    example = batch(8, torch.float64)
+    found: Counter[tuple[bool, bool]] = Counter()
+    for seed in seeds:
+        body, names = random_body(seed, example)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a variance of one sample is none
+                model = used_parts(body)
+                gap = cutting_changes(model)
+        except (RuntimeError, IndexError):
+            continue  # not for every size of the batch
+        if not math.isfinite(gap) or gap == 0.0 or 1e-10 < gap < 1e-6:
+            continue  # nor without a gradient, nor what is a matter of rounding
+        try:
+            graph = capture_module(model, batch(2), batch(3))
+        except CaptureError:
+            continue
+        findings = across_samples(graph)
+        changes = gap > 1e-6
+        assert findings or not changes, f"seed {seed}: {names} differ by {gap:.1e} in silence"
+        found[changes, bool(findings)] += 1
+    return found
+
+
+def check(found: Counter[tuple[bool, bool]]) -> None:
+    """Both kinds are there, and few bodies are named in vain (x - x, one number's variance)."""
+    differ, alone, vain = found[True, True], found[False, False], found[False, True]
+    assert differ > 2 * vain
+    assert alone > vain
+
+
+def test_nothing_in_silence():
+    check(outcomes(range(25)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_nothing_in_silence_in_a_thousand():
+    check(outcomes(range(1000, 2000)))
