@@ -19,7 +19,8 @@ from planner.errors import CaptureError
 from planner.graph import Block, ModelGraph, Op, Program, TensorMeta, to_json
 
 _RANDOM = re.compile(
-    r"^aten\.(.*dropout|rand\w*|normal\w*|bernoulli\w*|multinomial|uniform\w*|exponential\w*|rrelu\w*)\."
+    r"^aten\.(.*dropout|rand\w*|normal\w*|bernoulli\w*|multinomial|uniform\w*|exponential\w*|rrelu\w*"
+    r"|binomial|cauchy\w*|geometric\w*|log_normal\w*|poisson|_sample_dirichlet|_standard_gamma)\."
 )
 
 

@@ -2,18 +2,20 @@
 
 A few steps are trained under the plan, and in one process by the user's unmodified module
 called on the whole batch, from the same weights and data, in fp64 and without dropout,
-whatever the plan's precision. The one process knows nothing of capture, lowering,
-schedules or collectives. Reported is the largest relative difference of losses, of
-gradients and of updated parameters.
+whatever the plan's precision. The one process (`planner.runtime.one_process`) knows nothing
+of lowering, schedules or collectives. Losses, gradients, updated parameters and buffers are
+compared, each tensor beside its rounding, which is measured and not assumed.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from planner.batch import call_with_batch, flatten_batch, loss_of, unflatten_batch
+from planner.batch import flatten_batch, unflatten_batch
+from planner.batch_split import BatchSplit
 from planner.batch_statistics import pairing_ops
 from planner.blocks import mutates
 from planner.errors import PlanError
@@ -31,38 +34,66 @@ from planner.model_file import ModelSource, load_model_file
 from planner.plan import Plan, load_plan
 from planner.runtime.apply import shared_capture
 from planner.runtime.engine import Engine
+from planner.runtime.feed import cut_batch
+from planner.runtime.fixed_draws import FixedDraws
 from planner.runtime.mesh import build_mesh
-from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
+from planner.runtime.one_process import OneProcess, Piece, Step
+from planner.runtime.promote import (
+    ReferenceMode,
+    drawing_ops,
+    has_dropout,
+    promote_graph,
+    promote_module,
+    wide,
+)
 from planner.runtime.wiring import stage_of
 
+# How much of the largest loss, gradient, parameter or buffer a difference may be, whatever the
+# rounding. A model in which rounding is more can't be verified.
 TOLERANCE = 1e-9
+
+# How many times its measured rounding a tensor may differ by. See docs/training.md for the
+# measurements: no plan that is right was seen beyond a tenth of it.
+ROUNDINGS = 1000.0
 
 Progress = Callable[[float, str], None]
 
-# Adam divides a gradient by its own size, so where a gradient is zero but for rounding
-# (a key bias in attention) rounding would become a full step; this epsilon prevents it.
-_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+_KINDS = ("loss", "gradient", "parameter", "buffer")
 
-# Sums of the same n terms in another order differ by about sqrt(n) roundings of a term; this
-# allows for a quarter of a million terms. (A bias before BatchNorm, whose terms cancel, was
-# seen to differ by 94 roundings of its layer's weight gradient.)
-_ROUNDING = 512 * torch.finfo(torch.float64).eps
+# Adam divides a gradient by its own size, so where a gradient is zero but for rounding
+# (a key bias in attention) rounding would become a full step; this epsilon prevents it. The
+# decay shows whether both sides decay the same parameters: torch skips those without gradient.
+_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The largest relative difference found, and the tensor and step it was found in."""
+    """The worst difference of a kind of tensor, and the tensor and step it was found in.
+
+    `relative` is the largest difference of an entry, `rounding` what one process was measured
+    to have in that tensor, both over the largest entry of all tensors of the kind.
+    """
 
     relative: float
+    rounding: float
     name: str
     step: int
+
+    @property
+    def times(self) -> float:
+        """How many times the measured rounding the difference is."""
+        if self.relative == 0:
+            return 0.0
+        return self.relative / self.rounding if self.rounding else float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
 
-    `notes` say what was switched off or cut down to compare, as sentences.
+    A difference is a fault beyond `ROUNDINGS` times the rounding measured, and beyond
+    `tolerance` in any case. `notes` say what was switched off or cut down to compare, as
+    sentences.
     """
 
     steps: int
@@ -71,19 +102,26 @@ class VerifyReport:
     loss: Difference
     gradient: Difference
     parameter: Difference
+    buffer: Difference
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...]
     notes: tuple[str, ...]
 
     @property
-    def largest(self) -> float:
-        """The largest of the three relative differences."""
-        return max(self.loss.relative, self.gradient.relative, self.parameter.relative)
+    def differences(self) -> tuple[Difference, ...]:
+        """The worst difference of each kind."""
+        return self.loss, self.gradient, self.parameter, self.buffer
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the tolerance (a NaN is not)."""
-        return self.largest <= self.tolerance
+        """Whether all differences are within both bounds (a NaN is not)."""
+        return all(_excess(d, self.tolerance) <= 1 for d in self.differences)
+
+
+def _excess(found: Difference, tolerance: float) -> float:
+    """The share of what is allowed that a difference is, of the bound that is nearer."""
+    shares = (found.relative / tolerance, found.times / ROUNDINGS)
+    return next((share for share in shares if math.isnan(share)), max(shares))
 
 
 def verify(
@@ -146,7 +184,7 @@ def verify_worker(request: Path) -> None:
 
 def report_from_json(data: Mapping[str, Any]) -> VerifyReport:
     """Inverse of `dataclasses.asdict` through JSON."""
-    kinds = {key: Difference(**data[key]) for key in ("loss", "gradient", "parameter")}
+    kinds = {key: Difference(**data[key]) for key in _KINDS}
     lists = {key: tuple(data[key]) for key in ("losses", "reference_losses", "notes")}
     return VerifyReport(**{**data, **kinds, **lists})
 
@@ -186,17 +224,46 @@ def compare_with_one_process(
         )
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")
-    module = module.double()
-    before = torch.get_default_dtype()
+    if drawn := drawing_ops(graph):
+        notes.append(
+            f"the model draws random numbers ({', '.join(drawn)}); both sides were given the same "
+            "fixed ones, so what is compared is all but the drawing"
+        )
+    replicas = _replicas(graph, smaller)
+    if replicas is not None:
+        notes.append(
+            "the model computes across samples or moves buffers (statistics of the batch, or "
+            "samples compared with each other), so the one process also went microbatch by "
+            "microbatch, each replica's samples apart"
+        )
+    numbers = torch.get_default_dtype()
+    own = torch.bfloat16 if plan.precision == "bf16" else _usual_dtype(module)
+    promote_module(module)
+
+    @contextmanager
+    def inside(*, reference: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if drawn:
+                stack.enter_context(FixedDraws())
+            if reference:
+                stack.enter_context(ReferenceMode(own, numbers))
+            yield
+
     torch.set_default_dtype(torch.float64)
     try:
-        piece_size = _piece_size(graph, smaller)
-        reference = _OneProcess(module, source, piece_size, smaller)
-        if piece_size is not None:
-            notes.append(
-                "the model computes across samples (statistics of the batch, or samples compared "
-                "with each other), so the one process also went microbatch by microbatch"
-            )
+        references = []
+        if dist.get_rank() == 0:
+            torch.set_default_dtype(numbers)
+            settings: dict[str, Any] = {
+                "optimizer": lambda params: torch.optim.AdamW(params, **_ADAMW),
+                "inside": lambda: inside(reference=True),
+            }
+            references = [
+                OneProcess(source, module, **settings),
+                OneProcess(source, module, **settings, moved=1, backwards=True),
+                OneProcess(source, module, **settings, moved=2),
+            ]
+            torch.set_default_dtype(torch.float64)
         engine = make_engine(
             smaller,
             promote_graph(graph),
@@ -204,9 +271,37 @@ def compare_with_one_process(
             mesh,
             optimizer=lambda params: torch.optim.AdamW(params, **_ADAMW),
         )
-        return _train_both(engine, reference, source, steps, tolerance, tuple(notes))
+        worst = dict.fromkeys(_KINDS, Difference(relative=0.0, rounding=0.0, name="", step=0))
+        losses: list[float] = []
+        expected_losses: list[float] = []
+        for step in range(steps):
+            batch = _shared_batch(source, engine, step)
+            with inside(reference=False):
+                losses.append(engine.step(batch).item())
+            made = _found(engine, losses[-1])
+            if not references:
+                continue
+            cut = cut_batch(batch, graph, smaller)
+            pieces = _pieces(cut.split, replicas)
+            expected, *others = (reference.step(cut, pieces) for reference in references)
+            expected_losses.append(expected["loss"]["loss"].item())
+            for kind, found in _differences(made, expected, others, step):
+                # not (a <= b) instead of a > b: a NaN must win.
+                if not _excess(found, tolerance) <= _excess(worst[kind], tolerance):
+                    worst[kind] = found
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(numbers)
+    if not references:
+        return None
+    return VerifyReport(
+        steps=steps,
+        num_ranks=smaller.world_size,
+        tolerance=tolerance,
+        losses=tuple(losses),
+        reference_losses=tuple(expected_losses),
+        notes=tuple(notes),
+        **worst,
+    )
 
 
 def _shortened(plan: Plan) -> Plan:
@@ -217,8 +312,8 @@ def _shortened(plan: Plan) -> Plan:
     return plan.model_copy(update={"num_microbatches": enough})
 
 
-def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
-    """The samples at a time that ops see which compute across them; None: no such ops.
+def _replicas(graph: ModelGraph, plan: Plan) -> int | None:
+    """The replicas by which ops see samples that compute across them; None: no such ops.
 
     Raises PlanError where that is not one number, which no one process can repeat.
     """
@@ -228,109 +323,37 @@ def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
         for program in [graph.classes[block.class_index]]
         if any(mutates(op) for op in program.ops) or pairing_ops(program)
     ]
-    sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in across}
-    if len(sizes) > 1:
+    stages = {stage_of(plan, block.index) for block in across}
+    replicas = {plan.stage_dp(stage) for stage in stages}
+    if len(replicas) > 1:
+        sizes = sorted({plan.stage_microbatch_size(stage) for stage in stages})
         raise PlanError(
             f"blocks {across[0].name} to {across[-1].name} compute across samples (statistics of "
             "the batch, or samples compared with each other), and their stages, of different dp, "
-            f"see {' and '.join(map(str, sorted(sizes)))} samples at a time; give those stages "
+            f"see {' and '.join(map(str, sizes))} samples at a time; give those stages "
             "the same tp to verify the plan"
         )
-    return sizes.pop() if sizes else None
+    return replicas.pop() if replicas else None
 
 
-class _OneProcess:
-    """The user's module trained alone on rank 0; mutable. Elsewhere it does nothing."""
-
-    def __init__(
-        self, module: nn.Module, source: ModelSource, piece_size: int | None, plan: Plan
-    ) -> None:
-        """With a `piece_size` it goes that many samples at a time."""
-        self._piece_size = piece_size
-        self._here = dist.get_rank() == 0
-        self._source, self._plan = source, plan
-        if self._here:
-            self._module = copy.deepcopy(module)
-            self._optimizer = torch.optim.AdamW(self._module.parameters(), **_ADAMW)
-
-    def step(self, batch: Any) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        """Return loss, gradients and updated parameters of one step."""
-        if not self._here:
-            return 0.0, {}, {}
-        self._optimizer.zero_grad()
-        pieces = [batch] if self._piece_size is None else self._pieces(batch, self._piece_size)
-        total = 0.0
-        with ReferenceMode():
-            for piece in pieces:
-                output = call_with_batch(self._module, piece)
-                loss = loss_of(output, piece, self._source.loss) / len(pieces)
-                loss.backward()
-                total += loss.item()
-        named = dict(self._module.named_parameters(remove_duplicate=False))
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for n, p in named.items()
-            if p.requires_grad
-        }
-        self._optimizer.step()
-        return total, grads, {n: p.detach().clone() for n, p in named.items()}
-
-    def _pieces(self, batch: Any, size: int) -> list[Any]:
-        leaves, tree = flatten_batch(batch)
-        samples = self._plan.global_batch
-        return [
-            unflatten_batch(
-                tree,
-                {
-                    path: t[i : i + size] if t.ndim and t.shape[0] == samples else t
-                    for path, t in leaves.items()
-                },
-            )
-            for i in range(0, samples, size)
-        ]
+def _pieces(split: BatchSplit, replicas: int | None) -> list[Piece]:
+    """The samples to give to the one process at a time, in the plan's order."""
+    if replicas is None:
+        return [Piece(replica=0, samples=range(split.num_samples))]
+    return [
+        Piece(replica=replica, samples=split.part(microbatch, replicas, replica))
+        for microbatch in range(split.num_microbatches)
+        for replica in range(replicas)
+    ]
 
 
-def _train_both(
-    engine: Engine,
-    reference: _OneProcess,
-    source: ModelSource,
-    steps: int,
-    tolerance: float,
-    notes: tuple[str, ...],
-) -> VerifyReport | None:
-    losses: list[float] = []
-    reference_losses: list[float] = []
-    worst = dict.fromkeys(
-        ("loss", "gradient", "parameter"), Difference(relative=0.0, name="", step=0)
-    )
-    for step in range(steps):
-        batch = _shared_batch(source, engine, step)
-        expected_loss, expected_grads, expected_params = reference.step(batch)
-        losses.append(engine.step(batch).item())
-        reference_losses.append(expected_loss)
-        grads, params = engine.full_gradients(), engine.full_state_dict()
-        if dist.get_rank() != 0:
-            continue
-        found = {
-            "loss": _difference({"loss": losses[-1]}, {"loss": expected_loss}, step),
-            "gradient": _difference(grads, expected_grads, step),
-            "parameter": _difference(params, expected_params, step),
-        }
-        # not (a <= b) instead of a > b: a NaN must win.
-        worst = {
-            k: d if not (d.relative <= worst[k].relative) else worst[k] for k, d in found.items()
-        }
-    if dist.get_rank() != 0:
-        return None
-    return VerifyReport(
-        steps=steps,
-        num_ranks=engine.plan.world_size,
-        tolerance=tolerance,
-        losses=tuple(losses),
-        reference_losses=tuple(reference_losses),
-        notes=notes,
-        **worst,
-    )
+def _usual_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of most of a module's weights."""
+    counts: Counter[torch.dtype] = Counter()
+    for param in module.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] += param.numel()
+    return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
 
 
 def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
@@ -341,57 +364,71 @@ def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
         with torch.device("cpu"):
             batch = source.batch(engine.plan.global_batch)
         leaves, tree = flatten_batch(batch)
-        promoted = {path: t.double() if t.is_floating_point() else t for path, t in leaves.items()}
-        payload = [unflatten_batch(tree, promoted)]
+        payload = [unflatten_batch(tree, {path: wide(t) for path, t in leaves.items()})]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(payload, src=0, group=engine.mesh.control)
     return payload[0]
 
 
-def _difference(found: Mapping[str, Any], expected: Mapping[str, Any], step: int) -> Difference:
-    """The largest relative difference over all tensors of `expected`.
+def _found(engine: Engine, loss: float) -> Step:
+    """Return what a step under the plan made; whole tensors are on rank 0."""
+    gradients, state = engine.full_gradients(), engine.full_state_dict()
+    return {
+        "loss": {"loss": torch.tensor(loss, dtype=torch.float64)},
+        "gradient": gradients,
+        "parameter": state,
+        "buffer": state,
+    }
 
-    A tensor is compared relative to its own largest entry. Where that is no more than the
-    rounding of its terms (the gradient of a bias before BatchNorm, or of a key's bias, whose
-    terms cancel), it is compared relative to what makes rounding alone the tolerance. The
-    size of its terms is taken from the other tensors of its module, such as the weight.
+
+def _differences(
+    found: Step, expected: Step, others: Sequence[Step], step: int
+) -> Iterator[tuple[str, Difference]]:
+    """Yield the difference of each tensor with its kind.
+
+    The rounding of a tensor is the largest distance of `others`, which differ from `expected`
+    by rounding alone, and at least that of one operation.
     """
-    as_tensors = {n: torch.as_tensor(v, dtype=torch.float64) for n, v in expected.items()}
-    sizes = {n: t.abs().max().item() for n, t in as_tensors.items() if t.numel()}
-    terms = _module_sizes(sizes)
-    worst = Difference(relative=0.0, name="", step=step)
-    for name, size in sizes.items():
-        if name not in found:
-            return Difference(relative=float("inf"), name=f"{name} (missing)", step=step)
-        other = torch.as_tensor(found[name], dtype=torch.float64)
-        largest_rounding = _ROUNDING * terms[name]
-        scale = max(size, largest_rounding / TOLERANCE, torch.finfo(torch.float64).tiny)
-        gap = (other - as_tensors[name]).abs().max().item() / scale
-        if not (gap <= worst.relative):
-            worst = Difference(relative=gap, name=name, step=step)
-    return worst
+    largest = {
+        kind: max(map(_size, tensors.values()), default=0.0) for kind, tensors in expected.items()
+    }
+    # A loss whose terms cancel is no measure for itself.
+    largest["loss"] = max(largest["loss"], largest["gradient"])
+    for kind, tensors in expected.items():
+        scale = max(largest[kind], torch.finfo(torch.float64).tiny)
+        for name, tensor in tensors.items():
+            other = found[kind].get(name)
+            if other is None and kind == "gradient":
+                other = torch.zeros_like(tensor)  # none is as good as zero
+            if other is None:
+                yield kind, _missing(name, step)
+                continue
+            rounding = max(_gap(tensor, each[kind][name]) for each in others)
+            least = torch.finfo(torch.float64).eps * _size(tensor)
+            yield (
+                kind,
+                Difference(
+                    relative=_gap(tensor, other) / scale,
+                    rounding=max(rounding, least) / scale,
+                    name=name,
+                    step=step,
+                ),
+            )
 
 
-def _module_sizes(sizes: Mapping[str, float]) -> dict[str, float]:
-    """For each tensor, the largest size in the innermost module that holds another one.
+def _missing(name: str, step: int) -> Difference:
+    return Difference(relative=float("inf"), rounding=0.0, name=f"{name} (missing)", step=step)
 
-    A module whose gradients are all no more than the rounding of its parent's is none to
-    measure by: nothing but rounding reaches it (queries and keys that attend to one position).
-    """
-    members: dict[str, list[float]] = {}
-    for name, size in sizes.items():
-        parts = name.split(".")
-        for depth in range(len(parts)):
-            members.setdefault(".".join(parts[:depth]), []).append(size)
-    most = {module: max(held) for module, held in members.items()}
 
-    def largest(name: str) -> float:
-        module = name.rpartition(".")[0]
-        while module:
-            parent = module.rpartition(".")[0]
-            if len(members[module]) > 1 and most[module] > _ROUNDING * most[parent]:
-                break
-            module = parent
-        return most[module]
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of an entry; equal infinities are no difference, any NaN is."""
+    wide_dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to("cpu", wide_dtype), b.to("cpu", wide_dtype)
+    apart = torch.where(a == b, 0.0, (a - b).abs())
+    return apart.max().item() if apart.numel() else 0.0
 
-    return {name: largest(name) for name in sizes}
+
+def _size(tensor: Tensor) -> float:
+    """The size of the largest finite entry."""
+    sizes = tensor.abs().double()
+    return sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
