@@ -60,11 +60,14 @@ class FixedDraws(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: tuple[Any, ...], kwargs: _Args) -> dict[str, Any]:
-    """Return the arguments of a call by the names in the op's schema, defaults filled in."""
+    """Return the arguments of a call by the names in the op's schema, defaults filled in.
+
+    (But for dtypes, which schemas have as bare numbers.)
+    """
     named = {
         argument.name: argument.default_value
         for argument in func._schema.arguments
-        if argument.has_default_value()
+        if argument.has_default_value() and argument.name != "dtype"
     }
     given = (argument.name for argument in func._schema.arguments)
     return named | dict(zip(given, args, strict=False)) | dict(kwargs)
@@ -72,9 +75,7 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: _Args) -> dict[str, Any]:
 
 def _filled(value: float, dtype: torch.dtype | None = None) -> Callable[[_Args], Tensor]:
     def fill(a: _Args) -> Tensor:
-        return torch.full(
-            a["size"], value, dtype=a.get("dtype") or dtype, device=a.get("device")
-        )
+        return torch.full(a["size"], value, dtype=a.get("dtype") or dtype, device=a.get("device"))
 
     return fill
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from planner.batch import call_with_batch, loss_of
 from planner.model_file import ModelSource
 from planner.runtime.feed import CutBatch
-from planner.runtime.promote import held_tensors, promote_module
-
+from planner.runtime.promote import ReferenceMode, held_tensors, promote_module
 
 Step = dict[str, dict[str, Tensor]]
 """What one step of training made, by kind: ``loss``, ``gradient``, ``parameter``, ``buffer``.
@@ -52,25 +51,32 @@ class OneProcess:
         values: nn.Module,
         *,
         optimizer: Callable[[Any], torch.optim.Optimizer],
-        inside: Callable[[], AbstractContextManager[Any]],
+        own: torch.dtype,
+        draws: Callable[[], AbstractContextManager[Any]],
         moved: int | None = None,
         backwards: bool = False,
     ) -> None:
-        """The module is built anew, with the values of `values`; `inside` is entered around
-        each forward and backward. `moved` seeds how weights are moved by one unit in the last
-        place; `backwards` goes through the samples in another order.
+        """The module is built anew, as the user builds it, with the values of `values` in fp64.
+
+        `own` is the dtype that fp64 stands for; `draws` is entered around forward and backward.
+        `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
+        through the samples in another order.
         """
         torch.manual_seed(0)
         self.module = source.build()
         promote_module(self.module, values)
-        self._source, self._inside, self._backwards = source, inside, backwards
+        self._source, self._draws, self._backwards = source, draws, backwards
+        self._own, self._numbers = own, torch.get_default_dtype()
         if moved is not None:
             _move(self.module, moved)
         self._optimizer = optimizer(self.module.parameters())
         self._buffers: dict[int, dict[str, Tensor]] = {}
 
     def step(self, cut: CutBatch, pieces: Sequence[Piece]) -> Step:
-        """Train on a batch, piece by piece; a loss counts as much as the piece has samples."""
+        """Train on a batch, piece by piece; a piece's loss counts by its share of the samples.
+
+        The default dtype is fp64 meanwhile.
+        """
         if self._backwards:
             cut, pieces = _reordered(cut, pieces)
         self._optimizer.zero_grad()
@@ -81,7 +87,7 @@ class OneProcess:
         for piece in pieces:
             self._write_buffers(self._buffers.get(piece.replica, {}))
             batch = cut.part(piece.samples)
-            with self._inside():
+            with self._draws(), ReferenceMode(self._own, self._numbers):
                 output = call_with_batch(self.module, batch)
                 loss = loss_of(output, batch, self._source.loss)
                 loss = loss * (len(piece.samples) / cut.split.num_samples)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ def held_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Attributes may be lists, tuples or dicts of tensors. A tensor of several names has each.
     """
-    found = dict(module.named_parameters(remove_duplicate=False))
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     found |= dict(module.named_buffers(remove_duplicate=False))
     for path, part in module.named_modules(remove_duplicate=False):
         for key, value in vars(part).items():
@@ -161,10 +161,12 @@ def promote_module(module: nn.Module, values: nn.Module | None = None) -> None:
             f"model() called twice makes models that differ in {', '.join(differing[:3])}; verify "
             "trains one beside the other, so let model() make the same model each time"
         )
-    if values is not None and any(given[name] is tensor for name, tensor in held.items()):
+    if values is not None and any(
+        isinstance(tensor, nn.Parameter) and given[name] is tensor for name, tensor in held.items()
+    ):
         raise ModelError(
-            "model() called twice returns the same model, or parts of it; verify trains one "
-            "beside the other, so build the model inside model()"
+            "model() called twice returns the same parameters; verify trains one model beside "
+            "another, so build the model inside model()"
         )
     for name, tensor in held.items():
         value = wide(given[name].detach())
@@ -179,7 +181,7 @@ class ReferenceMode(TorchFunctionMode):
     """
 
     _CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-    _COMPLEX_CASTS = (torch.Tensor.cfloat, torch.Tensor.chalf)
+    _COMPLEX_CASTS = tuple(getattr(torch.Tensor, name) for name in ("cfloat", "chalf"))
     _FROM_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
     _DROPOUTS = (
         F.dropout,
@@ -193,7 +195,7 @@ class ReferenceMode(TorchFunctionMode):
         torch.feature_dropout,
     )
     # Functions that drop on the way, with the position of the probability.
-    _DROPPING: dict[Any, tuple[int, str]] = {
+    _DROPPING: ClassVar[dict[Any, tuple[int, str]]] = {
         F.scaled_dot_product_attention: (4, "dropout_p"),
         F.multi_head_attention_forward: (10, "dropout_p"),
     }
@@ -208,15 +210,20 @@ class ReferenceMode(TorchFunctionMode):
 
     def __enter__(self) -> ReferenceMode:
         """Begin; `torch.finfo` is no function that a mode sees, so it stands in meanwhile."""
-        true_finfo = self._finfo = torch.finfo
-        narrow = {torch.float64: self._own, torch.complex128: self._own}
-        setattr(torch, "finfo", lambda dtype=self._own: true_finfo(narrow.get(dtype, dtype)))  # noqa: B010
+        given = self._finfo = torch.finfo
+        stands_for = {torch.float64: self._own, torch.complex128: self._own}
+
+        def finfo(dtype: torch.dtype | None = None) -> torch.finfo:
+            dtype = dtype or self._numbers
+            return given(stands_for.get(dtype, dtype))
+
+        torch.finfo = finfo  # type: ignore[assignment, misc]
         super().__enter__()
         return self
 
     def __exit__(self, *failure: Any) -> None:
         """End it."""
-        setattr(torch, "finfo", self._finfo)  # noqa: B010
+        torch.finfo = self._finfo  # type: ignore[assignment, misc]
         super().__exit__(*failure)
 
     def __torch_function__(

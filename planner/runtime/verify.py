@@ -15,8 +15,8 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from planner.runtime.fixed_draws import FixedDraws
 from planner.runtime.mesh import build_mesh
 from planner.runtime.one_process import OneProcess, Piece, Step
 from planner.runtime.promote import (
-    ReferenceMode,
     drawing_ops,
     has_dropout,
     promote_graph,
@@ -52,18 +51,13 @@ from planner.runtime.wiring import stage_of
 # rounding. A model in which rounding is more can't be verified.
 TOLERANCE = 1e-9
 
-# How many times its measured rounding a tensor may differ by. See docs/training.md for the
-# measurements: no plan that is right was seen beyond a tenth of it.
+# How many times its measured rounding a tensor may differ by. docs/training.md has the
+# measurements it was chosen from.
 ROUNDINGS = 1000.0
 
 Progress = Callable[[float, str], None]
 
-_KINDS = ("loss", "gradient", "parameter", "buffer")
-
-# Adam divides a gradient by its own size, so where a gradient is zero but for rounding
-# (a key bias in attention) rounding would become a full step; this epsilon prevents it. The
-# decay shows whether both sides decay the same parameters: torch skips those without gradient.
-_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+KINDS = ("loss", "gradient", "parameter", "buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +81,9 @@ class Difference:
         return self.relative / self.rounding if self.rounding else float("inf")
 
 
+_NONE = Difference(relative=0.0, rounding=0.0, name="", step=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
@@ -96,32 +93,57 @@ class VerifyReport:
     sentences.
     """
 
-    steps: int
+    steps: int = 0
     num_ranks: int
     tolerance: float
-    loss: Difference
-    gradient: Difference
-    parameter: Difference
-    buffer: Difference
-    losses: tuple[float, ...]
-    reference_losses: tuple[float, ...]
+    loss: Difference = _NONE
+    gradient: Difference = _NONE
+    parameter: Difference = _NONE
+    buffer: Difference = _NONE
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
     notes: tuple[str, ...]
 
     @property
-    def differences(self) -> tuple[Difference, ...]:
-        """The worst difference of each kind."""
-        return self.loss, self.gradient, self.parameter, self.buffer
+    def worst(self) -> Difference:
+        """Of the worst difference of each kind, the one nearest to a bound, or most beyond."""
+        worst = _NONE
+        for kind in KINDS:
+            worst = self._worse(worst, getattr(self, kind))
+        return worst
+
+    @property
+    def largest(self) -> float:
+        """The largest of the relative differences."""
+        return max(getattr(self, kind).relative for kind in KINDS)
 
     @property
     def passed(self) -> bool:
         """Whether all differences are within both bounds (a NaN is not)."""
-        return all(_excess(d, self.tolerance) <= 1 for d in self.differences)
+        return self._excess(self.worst) <= 1
 
+    def after_step(self, found: Step, expected: Step, others: Sequence[Step]) -> VerifyReport:
+        """Return the report with one more step in it, see `_differences`."""
+        worst = {kind: getattr(self, kind) for kind in KINDS}
+        for kind, difference in _differences(found, expected, others, self.steps):
+            worst[kind] = self._worse(worst[kind], difference)
+        return replace(
+            self,
+            steps=self.steps + 1,
+            losses=(*self.losses, found["loss"]["loss"].item()),
+            reference_losses=(*self.reference_losses, expected["loss"]["loss"].item()),
+            **worst,
+        )
 
-def _excess(found: Difference, tolerance: float) -> float:
-    """The share of what is allowed that a difference is, of the bound that is nearer."""
-    shares = (found.relative / tolerance, found.times / ROUNDINGS)
-    return next((share for share in shares if math.isnan(share)), max(shares))
+    def _excess(self, found: Difference) -> float:
+        """The share of what is allowed that a difference is, of the bound that is nearer."""
+        shares = (found.relative / self.tolerance, found.times / ROUNDINGS)
+        return next((share for share in shares if math.isnan(share)), max(shares))
+
+    def _worse(self, one: Difference, other: Difference) -> Difference:
+        if not one.name or math.isnan(self._excess(other)):
+            return other
+        return other if self._excess(other) > self._excess(one) else one
 
 
 def verify(
@@ -184,7 +206,7 @@ def verify_worker(request: Path) -> None:
 
 def report_from_json(data: Mapping[str, Any]) -> VerifyReport:
     """Inverse of `dataclasses.asdict` through JSON."""
-    kinds = {key: Difference(**data[key]) for key in _KINDS}
+    kinds = {key: Difference(**data[key]) for key in KINDS}
     lists = {key: tuple(data[key]) for key in ("losses", "reference_losses", "notes")}
     return VerifyReport(**{**data, **kinds, **lists})
 
@@ -205,19 +227,65 @@ def compare_with_one_process(
     """
     from planner.runtime.device import choose_device
 
-    notes = []
     smaller = _shortened(plan)
-    if smaller != plan:
-        run, planned = smaller.num_microbatches, plan.num_microbatches
-        notes.append(f"{run} of the plan's {planned} microbatches were run")
     mesh = build_mesh(smaller, choose_device())
     torch.manual_seed(0)
     module = source.build()
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
-    if smaller.precision == "bf16":
-        # The capture of the cast model, whose blocks and layouts these are, in fp64.
-        smaller = smaller.model_copy(update={"precision": "model"})
+    replicas = _replicas(graph, smaller)
+    notes = _notes(plan, smaller, graph, replicas)
+    # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
+    smaller = smaller.model_copy(update={"precision": "model"})
+    draws = FixedDraws if drawing_ops(graph) else nullcontext
+    own = torch.bfloat16 if plan.precision == "bf16" else _usual_dtype(module)
+    promote_module(module)
+    references = []
+    if dist.get_rank() == 0:
+        settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        references = [
+            OneProcess(source, module, **settings),
+            OneProcess(source, module, **settings, moved=1, backwards=True),
+            OneProcess(source, module, **settings, moved=2),
+        ]
+    report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        engine = make_engine(smaller, promote_graph(graph), module, mesh, optimizer=_optimizer)
+        for step in range(steps):
+            batch = _shared_batch(source, engine, step)
+            with draws():
+                loss = engine.step(batch)
+            found = _made(engine, loss)
+            if references:
+                cut = cut_batch(batch, graph, smaller)
+                pieces = _pieces(cut.split, replicas)
+                expected, *others = (reference.step(cut, pieces) for reference in references)
+                report = report.after_step(found, expected, others)
+    finally:
+        torch.set_default_dtype(before)
+    return report if references else None
+
+
+def _optimizer(params: Any) -> torch.optim.Optimizer:
+    """AdamW, with an epsilon and a decay that make differences plain.
+
+    Adam divides a gradient by its own size, so where a gradient is zero but for rounding
+    (a key bias in attention) rounding would become a full step; this epsilon prevents it. The
+    decay shows whether both sides decay the same parameters: torch skips those without gradient.
+    """
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def _notes(plan: Plan, run: Plan, graph: ModelGraph, replicas: int | None) -> tuple[str, ...]:
+    """What the plan that is run, and both sides, differ in from the plan and the model given."""
+    notes = []
+    if run != plan:
+        notes.append(
+            f"{run.num_microbatches} of the plan's {plan.num_microbatches} microbatches were run"
+        )
+    if plan.precision == "bf16":
         notes.append(
             "the plan's bf16 was run in fp64: what is shown is that its layout computes what one "
             "process computes, to the last digits; rounding to bf16 is no part of it"
@@ -225,83 +293,18 @@ def compare_with_one_process(
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")
     if drawn := drawing_ops(graph):
+        few = ", ".join(drawn[:3]) + (f" and {len(drawn) - 3} more" * (len(drawn) > 3))
         notes.append(
-            f"the model draws random numbers ({', '.join(drawn)}); both sides were given the same "
-            "fixed ones, so what is compared is all but the drawing"
+            f"the model draws random numbers ({few}): both sides were given the same fixed ones, "
+            "so everything but the drawing itself was compared"
         )
-    replicas = _replicas(graph, smaller)
     if replicas is not None:
         notes.append(
             "the model computes across samples or moves buffers (statistics of the batch, or "
             "samples compared with each other), so the one process also went microbatch by "
-            "microbatch, each replica's samples apart"
+            "microbatch, with buffers of its own for each replica's samples"
         )
-    numbers = torch.get_default_dtype()
-    own = torch.bfloat16 if plan.precision == "bf16" else _usual_dtype(module)
-    promote_module(module)
-
-    @contextmanager
-    def inside(*, reference: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            if drawn:
-                stack.enter_context(FixedDraws())
-            if reference:
-                stack.enter_context(ReferenceMode(own, numbers))
-            yield
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        references = []
-        if dist.get_rank() == 0:
-            torch.set_default_dtype(numbers)
-            settings: dict[str, Any] = {
-                "optimizer": lambda params: torch.optim.AdamW(params, **_ADAMW),
-                "inside": lambda: inside(reference=True),
-            }
-            references = [
-                OneProcess(source, module, **settings),
-                OneProcess(source, module, **settings, moved=1, backwards=True),
-                OneProcess(source, module, **settings, moved=2),
-            ]
-            torch.set_default_dtype(torch.float64)
-        engine = make_engine(
-            smaller,
-            promote_graph(graph),
-            module,
-            mesh,
-            optimizer=lambda params: torch.optim.AdamW(params, **_ADAMW),
-        )
-        worst = dict.fromkeys(_KINDS, Difference(relative=0.0, rounding=0.0, name="", step=0))
-        losses: list[float] = []
-        expected_losses: list[float] = []
-        for step in range(steps):
-            batch = _shared_batch(source, engine, step)
-            with inside(reference=False):
-                losses.append(engine.step(batch).item())
-            made = _found(engine, losses[-1])
-            if not references:
-                continue
-            cut = cut_batch(batch, graph, smaller)
-            pieces = _pieces(cut.split, replicas)
-            expected, *others = (reference.step(cut, pieces) for reference in references)
-            expected_losses.append(expected["loss"]["loss"].item())
-            for kind, found in _differences(made, expected, others, step):
-                # not (a <= b) instead of a > b: a NaN must win.
-                if not _excess(found, tolerance) <= _excess(worst[kind], tolerance):
-                    worst[kind] = found
-    finally:
-        torch.set_default_dtype(numbers)
-    if not references:
-        return None
-    return VerifyReport(
-        steps=steps,
-        num_ranks=smaller.world_size,
-        tolerance=tolerance,
-        losses=tuple(losses),
-        reference_losses=tuple(expected_losses),
-        notes=tuple(notes),
-        **worst,
-    )
+    return tuple(notes)
 
 
 def _shortened(plan: Plan) -> Plan:
@@ -370,11 +373,11 @@ def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
     return payload[0]
 
 
-def _found(engine: Engine, loss: float) -> Step:
+def _made(engine: Engine, loss: Tensor) -> Step:
     """Return what a step under the plan made; whole tensors are on rank 0."""
     gradients, state = engine.full_gradients(), engine.full_state_dict()
     return {
-        "loss": {"loss": torch.tensor(loss, dtype=torch.float64)},
+        "loss": {"loss": loss.detach().cpu()},
         "gradient": gradients,
         "parameter": state,
         "buffer": state,
