@@ -390,7 +390,8 @@ def _differences(
     """Yield the difference of each tensor with its kind.
 
     The rounding of a tensor is the largest distance of `others`, which differ from `expected`
-    by rounding alone, and at least that of one operation.
+    by rounding alone. It is at least that of one operation: two runs can agree by chance, in
+    a tensor of few entries. A difference of one rounding of the kind's largest entry is none.
     """
     largest = {
         kind: max(map(_size, tensors.values()), default=0.0) for kind, tensors in expected.items()
@@ -407,7 +408,7 @@ def _differences(
                 yield kind, _missing(name, step)
                 continue
             rounding = max(_gap(tensor, each[kind][name]) for each in others)
-            least = torch.finfo(torch.float64).eps * _size(tensor)
+            least = torch.finfo(torch.float64).eps * max(_size(tensor), scale / ROUNDINGS)
             yield (
                 kind,
                 Difference(

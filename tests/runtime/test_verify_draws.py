@@ -1,4 +1,4 @@
-"""Both sides of `verify` are given the same draws, whatever draws and whichever samples are there."""
+"""Both sides of `verify` are given the same draws, whatever draws and for whichever samples."""
 
 from __future__ import annotations
 
