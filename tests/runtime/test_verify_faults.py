@@ -220,22 +220,29 @@ GRADIENT_FAULTS = [
 ]
 
 
-def verify_each(captured: Any, engines: list[Callable[..., Engine]]) -> list[VerifyReport | None]:
+def verify_each(
+    captured: Any, build: Callable[[], nn.Module], engines: list[Callable[..., Engine]], steps: int
+) -> list[VerifyReport | None]:
     graph = from_json(captured)
-    plan = default_plan(graph, dp=2, microbatch_size=2, num_microbatches=2)
-    return [
-        compare_with_one_process(
-            plan, source_of(TwoBranches), graph=graph, steps=1, make_engine=engine
-        )
-        for engine in engines
-    ]
+    plan = default_plan(graph, dp=2, microbatch_size=2, num_microbatches=3)
+    verify = partial(compare_with_one_process, plan, source_of(build), graph=graph, steps=steps)
+    return [verify(make_engine=engine) for engine in engines]
+
+
+def verify_on_two(
+    graph: ModelGraph,
+    build: Callable[[], nn.Module],
+    *engines: Callable[..., Engine],
+    steps: int = 1,
+) -> list[VerifyReport]:
+    """Verify a plan of dp=2 and three microbatches, once with each engine."""
+    return run_ranks(verify_each, 2, to_json(graph), build, list(engines), steps)[0]
 
 
 def test_faults_in_gradients_of_a_millionth_are_found_at_the_first_step():
     """N3, X13: each fault alone fails, in the gradients it is in; the right engine passes."""
     engines = [Engine, *GRADIENT_FAULTS, NoDecay]
-    captured = to_json(graph_of(TwoBranches))
-    right, *wrong = run_ranks(verify_each, 2, captured, engines)[0]
+    right, *wrong = verify_on_two(graph_of(TwoBranches), TwoBranches, *engines)
     assert right.passed
     assert right.gradient.times < 100
     for engine, report in zip(engines[1:], wrong, strict=True):
@@ -278,7 +285,7 @@ def without_gradient(graph: ModelGraph, part: str) -> ModelGraph:
 def test_parameters_that_no_gradient_reaches_are_equal_and_stay():
     """N3: none is as good as zero, and neither side's optimizer moves them."""
     graph = without_gradient(graph_of(Unused), "side")
-    report = verify_here(Unused, graph=graph, steps=2)
+    (report,) = verify_on_two(graph, Unused, Engine, steps=2)
     assert report.passed, report
 
 
@@ -319,16 +326,10 @@ class MergedStatistics(Engine):
         return loss
 
 
-def verify_drifting(captured: Any) -> list[VerifyReport | None]:
-    graph = from_json(captured)
-    plan = default_plan(graph, dp=2, microbatch_size=2, num_microbatches=3)
-    verify = partial(compare_with_one_process, plan, source_of(Drifting), graph=graph, steps=2)
-    return [verify(), verify(make_engine=MergedStatistics)]
-
-
 def test_buffers_that_a_forward_moves_and_reads_are_each_replica_s_own():
     """N3: exact, with the samples of each replica apart; and compared when the step ends."""
-    right, merged = run_ranks(verify_drifting, 2, to_json(graph_of(Drifting)))[0]
+    engines = (Engine, MergedStatistics)
+    right, merged = verify_on_two(graph_of(Drifting), Drifting, *engines, steps=2)
     assert right.passed, right
     assert right.buffer.name
     assert not merged.passed
