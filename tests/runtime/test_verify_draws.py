@@ -93,6 +93,15 @@ def test_ranks_draw_what_one_process_draws():
         assert sum("bernoulli in" in note for note in report.notes) == 1
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.LSTM):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, z, target):
+        return F.mse_loss(self.layer(x[:, None])[0][:, 0], target)
+
+
 def random_overloads():
     """Every ATen op that torch says draws from a seeded generator."""
     for name in torch._C._dispatch_get_all_op_names():
@@ -117,6 +126,14 @@ def test_what_draws_is_known_to_draw():
         and not is_random(Op(name="x", target=str(op), args=(), outputs=("x",)))
     ]
     assert not unknown
+
+
+def test_recurrent_layers_draw_for_their_dropout():
+    """N1: else a recomputed block would drop others, and ranks of a tp group would."""
+    for dropout in (0.0, 0.5):
+        layer = nn.LSTM(WIDTH, WIDTH, 2, dropout=dropout, batch_first=True)
+        graph = graph_of(lambda layer=layer: Recurrent(layer))
+        assert any(is_random(op) for c in graph.classes for op in c.ops) == bool(dropout)
 
 
 @pytest.mark.parametrize(
