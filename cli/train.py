@@ -28,7 +28,7 @@ def verify(
 ) -> int:
     """Prove that a plan computes what one process does.
 
-    Trains a few steps both ways in fp64 and exits with 1 if they differ by more than 1e-9.
+    Trains a few steps both ways in fp64 and exits with 1 if they differ by more than rounding does.
     """
     from planner.describe import describe_verification
     from planner.plan import load_plan

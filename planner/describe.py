@@ -269,20 +269,44 @@ def _new_heights(moments: Sequence[Moment]) -> list[Moment]:
 
 def describe_verification(report: VerifyReport) -> list[RenderableType]:
     """Return how far a plan's training is from one process's, and the verdict."""
-    table = Table("", "largest relative difference", "in", "at step")
-    for name in ("loss", "gradient", "parameter"):
-        found: Difference = getattr(report, name)
-        table.add_row(name, f"{found.relative:.2e}", Text(found.name), str(found.step))
-    verdict = "the same" if report.passed else "NOT the same"
-    parts: list[RenderableType] = [table, *(Text(f"note: {note}") for note in report.notes)]
-    parts.append(
-        Text(
-            f"{report.num_ranks} ranks compute {verdict} as one process: {report.largest:.2e} "
-            f"is {'within' if report.passed else 'beyond'} {report.tolerance:.0e}, in fp64 "
-            f"over {report.steps} steps"
+    from planner.runtime.verify import KINDS, ROUNDINGS
+
+    table = Table("", "difference", "rounding", "times rounding", "in", "at step")
+    for kind in KINDS:
+        found: Difference = getattr(report, kind)
+        if not found.name:  # a model without buffers
+            continue
+        table.add_row(
+            kind,
+            f"{found.relative:.2e}",
+            f"{found.rounding:.2e}",
+            f"{found.times:.3g}",
+            Text(found.name),
+            str(found.step),
         )
-    )
-    return parts
+    worst = report.worst
+    if report.passed:
+        verdict = (
+            f"the same as one process: no difference is beyond {ROUNDINGS:.0f} times its rounding"
+        )
+    else:
+        verdict = (
+            f"NOT the same as one process: {worst.name} differs by {worst.relative:.2e}, "
+            f"{worst.times:.3g} times its rounding ({ROUNDINGS:.0f} are allowed)"
+        )
+    return [
+        table,
+        Text(
+            "difference: the worst of each kind, relative to the largest entry of that kind; "
+            "rounding: how far the one process comes apart from itself in the same tensor, with "
+            "its weights moved by one unit in the last place and its samples in another order"
+        ),
+        *(Text(f"note: {note}") for note in report.notes),
+        Text(
+            f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
+            f"largest, in fp64 over {report.steps} steps"
+        ),
+    ]
 
 
 def _label(key: str) -> str:

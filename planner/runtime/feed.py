@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,11 @@ class CutBatch:
     def part(self, samples: range) -> Any:
         """Return some samples as a batch of the user's own structure."""
         return unflatten_batch(self.tree, {p: self.tensor(p, samples) for p in self.leaves})
+
+    def reversed(self) -> CutBatch:
+        """Return the same samples from the last to the first."""
+        leaves = {path: _reversed(t, self.metas[path]) for path, t in self.leaves.items()}
+        return replace(self, leaves=leaves)
 
 
 def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
@@ -125,6 +130,13 @@ def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
             tensor = tensor.narrow(
                 dim, size.per_sample * samples.start, size.per_sample * len(samples)
             )
+    return tensor
+
+
+def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    for dim, size in enumerate(meta.shape):
+        if isinstance(size, Affine) and size.per_sample:
+            tensor = tensor.unflatten(dim, (-1, size.per_sample)).flip(dim).flatten(dim, dim + 1)
     return tensor
 
 

@@ -2,19 +2,21 @@
 
 A few steps are trained under the plan, and in one process by the user's unmodified module
 called on the whole batch, from the same weights and data, in fp64 and without dropout,
-whatever the plan's precision. The one process knows nothing of capture, lowering,
-schedules or collectives. Reported is the largest relative difference of losses, of
-gradients and of updated parameters.
+whatever the plan's precision. The one process (`planner.runtime.one_process`) knows nothing
+of lowering, schedules or collectives. Losses, gradients, updated parameters and buffers are
+compared, each tensor beside its rounding, which is measured and not assumed.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,66 +25,124 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from planner.across import blocks_across_samples
-from planner.batch import call_with_batch, flatten_batch, loss_of, unflatten_batch
+from planner.batch import flatten_batch, unflatten_batch
+from planner.batch_split import BatchSplit
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.model_file import ModelSource, load_model_file
 from planner.plan import Plan, load_plan
 from planner.runtime.apply import shared_capture
 from planner.runtime.engine import Engine
+from planner.runtime.feed import cut_batch
+from planner.runtime.fixed_draws import FixedDraws
 from planner.runtime.mesh import build_mesh
-from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
+from planner.runtime.one_process import OneProcess, Piece, Step
+from planner.runtime.promote import (
+    drawing_ops,
+    has_dropout,
+    promote_graph,
+    promote_module,
+    wide,
+)
 from planner.runtime.wiring import stage_of
 
+# How much of the largest loss, gradient, parameter or buffer a difference may be, whatever the
+# rounding. A model in which rounding is more can't be verified.
 TOLERANCE = 1e-9
+
+# How many times its measured rounding a tensor may differ by. docs/training.md has the
+# measurements it was chosen from.
+ROUNDINGS = 1000.0
 
 Progress = Callable[[float, str], None]
 
-# Adam divides a gradient by its own size, so where a gradient is zero but for rounding
-# (a key bias in attention) rounding would become a full step; this epsilon prevents it.
-_ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
-
-# Sums of the same n terms in another order differ by about sqrt(n) roundings of a term; this
-# allows for a quarter of a million terms. (A bias before BatchNorm, whose terms cancel, was
-# seen to differ by 94 roundings of its layer's weight gradient.)
-_ROUNDING = 512 * torch.finfo(torch.float64).eps
+KINDS = ("loss", "gradient", "parameter", "buffer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The largest relative difference found, and the tensor and step it was found in."""
+    """The worst difference of a kind of tensor, and the tensor and step it was found in.
+
+    `relative` is the largest difference of an entry, `rounding` what one process was measured
+    to have in that tensor, both over the largest entry of all tensors of the kind.
+    """
 
     relative: float
+    rounding: float
     name: str
     step: int
+
+    @property
+    def times(self) -> float:
+        """How many times the measured rounding the difference is."""
+        if self.relative == 0:
+            return 0.0
+        return self.relative / self.rounding if self.rounding else float("inf")
+
+
+_NONE = Difference(relative=0.0, rounding=0.0, name="", step=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """What `verify` found. `losses` are the plan's, `reference_losses` the one process's.
 
-    `notes` say what was switched off or cut down to compare, as sentences.
+    A difference is a fault beyond `ROUNDINGS` times the rounding measured, and beyond
+    `tolerance` in any case. `notes` say what was switched off or cut down to compare, as
+    sentences.
     """
 
-    steps: int
+    steps: int = 0
     num_ranks: int
     tolerance: float
-    loss: Difference
-    gradient: Difference
-    parameter: Difference
-    losses: tuple[float, ...]
-    reference_losses: tuple[float, ...]
+    loss: Difference = _NONE
+    gradient: Difference = _NONE
+    parameter: Difference = _NONE
+    buffer: Difference = _NONE
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
     notes: tuple[str, ...]
 
     @property
+    def worst(self) -> Difference:
+        """Of the worst difference of each kind, the one nearest to a bound, or most beyond."""
+        worst = _NONE
+        for kind in KINDS:
+            worst = self._worse(worst, getattr(self, kind))
+        return worst
+
+    @property
     def largest(self) -> float:
-        """The largest of the three relative differences."""
-        return max(self.loss.relative, self.gradient.relative, self.parameter.relative)
+        """The largest of the relative differences."""
+        return max(getattr(self, kind).relative for kind in KINDS)
 
     @property
     def passed(self) -> bool:
-        """Whether all differences are within the tolerance (a NaN is not)."""
-        return self.largest <= self.tolerance
+        """Whether all differences are within both bounds (a NaN is not)."""
+        return self._excess(self.worst) <= 1
+
+    def after_step(self, found: Step, expected: Step, others: Sequence[Step]) -> VerifyReport:
+        """Return the report with one more step in it, see `_differences`."""
+        worst = {kind: getattr(self, kind) for kind in KINDS}
+        for kind, difference in _differences(found, expected, others, self.steps):
+            worst[kind] = self._worse(worst[kind], difference)
+        return replace(
+            self,
+            steps=self.steps + 1,
+            losses=(*self.losses, found["loss"]["loss"].item()),
+            reference_losses=(*self.reference_losses, expected["loss"]["loss"].item()),
+            **worst,
+        )
+
+    def _excess(self, found: Difference) -> float:
+        """The share of what is allowed that a difference is, of the bound that is nearer."""
+        shares = (found.relative / self.tolerance, found.times / ROUNDINGS)
+        return next((share for share in shares if math.isnan(share)), max(shares))
+
+    def _worse(self, one: Difference, other: Difference) -> Difference:
+        if not one.name or math.isnan(self._excess(other)):
+            return other
+        return other if self._excess(other) > self._excess(one) else one
 
 
 def verify(
@@ -145,7 +205,7 @@ def verify_worker(request: Path) -> None:
 
 def report_from_json(data: Mapping[str, Any]) -> VerifyReport:
     """Inverse of `dataclasses.asdict` through JSON."""
-    kinds = {key: Difference(**data[key]) for key in ("loss", "gradient", "parameter")}
+    kinds = {key: Difference(**data[key]) for key in KINDS}
     lists = {key: tuple(data[key]) for key in ("losses", "reference_losses", "notes")}
     return VerifyReport(**{**data, **kinds, **lists})
 
@@ -166,46 +226,84 @@ def compare_with_one_process(
     """
     from planner.runtime.device import choose_device
 
-    notes = []
     smaller = _shortened(plan)
-    if smaller != plan:
-        run, planned = smaller.num_microbatches, plan.num_microbatches
-        notes.append(f"{run} of the plan's {planned} microbatches were run")
     mesh = build_mesh(smaller, choose_device())
     torch.manual_seed(0)
     module = source.build()
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
-    if smaller.precision == "bf16":
-        # The capture of the cast model, whose blocks and layouts these are, in fp64.
-        smaller = smaller.model_copy(update={"precision": "model"})
+    replicas = _replicas(graph, smaller)
+    notes = _notes(plan, smaller, graph, replicas)
+    # The capture of a cast model, with its blocks and layouts, is run in fp64 like any other.
+    smaller = smaller.model_copy(update={"precision": "model"})
+    draws = FixedDraws if drawing_ops(graph) else nullcontext
+    own = torch.bfloat16 if plan.precision == "bf16" else _usual_dtype(module)
+    promote_module(module)
+    references = []
+    if dist.get_rank() == 0:
+        settings: dict[str, Any] = {"optimizer": _optimizer, "own": own, "draws": draws}
+        references = [
+            OneProcess(source, module, **settings),
+            OneProcess(source, module, **settings, moved=1, backwards=True),
+            OneProcess(source, module, **settings, moved=2),
+        ]
+    report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        engine = make_engine(smaller, promote_graph(graph), module, mesh, optimizer=_optimizer)
+        for step in range(steps):
+            batch = _shared_batch(source, engine, step)
+            with draws():
+                loss = engine.step(batch)
+            found = _made(engine, loss)
+            if references:
+                cut = cut_batch(batch, graph, smaller)
+                pieces = _pieces(cut.split, replicas)
+                expected, *others = (reference.step(cut, pieces) for reference in references)
+                report = report.after_step(found, expected, others)
+    finally:
+        torch.set_default_dtype(before)
+    return report if references else None
+
+
+def _optimizer(params: Any) -> torch.optim.Optimizer:
+    """AdamW, with an epsilon and a decay that make differences plain.
+
+    Adam divides a gradient by its own size, so where a gradient is zero but for rounding
+    (a key bias in attention) rounding would become a full step; this epsilon prevents it. The
+    decay shows whether both sides decay the same parameters: torch skips those without gradient.
+    """
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3, weight_decay=0.1)
+
+
+def _notes(plan: Plan, run: Plan, graph: ModelGraph, replicas: int | None) -> tuple[str, ...]:
+    """What the plan that is run, and both sides, differ in from the plan and the model given."""
+    notes = []
+    if run != plan:
+        notes.append(
+            f"{run.num_microbatches} of the plan's {plan.num_microbatches} microbatches were run"
+        )
+    if plan.precision == "bf16":
         notes.append(
             "the plan's bf16 was run in fp64: what is shown is that its layout computes what one "
             "process computes, to the last digits; rounding to bf16 is no part of it"
         )
     if has_dropout(graph):
         notes.append("dropout was switched off on both sides")
-    module = module.double()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        piece_size = _piece_size(graph, smaller)
-        reference = _OneProcess(module, source, piece_size, smaller)
-        if piece_size is not None:
-            notes.append(
-                "the model computes across samples (statistics of the batch, or samples compared "
-                "with each other), so the one process also went microbatch by microbatch"
-            )
-        engine = make_engine(
-            smaller,
-            promote_graph(graph),
-            module,
-            mesh,
-            optimizer=lambda params: torch.optim.AdamW(params, **_ADAMW),
+    if drawn := drawing_ops(graph):
+        few = ", ".join(drawn[:3]) + (f" and {len(drawn) - 3} more" * (len(drawn) > 3))
+        notes.append(
+            f"the model draws random numbers ({few}): both sides were given the same fixed ones, "
+            "so everything but the drawing itself was compared"
         )
-        return _train_both(engine, reference, source, steps, tolerance, tuple(notes))
-    finally:
-        torch.set_default_dtype(before)
+    if replicas is not None:
+        notes.append(
+            "the model computes across samples or moves buffers (statistics of the batch, or "
+            "samples compared with each other), so the one process also went microbatch by "
+            "microbatch, with buffers of its own for each replica's samples"
+        )
+    return tuple(notes)
 
 
 def _shortened(plan: Plan) -> Plan:
@@ -216,116 +314,44 @@ def _shortened(plan: Plan) -> Plan:
     return plan.model_copy(update={"num_microbatches": enough})
 
 
-def _piece_size(graph: ModelGraph, plan: Plan) -> int | None:
-    """The samples at a time that ops see which compute across them; None: no such ops.
+def _replicas(graph: ModelGraph, plan: Plan) -> int | None:
+    """The replicas by which ops see samples that compute across them; None: no such ops.
 
     Raises PlanError where that is not one number, which no one process can repeat.
     """
     found = blocks_across_samples(graph)
     across = [block for block in graph.blocks if block.index in found]
-    sizes = {plan.stage_microbatch_size(stage_of(plan, block.index)) for block in across}
-    if len(sizes) > 1:
+    stages = {stage_of(plan, block.index) for block in across}
+    replicas = {plan.stage_dp(stage) for stage in stages}
+    if len(replicas) > 1:
+        sizes = sorted({plan.stage_microbatch_size(stage) for stage in stages})
         raise PlanError(
             f"blocks {across[0].name} to {across[-1].name} compute across samples (statistics of "
             "the batch, or samples compared with each other), and their stages, of different dp, "
-            f"see {' and '.join(map(str, sorted(sizes)))} samples at a time; give those stages "
+            f"see {' and '.join(map(str, sizes))} samples at a time; give those stages "
             "the same tp to verify the plan"
         )
-    return sizes.pop() if sizes else None
+    return replicas.pop() if replicas else None
 
 
-class _OneProcess:
-    """The user's module trained alone on rank 0; mutable. Elsewhere it does nothing."""
-
-    def __init__(
-        self, module: nn.Module, source: ModelSource, piece_size: int | None, plan: Plan
-    ) -> None:
-        """With a `piece_size` it goes that many samples at a time."""
-        self._piece_size = piece_size
-        self._here = dist.get_rank() == 0
-        self._source, self._plan = source, plan
-        if self._here:
-            self._module = copy.deepcopy(module)
-            self._optimizer = torch.optim.AdamW(self._module.parameters(), **_ADAMW)
-
-    def step(self, batch: Any) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
-        """Return loss, gradients and updated parameters of one step."""
-        if not self._here:
-            return 0.0, {}, {}
-        self._optimizer.zero_grad()
-        pieces = [batch] if self._piece_size is None else self._pieces(batch, self._piece_size)
-        total = 0.0
-        with ReferenceMode():
-            for piece in pieces:
-                output = call_with_batch(self._module, piece)
-                loss = loss_of(output, piece, self._source.loss) / len(pieces)
-                loss.backward()
-                total += loss.item()
-        named = dict(self._module.named_parameters(remove_duplicate=False))
-        grads = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for n, p in named.items()
-            if p.requires_grad
-        }
-        self._optimizer.step()
-        return total, grads, {n: p.detach().clone() for n, p in named.items()}
-
-    def _pieces(self, batch: Any, size: int) -> list[Any]:
-        leaves, tree = flatten_batch(batch)
-        samples = self._plan.global_batch
-        return [
-            unflatten_batch(
-                tree,
-                {
-                    path: t[i : i + size] if t.ndim and t.shape[0] == samples else t
-                    for path, t in leaves.items()
-                },
-            )
-            for i in range(0, samples, size)
-        ]
+def _pieces(split: BatchSplit, replicas: int | None) -> list[Piece]:
+    """The samples to give to the one process at a time, in the plan's order."""
+    if replicas is None:
+        return [Piece(replica=0, samples=range(split.num_samples))]
+    return [
+        Piece(replica=replica, samples=split.part(microbatch, replicas, replica))
+        for microbatch in range(split.num_microbatches)
+        for replica in range(replicas)
+    ]
 
 
-def _train_both(
-    engine: Engine,
-    reference: _OneProcess,
-    source: ModelSource,
-    steps: int,
-    tolerance: float,
-    notes: tuple[str, ...],
-) -> VerifyReport | None:
-    losses: list[float] = []
-    reference_losses: list[float] = []
-    worst = dict.fromkeys(
-        ("loss", "gradient", "parameter"), Difference(relative=0.0, name="", step=0)
-    )
-    for step in range(steps):
-        batch = _shared_batch(source, engine, step)
-        expected_loss, expected_grads, expected_params = reference.step(batch)
-        losses.append(engine.step(batch).item())
-        reference_losses.append(expected_loss)
-        grads, params = engine.full_gradients(), engine.full_state_dict()
-        if dist.get_rank() != 0:
-            continue
-        found = {
-            "loss": _difference({"loss": losses[-1]}, {"loss": expected_loss}, step),
-            "gradient": _difference(grads, expected_grads, step),
-            "parameter": _difference(params, expected_params, step),
-        }
-        # not (a <= b) instead of a > b: a NaN must win.
-        worst = {
-            k: d if not (d.relative <= worst[k].relative) else worst[k] for k, d in found.items()
-        }
-    if dist.get_rank() != 0:
-        return None
-    return VerifyReport(
-        steps=steps,
-        num_ranks=engine.plan.world_size,
-        tolerance=tolerance,
-        losses=tuple(losses),
-        reference_losses=tuple(reference_losses),
-        notes=notes,
-        **worst,
-    )
+def _usual_dtype(module: nn.Module) -> torch.dtype:
+    """The dtype of most of a module's weights."""
+    counts: Counter[torch.dtype] = Counter()
+    for param in module.parameters():
+        if param.is_floating_point():
+            counts[param.dtype] += param.numel()
+    return counts.most_common(1)[0][0] if counts else torch.get_default_dtype()
 
 
 def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
@@ -336,57 +362,72 @@ def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
         with torch.device("cpu"):
             batch = source.batch(engine.plan.global_batch)
         leaves, tree = flatten_batch(batch)
-        promoted = {path: t.double() if t.is_floating_point() else t for path, t in leaves.items()}
-        payload = [unflatten_batch(tree, promoted)]
+        payload = [unflatten_batch(tree, {path: wide(t) for path, t in leaves.items()})]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(payload, src=0, group=engine.mesh.control)
     return payload[0]
 
 
-def _difference(found: Mapping[str, Any], expected: Mapping[str, Any], step: int) -> Difference:
-    """The largest relative difference over all tensors of `expected`.
+def _made(engine: Engine, loss: Tensor) -> Step:
+    """Return what a step under the plan made; whole tensors are on rank 0."""
+    gradients, state = engine.full_gradients(), engine.full_state_dict()
+    return {
+        "loss": {"loss": loss.detach().cpu()},
+        "gradient": gradients,
+        "parameter": state,
+        "buffer": state,
+    }
 
-    A tensor is compared relative to its own largest entry. Where that is no more than the
-    rounding of its terms (the gradient of a bias before BatchNorm, or of a key's bias, whose
-    terms cancel), it is compared relative to what makes rounding alone the tolerance. The
-    size of its terms is taken from the other tensors of its module, such as the weight.
+
+def _differences(
+    found: Step, expected: Step, others: Sequence[Step], step: int
+) -> Iterator[tuple[str, Difference]]:
+    """Yield the difference of each tensor with its kind.
+
+    The rounding of a tensor is the largest distance of `others`, which differ from `expected`
+    by rounding alone. It is at least that of one operation: two runs can agree by chance, in
+    a tensor of few entries. A difference of one rounding of the kind's largest entry is none.
     """
-    as_tensors = {n: torch.as_tensor(v, dtype=torch.float64) for n, v in expected.items()}
-    sizes = {n: t.abs().max().item() for n, t in as_tensors.items() if t.numel()}
-    terms = _module_sizes(sizes)
-    worst = Difference(relative=0.0, name="", step=step)
-    for name, size in sizes.items():
-        if name not in found:
-            return Difference(relative=float("inf"), name=f"{name} (missing)", step=step)
-        other = torch.as_tensor(found[name], dtype=torch.float64)
-        largest_rounding = _ROUNDING * terms[name]
-        scale = max(size, largest_rounding / TOLERANCE, torch.finfo(torch.float64).tiny)
-        gap = (other - as_tensors[name]).abs().max().item() / scale
-        if not (gap <= worst.relative):
-            worst = Difference(relative=gap, name=name, step=step)
-    return worst
+    largest = {
+        kind: max(map(_size, tensors.values()), default=0.0) for kind, tensors in expected.items()
+    }
+    # A loss whose terms cancel is no measure for itself.
+    largest["loss"] = max(largest["loss"], largest["gradient"])
+    for kind, tensors in expected.items():
+        scale = max(largest[kind], torch.finfo(torch.float64).tiny)
+        for name, tensor in tensors.items():
+            other = found[kind].get(name)
+            if other is None and kind == "gradient":
+                other = torch.zeros_like(tensor)  # none is as good as zero
+            if other is None:
+                yield kind, _missing(name, step)
+                continue
+            rounding = max(_gap(tensor, each[kind][name]) for each in others)
+            least = torch.finfo(torch.float64).eps * max(_size(tensor), scale / ROUNDINGS)
+            yield (
+                kind,
+                Difference(
+                    relative=_gap(tensor, other) / scale,
+                    rounding=max(rounding, least) / scale,
+                    name=name,
+                    step=step,
+                ),
+            )
 
 
-def _module_sizes(sizes: Mapping[str, float]) -> dict[str, float]:
-    """For each tensor, the largest size in the innermost module that holds another one.
+def _missing(name: str, step: int) -> Difference:
+    return Difference(relative=float("inf"), rounding=0.0, name=f"{name} (missing)", step=step)
 
-    A module whose gradients are all no more than the rounding of its parent's is none to
-    measure by: nothing but rounding reaches it (queries and keys that attend to one position).
-    """
-    members: dict[str, list[float]] = {}
-    for name, size in sizes.items():
-        parts = name.split(".")
-        for depth in range(len(parts)):
-            members.setdefault(".".join(parts[:depth]), []).append(size)
-    most = {module: max(held) for module, held in members.items()}
 
-    def largest(name: str) -> float:
-        module = name.rpartition(".")[0]
-        while module:
-            parent = module.rpartition(".")[0]
-            if len(members[module]) > 1 and most[module] > _ROUNDING * most[parent]:
-                break
-            module = parent
-        return most[module]
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference of an entry; equal infinities are no difference, any NaN is."""
+    wide_dtype = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to("cpu", wide_dtype), b.to("cpu", wide_dtype)
+    apart = torch.where(a == b, 0.0, (a - b).abs())
+    return apart.max().item() if apart.numel() else 0.0
 
-    return {name: largest(name) for name in sizes}
+
+def _size(tensor: Tensor) -> float:
+    """The size of the largest finite entry."""
+    sizes = tensor.abs().double()
+    return sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0

@@ -6,22 +6,31 @@ in spite of the casts written into them.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import re
+from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from rich.console import Console
 
+from planner.describe import describe_verification
 from planner.graph import ModelGraph
 from planner.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan_defaults import default_plan
 from planner.runtime import verify
 from planner.runtime.engine import Engine
-from planner.runtime.promote import ReferenceMode, has_dropout, promote_graph
-from planner.runtime.verify import VerifyReport, compare_with_one_process
+from planner.runtime.promote import has_dropout, promote_graph
+from planner.runtime.verify import (
+    KINDS,
+    VerifyReport,
+    compare_with_one_process,
+    report_from_json,
+)
 from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 
@@ -112,54 +121,84 @@ def test_hugging_face_models_on_four_ranks():
         assert report.passed, f"{name} {chosen}: {report}"
 
 
+def _judge(
+    found: dict[str, float],
+    expected: dict[str, float],
+    *others: dict[str, float],
+    kind: str = "gradient",
+) -> VerifyReport:
+    """The report on one step whose only tensors are these numbers."""
+    nothing: dict[str, Any] = {each: {} for each in KINDS}
+
+    def step(values: dict[str, float]) -> dict[str, Any]:
+        tensors = {n: torch.tensor([v], dtype=torch.float64) for n, v in values.items()}
+        return nothing | {"loss": {"loss": torch.tensor(1.0)}, kind: tensors}
+
+    report = VerifyReport(num_ranks=2, tolerance=verify.TOLERANCE, notes=())
+    return report.after_step(step(found), step(expected), [step(o) for o in others or (expected,)])
+
+
 def test_a_nan_fails():
-    gap = verify._difference({"a": float("nan")}, {"a": 1.0}, 0)
-    assert gap.name == "a"
-    assert not gap.relative <= 1e-9
+    report = _judge({"a": float("nan"), "b": 2.0}, {"a": 1.0, "b": 1.0})
+    assert report.gradient.name == "a"
+    assert not report.passed
+    assert not _judge({"a": float("nan")}, {"a": float("nan")}).passed
 
 
 def test_a_missing_tensor_fails():
-    assert verify._difference({}, {"a": 1.0}, 0).relative == float("inf")
+    report = _judge({}, {"a": 1.0}, kind="parameter")
+    assert (report.parameter.name, report.parameter.relative) == ("a (missing)", float("inf"))
+    assert not report.passed
 
 
-def test_a_layer_with_tiny_gradients_is_compared_like_any_other():
-    """X13: what counts as rounding is judged within a layer, not against the largest of all."""
-    sizes = {"head.weight": 1.0, "layers.0.weight": 1e-8, "layers.0.bias": 1e-8}
-    wrong = sizes | {"layers.0.bias": 1e-8 * (1 + 1e-7)}
-    found = verify._difference(wrong, sizes, 0)
-    assert (found.name, found.relative) == ("layers.0.bias", pytest.approx(1e-7))
+def test_a_missing_gradient_is_zero():
+    """N3: a parameter the forward does not use has none on one side, zeros on the other."""
+    assert _judge({}, {"a": 0.0, "b": 0.0}).passed
+    assert not _judge({}, {"a": 1e-6}).passed
 
 
-def test_terms_that_cancel_are_not_a_difference():
-    """X13: a sum that is zero but for rounding passes; one rounding is 2.2e-16 of its terms."""
-    expected = {"a.weight": 3.0, "a.bias": 2e-15, "b.weight": 1.0, "b.bias": 1.0}
-    assert verify._difference(expected | {"a.bias": -2e-15}, expected, 0).relative < 1e-10
-    assert verify._difference(expected | {"a.bias": 2e-12}, expected, 0).relative > 1e-9
+def test_equal_infinities_are_no_difference():
+    """A mask of minus infinity, kept in a buffer."""
+    mask = {"mask": float("-inf"), "mean": 1.0}
+    assert _judge(mask, mask, kind="buffer").passed
+    assert not _judge(mask | {"mask": 0.0}, mask, kind="buffer").passed
 
 
-def test_a_module_of_nothing_but_rounding_is_no_measure():
-    """X13: keys of one position have no gradient; what is left of it is rounding of its terms."""
-    expected = {"layer.k.weight": 4e-17, "layer.k.bias": 2e-17, "layer.v.weight": 0.9}
-    assert verify._difference(expected | {"layer.k.bias": -2e-17}, expected, 0).relative < 1e-10
-    assert verify._difference(expected | {"layer.k.bias": 1e-12}, expected, 0).relative > 1e-9
+def test_what_exceeds_its_measured_rounding_by_far_fails():
+    """N3, X13: the same difference passes in a tensor whose rounding was measured as large."""
+    expected = {"head": 1.0, "key": 1e-17, "small": 1e-6}
+    wrong = expected | {"small": 1e-6 + 1e-12}
+    assert not _judge(wrong, expected, expected | {"key": -1e-17}).passed
+    assert _judge(wrong, expected, expected | {"small": 1e-6 + 1e-14}).passed
+    rounded = expected | {"key": -3e-17}
+    assert _judge(rounded, expected, expected | {"key": 2e-17}).passed
+    report = _judge(expected | {"key": 1e-12}, expected, expected | {"key": 2e-17})
+    assert not report.passed
+    assert report.gradient.name == "key"
 
 
-class Casting(nn.Module):
-    """What real models do: upcast inside, and drop out."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.softmax(x.to(torch.bfloat16), -1, dtype=torch.float32)
-        y = y + torch.arange(4, dtype=torch.float32) + x.float() + x.half()
-        return nn.functional.dropout(y, 0.5, training=True)
+def test_what_two_runs_agree_on_by_chance_still_rounds():
+    """A difference of one rounding of the largest gradient is none."""
+    expected = {"head": 1.0, "bias": 0.0}
+    assert _judge(expected | {"bias": 2e-16}, expected).passed
+    assert not _judge(expected | {"bias": 1e-15}, expected).passed
 
 
-def test_the_reference_neither_rounds_nor_drops():
-    x = torch.randn(3, 4, dtype=torch.float64)
-    with ReferenceMode():
-        y = Casting()(x)
-    assert y.dtype == torch.float64
-    expected = torch.softmax(x, -1) + torch.arange(4) + x + x
-    torch.testing.assert_close(y, expected, rtol=1e-15, atol=0)
+def test_rounding_beyond_the_tolerance_excuses_nothing():
+    """N3: a reference that comes apart from itself by more than rounding does proves nothing."""
+    expected = {"a": 1.0}
+    assert not _judge({"a": 1 + 1e-6}, expected, {"a": 1 + 1e-5}).passed
+
+
+def test_the_report_shows_the_rounding_beside_each_difference():
+    report = _judge({"a": 1.0, "b": 1e-6}, {"a": 1.0, "b": 1.1e-6})
+    console = Console(width=120, file=StringIO())
+    console.print(*describe_verification(report))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"gradient +│ 1\.00e-07 +│ 2\.22e-19 +│ 4\.5e\+11 +│ b ", text)
+    assert "NOT the same as one process: b differs by 1.00e-07" in text
+    assert "buffer" not in text.split("difference: the worst")[0]
+    assert report_from_json(json.loads(json.dumps(asdict(report)))) == report
 
 
 def test_the_graph_neither_rounds_nor_drops():
