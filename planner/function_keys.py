@@ -13,6 +13,9 @@ import inspect
 import textwrap
 from typing import Any
 
+AUTOGRAD_FUNCTION = "planner.autograd_function.default"
+"""The target of an op that calls one; its first argument is the key."""
+
 
 def function_key(function: Any) -> str:
     """Return the key of a `torch.autograd.Function`."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.blocks import is_random
 from planner.errors import LayoutError
+from planner.function_keys import AUTOGRAD_FUNCTION
 from planner.graph import Affine, Op, Program, Ref, Symbol
 from planner.runtime import collectives, local_ops
 from planner.runtime.autograd_functions import autograd_function
@@ -155,7 +156,7 @@ def _emit_own(
 
 _OWN: dict[str, Callable[..., Any]] = {
     "redistribute": collectives.redistribute,
-    "autograd_function.default": autograd_function,
+    AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
 }
 
 

@@ -23,6 +23,7 @@ from planner.capture.writes import (
     without_out,
 )
 from planner.errors import CaptureError
+from planner.function_keys import AUTOGRAD_FUNCTION
 from planner.graph import Ref, Symbol, TensorMeta, map_refs
 
 # Values of small constants made inside forward are kept in the graph; larger ones are
@@ -415,7 +416,7 @@ class Reader:
             outputs.append(name)
         self.record.emit(
             node,
-            "planner.autograd_function.default",
+            AUTOGRAD_FUNCTION,
             outputs[0],
             (call.key, *args),
             (),

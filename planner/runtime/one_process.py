@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 
 from planner.batch import call_with_batch, loss_of
 from planner.model_file import ModelSource
@@ -87,11 +88,13 @@ class OneProcess:
         for piece in pieces:
             self._write_buffers(self._buffers.get(piece.replica, {}))
             batch = cut.part(piece.samples)
-            with self._draws(), ReferenceMode(self._own, self._numbers):
+            # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, self._draws(), ReferenceMode(self._own, self._numbers):
                 output = call_with_batch(self.module, batch)
                 loss = loss_of(output, batch, self._source.loss)
                 loss = loss * (len(piece.samples) / cut.split.num_samples)
-                loss.backward()
+                _backward(loss)
             total += loss.detach()
             if len(replicas) > 1:
                 self._buffers[piece.replica] = self._held_buffers()
@@ -124,6 +127,17 @@ class OneProcess:
         held = held_tensors(self.module)
         for name, value in values.items():
             held[name].data = value.clone()
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()``, inside which function modes would stand aside.
+
+    The user's own autograd functions compute there.
+    """
+    Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def _move(module: nn.Module, seed: int) -> None:

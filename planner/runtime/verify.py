@@ -15,8 +15,9 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from planner.across import blocks_across_samples
 from planner.batch import flatten_batch, unflatten_batch
 from planner.batch_split import BatchSplit
 from planner.errors import PlanError
+from planner.function_keys import AUTOGRAD_FUNCTION
 from planner.graph import ModelGraph
 from planner.model_file import ModelSource, load_model_file
 from planner.plan import Plan, load_plan
@@ -38,6 +40,7 @@ from planner.runtime.fixed_draws import FixedDraws
 from planner.runtime.mesh import build_mesh
 from planner.runtime.one_process import OneProcess, Piece, Step
 from planner.runtime.promote import (
+    ReferenceMode,
     drawing_ops,
     has_dropout,
     promote_graph,
@@ -247,6 +250,10 @@ def compare_with_one_process(
             OneProcess(source, module, **settings, moved=1, backwards=True),
             OneProcess(source, module, **settings, moved=2),
         ]
+    # A graph has been promoted; the user's own autograd functions that it calls have not.
+    functions: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if any(op.target == AUTOGRAD_FUNCTION for program in graph.classes for op in program.ops):
+        functions = partial(ReferenceMode, own, torch.get_default_dtype())
     report = VerifyReport(num_ranks=plan.world_size, tolerance=tolerance, notes=notes)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -254,7 +261,7 @@ def compare_with_one_process(
         engine = make_engine(smaller, promote_graph(graph), module, mesh, optimizer=_optimizer)
         for step in range(steps):
             batch = _shared_batch(source, engine, step)
-            with draws():
+            with draws(), functions():
                 loss = engine.step(batch)
             found = _made(engine, loss)
             if references:

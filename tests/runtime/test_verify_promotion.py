@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,12 +11,16 @@ from torch.nn import functional as F
 
 from planner.errors import ModelError
 from planner.model_file import ModelSource
+from planner.plan_defaults import default_plan
 from planner.runtime.promote import (
     ReferenceMode,
     held_tensors,
     promote_graph,
     promote_module,
 )
+from planner.runtime.verify import compare_with_one_process
+from tests.builders import MlpWithTarget, mlp_batch
+from tests.captures import capture_module
 from tests.runtime.test_verify_faults import WIDTH, Drifting, graph_of, source_of, verify_here
 
 
@@ -222,3 +228,39 @@ def test_two_builds_need_not_draw_alike():
     source: ModelSource = source_of(build)
     assert not torch.equal(source.build().inner.weight, source.build().inner.weight)
     assert verify_here(build).passed
+
+
+class CastingFunction(torch.autograd.Function):
+    """Computes in single precision, in its forward and in its own backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return (2 * grad.float() * torch.cos(x.float())).to(grad.dtype)
+
+
+class OwnBackward(MlpWithTarget):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return super().forward(CastingFunction.apply(self.fc0(x)), target)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc0 = nn.Linear(8, 8)
+
+
+def test_casts_inside_an_autograd_function_are_promoted_on_both_sides():
+    """N1, N3: its forward and its backward, which autograd calls."""
+    source = ModelSource(
+        path=Path("own_backward"), build=OwnBackward, batch=mlp_batch, loss=None, dependencies=()
+    )
+    graph = capture_module(OwnBackward(), mlp_batch(2), mlp_batch(3))
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
+    report = compare_with_one_process(plan, source, steps=2, graph=graph)
+    assert report is not None
+    assert report.passed
+    assert report.gradient.relative < 1e-13
