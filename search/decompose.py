@@ -10,8 +10,10 @@ so that the split problem, in which copies may differ, is a relaxation: its opti
 bound whatever the shares are (Lagrangian decomposition; Guignard and Kim 1987). Subgradient steps
 raise it: a value becomes dearer for copies that have chosen it and cheaper for the others,
 
-    c_j[v] += step * ([x_j = v] - part of all copies with x_j = v)      Polyak's step, halved
-                                                                        where the bound stalls
+    c_j[v] += step * ([x_j = v] - part of all copies with x_j = v)
+
+with a part of Polyak's step (what would close the gap if the bound were a plane), halved where the
+bound stalls. Small steps keep copies near to what was best without them, and votes with sense.
 
 Choice. Split variables are held at what most of their copies have chosen, and elimination finds
 the best of all others; then the best choice so far is improved in the same way, holding whatever
@@ -39,8 +41,17 @@ _MOST_CELLS = 8_192
 _MOST_LINK_CELLS = 1_024
 # Bounds and choices closer than this, as part of the cost, are taken for equal.
 _NEARLY = 1e-6
+# A search asks dozens of times: a gap of a part so small is left as it is, and only one that is
+# not small is worth the steps that improve a choice.
+_ENOUGH = 1e-3
+_WIDE = 1e-2
+# So many rounds, or fewer of so many steps of elimination in all: about two seconds of a core.
 _MOST_ROUNDS = 40
-# Polyak's step is halved after so many rounds that did not raise the bound.
+_MOST_STEPS = 20_000
+# Orders drawn at random; each takes as long as a solution.
+_MOST_ORDERS = 2
+# The part of Polyak's step; it is halved after so many rounds that did not raise the bound.
+_FIRST_SLACK = 0.05
 _PATIENCE = 2
 
 Floats = NDArray[np.float64]
@@ -63,22 +74,23 @@ def solve_by_decomposition(
     shares = split.fair_shares(tables)
     random = Random(0)
     best: tuple[int, ...] = ()
-    cost, bound, slack, stalled = np.inf, -np.inf, 1.0, 0
-    for _ in range(_MOST_ROUNDS):
+    cost, bound, slack, stalled = np.inf, -np.inf, _FIRST_SLACK, 0
+    for _ in range(min(_MOST_ROUNDS, 1 + _MOST_STEPS // (1 + len(split.order)))):
         chosen, relaxed = split.solve(tables, shares)
         stalled = 0 if relaxed > bound + _NEARLY * abs(bound) else stalled + 1
         bound = max(bound, relaxed)
         voted = split.votes(chosen, num_own)
         ways = [(voted, _order_holding(scopes, tuple(sizes), tuple(split.copies)))]
-        if best:
-            ways.append((best, _order_holding(scopes, tuple(sizes), (), random.random())))
+        if cost - bound > _WIDE * abs(cost) and best:
+            drawn = random.randrange(_MOST_ORDERS)
+            ways.append((best, _order_holding(scopes, tuple(sizes), (), drawn)))
         for values, (order, held) in ways:
             found = _choose_others(tables, values, order, held)
             found_cost = problem.value(found[:num_own], bytes_price)
             if found_cost < cost:
                 own = _order_holding(scopes, tuple(sizes), tuple(range(num_own)))
                 best, cost = _choose_others(tables, found, *own), found_cost
-        if cost - bound <= _NEARLY * abs(cost) or time.perf_counter() - began > time_limit_s:
+        if cost - bound <= _ENOUGH * abs(cost) or time.perf_counter() - began > time_limit_s:
             break
         if stalled > _PATIENCE:
             slack, stalled = slack / 2, 0
@@ -181,9 +193,9 @@ def _split(scopes: Scopes, sizes: tuple[int, ...]) -> _Split:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _order_holding(
-    scopes: Scopes, sizes: tuple[int, ...], held: tuple[int, ...], seed: float | None = None
+    scopes: Scopes, sizes: tuple[int, ...], held: tuple[int, ...], seed: int | None = None
 ) -> tuple[tuple[Elimination, ...], frozenset[int]]:
     """Return the steps that eliminate all but variables held, and these.
 
@@ -209,9 +221,7 @@ def _without(scopes: Sequence[tuple[int, ...]], held: Collection[int]) -> list[t
     return [tuple(u for u in scope if u not in held) for scope in scopes]
 
 
-def _replayed(
-    ordering: Ordering, scopes: Sequence[tuple[int, ...]]
-) -> tuple[Elimination, ...]:
+def _replayed(ordering: Ordering, scopes: Sequence[tuple[int, ...]]) -> tuple[Elimination, ...]:
     """Return the steps that eliminate the same variables in the same order from these tables."""
     again = Ordering(scopes, ordering.sizes, 0)
     for step in ordering.steps:

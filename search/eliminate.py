@@ -39,6 +39,8 @@ from search.block_problem import BlockProblem, Link, SharedTables, Table
 _MOST_CELLS = 4_000_000
 # Tables up to this size are not worth a second look for a better order.
 _FEW_CELLS = 100_000
+# Where one order is stuck with so many variables left, another will be, too.
+_MANY_LEFT = 200
 # Dims that an array of numpy's may have, and some to spare.
 _MOST_DIMS = 60
 
@@ -270,6 +272,8 @@ def elimination_order(
             found.append(tuple(ordering.steps))
             if max((step.num_cells for step in ordering.steps), default=0) <= _FEW_CELLS:
                 break
+        elif len(ordering.remaining) > _MANY_LEFT:
+            break
     return min(found, key=lambda order: sum(step.num_cells for step in order), default=None)
 
 
