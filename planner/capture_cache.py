@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -104,4 +105,5 @@ def _write(entry: Path, graph: ModelGraph, dependencies: tuple[Path, ...]) -> No
         scratch.write_text(json.dumps(data, separators=(",", ":")))
         os.replace(scratch, entry)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # nor is there a folder, maybe
+            scratch.unlink()

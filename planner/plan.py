@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -323,7 +324,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
         os.replace(scratch, target)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise PlanError(
             f"can't write the plan to {path}: {error.strerror}; name a file in a folder you can "
             "write to"

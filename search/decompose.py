@@ -27,7 +27,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log2
+from math import log2, prod
 from random import Random
 
 import numpy as np
@@ -172,7 +172,7 @@ def _split(scopes: Scopes, sizes: tuple[int, ...]) -> _Split:
     """Return how to split variables so that no step of elimination is too wide."""
     new_scopes: list[tuple[int, ...] | None] = list(scopes)
     copies: dict[int, tuple[int, ...]] = {}
-    ordering = Ordering(scopes, sizes, _MOST_CELLS)
+    ordering = Ordering(scopes, sizes, _most_cells(scopes, sizes))
     while not ordering.run():
         variable = max(ordering.remaining, key=lambda v: (_links(ordering, v), -v))
         groups = ordering.split(variable)
@@ -203,13 +203,18 @@ def _order_holding(
     """
     random = Random(seed)
     all_held = set(held)
-    ordering = Ordering(_without(scopes, all_held), sizes, _MOST_CELLS)
+    ordering = Ordering(_without(scopes, all_held), sizes, _most_cells(scopes, sizes))
     while not ordering.run():
         luck = {v: 1.0 if seed is None else random.random() for v in ordering.remaining}
         variable = max(luck, key=lambda v: (luck[v] * _links(ordering, v), -v))
         ordering.take_out(variable)
         all_held.add(variable)
     return _replayed(ordering, _without(scopes, all_held)), frozenset(all_held)
+
+
+def _most_cells(scopes: Scopes, sizes: Sequence[int]) -> int:
+    """Return how large a table may be: no less than those given, which no split makes smaller."""
+    return max(_MOST_CELLS, *(prod(sizes[u] for u in scope) for scope in scopes))
 
 
 def _links(ordering: Ordering, variable: int) -> float:

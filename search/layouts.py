@@ -60,7 +60,10 @@ class Layouts:
 
 @dataclass(kw_only=True)
 class LayoutSolver:
-    """Solves and remembers the layouts of a model; grows its memo as it is asked."""
+    """Solves and remembers the layouts of a model; grows its memo as it is asked.
+
+    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most.
+    """
 
     graph: ModelGraph
     profile: Profile
@@ -73,7 +76,7 @@ class LayoutSolver:
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
-    _gap: float = 0.0
+    gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
 
     @cached_property
@@ -98,7 +101,7 @@ class LayoutSolver:
     def proof(self) -> str:
         """Which solvers found the layouts asked for so far, and what they could not prove."""
         names = " and ".join(sorted(self._solvers)) or "nothing to choose"
-        left = f", up to {self._gap:.2g} of a block's seconds unproved" if self._gap else ""
+        left = f", up to {self.gap:.2g} of a block's seconds unproved" if self.gap else ""
         return f"{names}, whole or split block boundaries{left}"
 
     def can_split(self, tp: int) -> bool:
@@ -239,7 +242,7 @@ class LayoutSolver:
         for problem in problems:
             choice, solver = solve_block(problem, price)
             self._solvers.add(solver)
-            self._gap = max(self._gap, choice.gap)
+            self.gap = max(self.gap, choice.gap)
             choices.append(choice)
         return tuple(choices)
 
