@@ -13,9 +13,17 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from planner.errors import PlanError
 from planner.layout import ProcessMesh
@@ -25,6 +33,10 @@ if TYPE_CHECKING:
     from planner.graph import ModelGraph
 
 PLAN_VERSION = 2
+
+MOST = 2**20
+"""The most ranks, jobs of a kind, samples of a microbatch, blocks: beyond any cluster there is, and
+what a damaged file must not ask for, since lists of so many are made."""
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["model", "bf16"]
@@ -61,7 +73,7 @@ class ClusterRef(_Record):
 
     name: str
     device: str
-    devices_per_node: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1, le=MOST)
 
 
 class StagePlan(_Record):
@@ -74,13 +86,13 @@ class StagePlan(_Record):
     over the same number of ranks.
     """
 
-    pp_rank: int = Field(ge=0)
-    first_block: int = Field(ge=0)
-    last_block: int = Field(ge=0)
+    pp_rank: int = Field(ge=0, le=MOST)
+    first_block: int = Field(ge=0, le=MOST)
+    last_block: int = Field(ge=0, le=MOST)
     recompute: Recompute = "none"
     recompute_last: bool = True
     activations_on_host: bool = False
-    tp: int | None = Field(default=None, ge=1)
+    tp: int | None = Field(default=None, ge=1, le=MOST)
 
     @property
     def blocks(self) -> range:
@@ -97,9 +109,9 @@ class ClassLayout(_Record):
     program that lowering on tp has made.
     """
 
-    class_index: int = Field(ge=0)
+    class_index: int = Field(ge=0, le=MOST)
     axis: Literal["tp", "cp"] = "tp"
-    tp: int | None = Field(default=None, ge=1)
+    tp: int | None = Field(default=None, ge=1, le=MOST)
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -130,8 +142,24 @@ class ClassLayout(_Record):
 class ClassRecompute(_Record):
     """The ops of one block class whose outputs a stage of recompute "selective" makes again."""
 
-    class_index: int = Field(ge=0)
+    class_index: int = Field(ge=0, le=MOST)
     ops: tuple[str, ...]
+
+
+_Amount = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+
+
+class _Estimate(BaseModel):
+    """What `show` and `compare` read of an estimate; checked, and kept as the JSON data it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step_s: _Amount = Field(gt=0)
+    peak_bytes: _Amount
+    time: dict[str, _Amount]
+    memory: Annotated[list[dict[str, _Amount]], Field(min_length=1)]
+    source: str
+    relative_error: _Amount | None = None
 
 
 class Plan(_Record):
@@ -157,23 +185,30 @@ class Plan(_Record):
     version: int = PLAN_VERSION
     model: ModelRef
     cluster: ClusterRef
-    dp: int = Field(ge=1)
-    cp: int = Field(ge=1, default=1)
-    tp: int = Field(ge=1)
-    pp: int = Field(ge=1)
-    vpp: int = Field(ge=1)
-    microbatch_size: int = Field(ge=1)
-    num_microbatches: int = Field(ge=1)
+    dp: int = Field(ge=1, le=MOST)
+    cp: int = Field(ge=1, le=MOST, default=1)
+    tp: int = Field(ge=1, le=MOST)
+    pp: int = Field(ge=1, le=MOST)
+    vpp: int = Field(ge=1, le=MOST)
+    microbatch_size: int = Field(ge=1, le=MOST)
+    num_microbatches: int = Field(ge=1, le=MOST)
     schedule: str
     table: tuple[str, ...] = ()
     zero_stage: ZeroStage
     precision: Precision = "model"
     optimizer_on_host: bool = False
-    receive_ahead: int = Field(ge=0, default=2)
+    receive_ahead: int = Field(ge=0, le=MOST, default=2)
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     estimate: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("estimate")
+    @classmethod
+    def _can_be_shown(cls, estimate: dict[str, Any]) -> dict[str, Any]:
+        if estimate:
+            _Estimate.model_validate(estimate)
+        return estimate
 
     @property
     def world_size(self) -> int:
@@ -227,6 +262,16 @@ class Plan(_Record):
         return self.dp * self.microbatch_size // self.stage_dp(stage_index)
 
     @model_validator(mode="after")
+    def _is_of_this_world(self) -> Plan:
+        for what, number in (
+            ("ranks", self.world_size),
+            ("forwards of all stages", self.pp * self.vpp * self.num_microbatches),
+        ):
+            if number > MOST:
+                raise ValueError(f"it asks for {number} {what}; {MOST} are the most")
+        return self
+
+    @model_validator(mode="after")
     def _meshes_fit(self) -> Plan:
         tp_of_rank: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
@@ -273,7 +318,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"no plan file {path}; make one with: planner search MODEL") from None
     except IsADirectoryError:
         raise PlanError(f"{path} is a directory; give the plan's JSON file") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise PlanError(f"{path} is not readable JSON ({error}); search again to make it") from None
     if not isinstance(data, dict) or data.get("format") != "planner-plan":
         raise PlanError(f"{path} is not a plan (no format 'planner-plan'); was it made by search?")
