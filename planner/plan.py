@@ -25,12 +25,13 @@ from pydantic import (
     model_validator,
 )
 
+from planner.batch import tensor_paths
 from planner.errors import PlanError
 from planner.layout import ProcessMesh
 from planner.placement import OpSharding, Partial, Placement, parse_placement
 
 if TYPE_CHECKING:
-    from planner.graph import ModelGraph
+    from planner.graph import ModelGraph, Program
 
 PLAN_VERSION = 2
 
@@ -47,6 +48,9 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_Size = Annotated[int, Field(ge=0, le=2**40)]
+
+
 class ModelRef(_Record):
     """The model a plan is for: its name, file as given, and structural fingerprint.
 
@@ -58,7 +62,7 @@ class ModelRef(_Record):
     name: str
     file: str
     fingerprint: str = Field(min_length=64, max_length=64)
-    inputs: tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]
+    inputs: tuple[tuple[str, str, tuple[_Size | tuple[_Size, _Size], ...]], ...]
     batch_tree: Any
 
     @field_validator("batch_tree")
@@ -66,6 +70,13 @@ class ModelRef(_Record):
     def _as_json(cls, tree: Any) -> Any:
         # Graphs that were kept have tuples for lists: equal plans must compare equal.
         return json.loads(json.dumps(tree))
+
+    @model_validator(mode="after")
+    def _names_its_tensors(self) -> ModelRef:
+        unknown = tensor_paths(self.batch_tree) - {path for path, _, _ in self.inputs}
+        if unknown:
+            raise ValueError(f"batch_tree has the tensor {min(unknown)} and inputs has not")
+        return self
 
 
 class ClusterRef(_Record):
@@ -336,10 +347,25 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
 
 
+def batch_spec(
+    graph: ModelGraph,
+) -> tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]:
+    """Return the batch leaves as (path, dtype, shape); an affine size is (per_sample, fixed)."""
+    return tuple(
+        (
+            t.fqn,
+            t.dtype,
+            tuple(s if isinstance(s, int) else (s.per_sample, s.fixed) for s in t.shape),
+        )
+        for t in (graph.tensor[name] for name in graph.batch_inputs)
+    )
+
+
 def validate_model(plan: Plan, graph: ModelGraph) -> None:
     """Raise PlanError when a graph is not of the model that the plan was made for.
 
-    Also when the stages do not hold every block; `Plan` itself checks that none is in two.
+    Also when the stages do not hold every block (`Plan` itself checks that none is in two), or a
+    layout is of no block class of it.
     """
     if graph.fingerprint != plan.model.fingerprint:
         raise PlanError(
@@ -347,12 +373,54 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
             f"({plan.model.fingerprint[:12]}) and the model given is {graph.name} "
             f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own"
         )
+    if plan.model.inputs != batch_spec(graph):
+        raise PlanError(
+            "the plan's inputs are not those of the model's batch; the plan is damaged, so search "
+            "again"
+        )
     num_planned = plan.stages[-1].last_block + 1
     if num_planned != len(graph.blocks):
         raise PlanError(
             f"the plan's stages hold blocks 0..{num_planned - 1} and the model has "
             f"{len(graph.blocks)} blocks; each must be in exactly one stage, so search again"
         )
+    for layout in plan.layouts:
+        _check_layout(layout, graph)
+    for choice in plan.recomputed:
+        _program_of(choice.class_index, graph)
+
+
+def _program_of(class_index: int, graph: ModelGraph) -> Program:
+    if class_index >= len(graph.classes):
+        raise PlanError(
+            f"the plan names block class {class_index} and the model has {len(graph.classes)} "
+            "classes; the plan is damaged, so search again"
+        )
+    return graph.classes[class_index]
+
+
+def _check_layout(layout: ClassLayout, graph: ModelGraph) -> None:
+    """Raise PlanError where a layout is not one of the class that it names."""
+    program = _program_of(layout.class_index, graph)
+    for what in ("inputs", "params", "outputs"):
+        given, has = len(getattr(layout, what)), len(getattr(program, what))
+        if given != has:
+            raise PlanError(
+                f"the plan places {given} {what} of block class {program.name!r} on "
+                f"{layout.axis} and it has {has}; the plan is damaged, so search again"
+            )
+    # On cp the layout is of the program as lowered on tp, which has more ops.
+    ops = {op.name: op for op in program.ops}
+    for name, sharding in layout.op_shardings.items() if layout.axis == "tp" else ():
+        op = ops.get(name)
+        if op is None or (len(op.inputs), len(op.outputs)) != (
+            len(sharding.inputs),
+            len(sharding.outputs),
+        ):
+            raise PlanError(
+                f"the plan splits op {name} of block class {program.name!r} as {sharding} and the "
+                "model has no such op; the plan is damaged, so search again"
+            )
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -364,9 +432,13 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     if target.is_dir():
         raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    text = json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
     try:
+        if target.exists() and not target.is_file():  # a device, a pipe: not to be replaced
+            target.write_text(text)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
+        scratch.write_text(text)
         os.replace(scratch, target)
     except OSError as error:
         with suppress(OSError):

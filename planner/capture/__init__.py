@@ -9,7 +9,7 @@ capture, of the cast model (`precision`). The merged list of ops is then cut int
 a chain of blocks (`planner.blocks`).
 """
 
-from planner.capture.module import batch_from_spec, capture_module, capture_source, input_spec
+from planner.capture.module import batch_from_spec, capture_module, capture_source
 from planner.model_file import ModelSource, load_model_file
 
 __all__ = [
@@ -17,6 +17,5 @@ __all__ = [
     "batch_from_spec",
     "capture_module",
     "capture_source",
-    "input_spec",
     "load_model_file",
 ]

@@ -14,7 +14,7 @@ from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy
 from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
-from planner.graph import Affine, ModelGraph
+from planner.graph import ModelGraph
 from planner.model_file import ModelSource
 from planner.plan import Precision
 
@@ -93,18 +93,6 @@ def capture_module(
     raws = [export_batch(meta, tensors, tree, loss, precision) for tensors, tree in leaves]
     merged = align(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
-
-
-def input_spec(graph: ModelGraph) -> tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]:
-    """Return the batch leaves as (path, dtype, shape); an affine size is (per_sample, fixed)."""
-    return tuple(
-        (
-            t.fqn,
-            t.dtype,
-            tuple((s.per_sample, s.fixed) if isinstance(s, Affine) else s for s in t.shape),
-        )
-        for t in (graph.tensor[name] for name in graph.batch_inputs)
-    )
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:

@@ -1,23 +1,27 @@
-"""N3: damaged plans and profiles, and wrong options: one line and exit code 2, or an answer."""
+"""N2, N3: damaged plans and profiles, and wrong options: one line and exit code 2, or an answer."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
+import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
 import cli
 import profiles
+from cli.app import app
+from planner.capture_cache import load_graph
 from planner.errors import PlannerError
+from planner.plan import load_plan, save_plan
+from planner.plan_defaults import default_plan
 from profiles.store import write_collectives, write_ops, write_profile_file
 from tests.cli.conftest import MODEL_FILE
 from tests.cli.damages import damaged_csv, damaged_json
@@ -72,13 +76,14 @@ def files(tmp_path_factory) -> Path:
             *("--pp", 2, "--global-batch", 8),
         )
         assert searched.code == 0, searched.stderr
-        # Placements worth damaging: those of a tensor-parallel plan.
-        (folder / "run").mkdir()
-        predicted = answer(
-            *("simulate", "plan.json", "model.py", "--profile", "h100-sxm5-80gb"),
-            *("--trace", "trace.json"),
-        )
-        assert predicted.code == 0, predicted.stderr
+        # Placements worth damaging, which the fastest plan of so small a model has not.
+        found = load_plan("plan.json")
+        split = default_plan(
+            load_graph(folder / "model.py"), file="model.py", tp=2, pp=2, microbatch_size=2,
+            num_microbatches=4,
+        )  # fmt: skip
+        assert any(layout.ops for layout in split.layouts)
+        save_plan(split.model_copy(update={"estimate": found.estimate}), "plan.json")
         record_run(folder)
         shutil.copytree(SHIPPED, folder / "shipped")
         write_measured(folder / "measured")
@@ -88,7 +93,6 @@ def files(tmp_path_factory) -> Path:
 
 def record_run(folder: Path) -> None:
     """Write the timeline of a step as the plan's schedule would run it, a second a job."""
-    from planner.plan import load_plan
     from planner.schedule import schedule_of
     from planner.timeline import RankTimeline, Span, save_timeline
 
@@ -135,18 +139,20 @@ def write_measured(folder: Path) -> None:
 
 
 @pytest.fixture
-def there(files, monkeypatch) -> Path:
-    """Stand in that folder; ranks are not started, and nothing is drawn on a terminal."""
+def there(files, tmp_path, monkeypatch) -> Path:
+    """Stand in a copy of that folder; ranks are not started, and nothing is drawn on a terminal."""
 
     def not_started(*args, **kwargs):
         raise PlannerError("here the ranks would start")
 
-    monkeypatch.chdir(files)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+    here = shutil.copytree(files, tmp_path / "here")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr("planner.runtime.workers.run_workers", not_started)
     monkeypatch.setattr("planner.runtime.launch.run_workers", not_started)
-    return files
+    monkeypatch.setattr("profiles.measure_profile", not_started)
+    return here
 
 
 Damage = Callable[[Path, random.Random], None]
@@ -202,6 +208,91 @@ def faults(
         if fault := answer(*command).fault():
             found.append(f"seed {seed}, planner {' '.join(command)}: {fault}")
     return found
+
+
+RIGHT = {
+    "plan": ("plan.json",),
+    "model": ("model.py",),
+    "models": ("model.py", "show"),
+    "script": ("model.py",),
+    "folder": ("run", "measured", "."),
+    "profile": ("h100-sxm5-80gb", "measured", "shipped"),
+    "gpus": ("1", "2", "4", "6"),
+    "global_batch": ("8", "12", "64"),
+    "out": ("found.json",),
+    "trace": ("traced.json",),
+    "pareto": ("pareto.json",),
+    "plots": ("plots.html",),
+    "timeline": ("recorded",),
+    "check": ("measured", "shipped"),
+    "batch": ("rows.csv",),
+}
+WRONG = (
+    *("", " ", "-1", "0", "1", "2", "3", "1.5", "nan", "inf", "-inf", "1e999", "9" * 30, "x", "é"),
+    *(
+        "none",
+        "auto",
+        "1f1b",
+        "tp=2",
+        "=",
+        "a=b=c",
+        "1,2",
+        "1,,2",
+        ",",
+        "S(0)",
+        "*: S(0)@tp",
+        "[",
+        "(",
+    ),
+    *("model.py", "plan.json", "run", "nosuch", "nosuch/x", ".", "\x01", "--", "-"),
+)
+"""Values for any option: right for some, wrong for most."""
+
+
+def command_line(draw: random.Random) -> list[str]:
+    """Return a random command line: mostly right arguments, and mostly wrong options."""
+    commands = typer.main.get_command(app).commands
+    name = draw.choice(sorted(commands))
+    words = [name]
+
+    def value(parameter: str, wrong: float) -> str:
+        right = RIGHT.get(parameter, WRONG)
+        return draw.choice(WRONG if draw.random() < wrong else right)
+
+    parameters = commands[name].params
+    arguments, options = [], []
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            if draw.random() < 0.95:
+                arguments.append(value(parameter.name, 0.1))
+        elif parameter.name in ("gpus", "profile") and draw.random() < 0.9:
+            options += [parameter.opts[0], value(parameter.name, 0.15)]
+    offered = [one for one in parameters if one.param_type_name == "option"]
+    for parameter in draw.sample(offered, min(len(offered), draw.choice((0, 1, 1, 2, 3)))):
+        flag = draw.choice([*parameter.opts, *parameter.secondary_opts])
+        options += [flag] if parameter.is_flag else [flag, value(parameter.name, 0.7)]
+    options += draw.choices(("--nosuch", "extra", "-x"), k=draw.random() < 0.05)
+    # (The options of `launch` come first.)
+    return [*words, *options, *arguments] if draw.random() < 0.5 else [*words, *arguments, *options]
+
+
+def faults_of_lines(seeds: Sequence[int]) -> list[str]:
+    """Return what is wrong with the answers to random command lines."""
+    found = []
+    for seed in seeds:
+        line = command_line(random.Random(seed))
+        if fault := answer(*line).fault():
+            found.append(f"seed {seed}, planner {shlex.join(line)}: {fault}")
+    return found
+
+
+def test_wrong_command_lines(there):
+    assert not faults_of_lines(range(60))
+
+
+@pytest.mark.slow
+def test_three_hundred_wrong_command_lines(there):
+    assert not faults_of_lines(range(1000, 1300))
 
 
 def test_damaged_plans(there):
