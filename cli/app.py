@@ -13,7 +13,6 @@ import typer
 
 from cli import find, measure, predict, train
 from cli.output import begin_stage, stage
-from cli.report import write_report
 from planner.errors import PlannerError
 
 _BRIEF = 300
@@ -93,6 +92,8 @@ def _trouble_with_files(error: OSError) -> str:
 
 def _fail(error: Exception, arguments: Sequence[str]) -> int:
     """Tell a mistake of ours in one line, with where all of it was written."""
+    from cli.report import write_report  # loads pydantic
+
     command = " ".join(("planner", *arguments[:1]))
     brief = " ".join(f"{type(error).__name__}: {error}".split())
     if len(brief) > _BRIEF:
