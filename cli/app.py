@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
 from cli import find, measure, predict, train
+from cli.output import begin_stage, stage
 from planner.errors import PlannerError
+
+_BRIEF = 300
+"""Characters of an unexpected error that its line shows."""
 
 app = typer.Typer(
     name="planner",
@@ -38,25 +46,68 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code; a user's mistake becomes one stderr line."""
+    """Run one command and return its exit code; whatever goes wrong becomes one stderr line."""
+    begin_stage("reading the command line and its files")
     try:
         code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
+        sys.stdout.flush()
     except PlannerError as error:
         return _refuse(str(error))
-    except OSError as error:  # a full disk, a missing folder, no permission
-        if error.filename is None:
+    except (BrokenPipeError, SystemExit) as error:
+        # Typer and rich leave with 1 where one writes to a pipe that nobody reads.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
-        return _refuse(f"{error.filename}: {error.strerror}; name another file or folder")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except Exception as error:
         # Usage errors come from the click that typer uses, its own copy in newer versions;
         # what marks them in all versions is format_message.
-        if not hasattr(error, "format_message"):
-            raise
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "planner"
-        message = error.format_message().rstrip(".")
-        return _refuse(f"{_with_what_was_given(message, error.__cause__)}; see {command} --help")
+        if hasattr(error, "format_message"):
+            return _refuse_usage(error)
+        if type(error).__name__ == "Abort":  # click's, for an interrupt
+            return 128 + signal.SIGINT
+        if isinstance(error, OSError) and (trouble := _trouble_with_files(error)):
+            return _refuse(trouble)
+        return _fail(error, arguments)
     return code if isinstance(code, int) else 0
+
+
+def _refuse_usage(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "planner"
+    message = error.format_message().rstrip(".")
+    return _refuse(f"{_with_what_was_given(message, error.__cause__)}; see {command} --help")
+
+
+def _trouble_with_files(error: OSError) -> str:
+    """Return what to say of a missing folder, no permission, a full disk; nothing of others."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}; name another file or folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}; free some space, or write to another folder"
+    return ""
+
+
+def _fail(error: Exception, arguments: Sequence[str]) -> int:
+    """Tell a mistake of ours in one line, with where all of it was written."""
+    from cli.report import write_report  # loads pydantic
+
+    command = " ".join(("planner", *arguments[:1]))
+    brief = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(brief) > _BRIEF:
+        brief = brief[:_BRIEF] + "..."
+    try:
+        where = f"please report it with {write_report(error, arguments, stage())}"
+    except OSError as trouble:
+        where = f"please report it; its traceback could not be written ({trouble})"
+    print(
+        f"planner: {command} failed while {stage()}: {brief}; nothing given should lead to this: "
+        f"{where}",
+        file=sys.stderr,
+    )
+    return 3
 
 
 def _with_what_was_given(message: str, cause: BaseException | None) -> str:

@@ -18,9 +18,26 @@ Progress = Callable[[float, str], None]
 """Called by long work with the fraction done (0..1) and what is being done."""
 
 
+_stage = ""
+
+
+def begin_stage(doing: str) -> None:
+    """Note what the command is doing now, for the line of an error that nobody expected."""
+    global _stage
+    _stage = doing
+
+
+def stage() -> str:
+    """Return what the command is doing, or was when it failed."""
+    return _stage
+
+
 @contextmanager
 def show_progress(title: str) -> Iterator[Progress]:
-    """Show a bar on stderr while the body runs; yields the function that moves it."""
+    """Show a bar on stderr while the body runs; yields the function that moves it.
+
+    What moves it says the stage of the work, too.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -36,7 +53,10 @@ def show_progress(title: str) -> Iterator[Progress]:
     ) as bar:
         task = bar.add_task(title, total=None, doing="")  # pulses until something moves it
 
+        begin_stage(title)
+
         def move(fraction: float, doing: str) -> None:
+            begin_stage(f"{title}, {doing}")
             bar.update(task, total=1.0, completed=fraction, doing=doing)
 
         yield move
@@ -70,6 +90,7 @@ def show_note(text: str | None) -> None:
 
 def show_results(*renderables: Any) -> None:
     """Print what rich can render."""
+    begin_stage("printing the results")
     from rich.console import Console
 
     console = Console()

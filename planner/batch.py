@@ -58,6 +58,28 @@ def plain_values(tree: Tree, path: str = "") -> dict[str, Any]:
     return found
 
 
+def tensor_paths(tree: Any) -> set[str]:
+    """Return the paths of a structure's tensors; raise ValueError if it is not a structure."""
+    found: set[str] = set()
+    waiting = [tree]
+    while waiting:
+        match waiting.pop():
+            case {"tensor": str(path)}:
+                found.add(path)
+            case {"dict": list(pairs)} if all(
+                isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+                for pair in pairs
+            ):
+                waiting += [item for _, item in pairs]
+            case {"tuple": list(items)} | {"list": list(items)}:
+                waiting += items
+            case {"value": None | bool() | int() | float() | str()}:
+                pass
+            case other:
+                raise ValueError(f"{str(other)[:40]} is not the structure of a batch")
+    return found
+
+
 def unflatten_batch(tree: Tree, leaves: Mapping[str, Any]) -> Any:
     """Rebuild a batch from its structure and its tensors by path."""
     (kind, value) = next(iter(tree.items()))

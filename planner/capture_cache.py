@@ -15,6 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -153,4 +154,5 @@ def _write(
         scratch.write_text(json.dumps(data, separators=(",", ":")))
         os.replace(scratch, entry)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # nor is there a folder, maybe
+            scratch.unlink()

@@ -189,9 +189,9 @@ def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[Rend
     memory = Table("part", title="Memory of one device", title_justify="left")
     for index in range(len(ranks)):
         memory.add_column(f"pp rank {index}", justify="right")
-    for name in ranks[0]:
-        if any(rank[name] for rank in ranks):
-            memory.add_row(_label(name), *(format_bytes(rank[name]) for rank in ranks))
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        if any(rank.get(name) for rank in ranks):
+            memory.add_row(_label(name), *(format_bytes(rank.get(name, 0)) for rank in ranks))
     totals = (format_bytes(sum(rank.values())) for rank in ranks)
     memory.add_row("total", *totals, style="bold")
 

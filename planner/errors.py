@@ -9,7 +9,7 @@
     └── ProfileError    a profile or cluster description is missing, incomplete or damaged
 
 The command line prints them as one line and exits with code 2. Anything else that
-escapes is our own mistake and shows its traceback.
+escapes is our own mistake: one line too, exit code 3, the traceback in a file.
 """
 
 from __future__ import annotations

@@ -11,19 +11,33 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from planner.batch import tensor_paths
 from planner.errors import PlanError
 from planner.layout import ProcessMesh
 from planner.placement import OpSharding, Partial, Placement, parse_placement
 
 if TYPE_CHECKING:
-    from planner.graph import ModelGraph
+    from planner.graph import ModelGraph, Program
 
 PLAN_VERSION = 2
+
+MOST = 2**20
+"""The most ranks, jobs of a kind, samples of a microbatch, blocks: beyond any cluster there is, and
+what a damaged file must not ask for, since lists of so many are made."""
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["model", "bf16"]
@@ -32,6 +46,9 @@ ZeroStage = Literal[0, 1, 2, 3]
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+_Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
 class ModelRef(_Record):
@@ -45,7 +62,7 @@ class ModelRef(_Record):
     name: str
     file: str
     fingerprint: str = Field(min_length=64, max_length=64)
-    inputs: tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]
+    inputs: tuple[tuple[str, str, tuple[_Size | tuple[_Size, _Size], ...]], ...]
     batch_tree: Any
 
     @field_validator("batch_tree")
@@ -54,13 +71,20 @@ class ModelRef(_Record):
         # Graphs that were kept have tuples for lists: equal plans must compare equal.
         return json.loads(json.dumps(tree))
 
+    @model_validator(mode="after")
+    def _names_its_tensors(self) -> ModelRef:
+        unknown = tensor_paths(self.batch_tree) - {path for path, _, _ in self.inputs}
+        if unknown:
+            raise ValueError(f"batch_tree has the tensor {min(unknown)} and inputs has not")
+        return self
+
 
 class ClusterRef(_Record):
     """The cluster a plan was searched for. `name` is a shipped profile or a directory."""
 
     name: str
     device: str
-    devices_per_node: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1, le=MOST)
 
 
 class StagePlan(_Record):
@@ -73,13 +97,13 @@ class StagePlan(_Record):
     over the same number of ranks.
     """
 
-    pp_rank: int = Field(ge=0)
-    first_block: int = Field(ge=0)
-    last_block: int = Field(ge=0)
+    pp_rank: int = Field(ge=0, le=MOST)
+    first_block: int = Field(ge=0, le=MOST)
+    last_block: int = Field(ge=0, le=MOST)
     recompute: Recompute = "none"
     recompute_last: bool = True
     activations_on_host: bool = False
-    tp: int | None = Field(default=None, ge=1)
+    tp: int | None = Field(default=None, ge=1, le=MOST)
 
     @property
     def blocks(self) -> range:
@@ -96,9 +120,9 @@ class ClassLayout(_Record):
     program that lowering on tp has made.
     """
 
-    class_index: int = Field(ge=0)
+    class_index: int = Field(ge=0, le=MOST)
     axis: Literal["tp", "cp"] = "tp"
-    tp: int | None = Field(default=None, ge=1)
+    tp: int | None = Field(default=None, ge=1, le=MOST)
     inputs: tuple[str, ...]
     params: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -129,8 +153,24 @@ class ClassLayout(_Record):
 class ClassRecompute(_Record):
     """The ops of one block class whose outputs a stage of recompute "selective" makes again."""
 
-    class_index: int = Field(ge=0)
+    class_index: int = Field(ge=0, le=MOST)
     ops: tuple[str, ...]
+
+
+_Amount = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+
+
+class _Estimate(BaseModel):
+    """What `show` and `compare` read of an estimate; checked, and kept as the JSON data it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step_s: _Amount = Field(gt=0)
+    peak_bytes: _Amount
+    time: dict[str, _Amount]
+    memory: Annotated[list[dict[str, _Amount]], Field(min_length=1)]
+    source: str
+    relative_error: _Amount | None = None
 
 
 class Plan(_Record):
@@ -156,23 +196,30 @@ class Plan(_Record):
     version: int = PLAN_VERSION
     model: ModelRef
     cluster: ClusterRef
-    dp: int = Field(ge=1)
-    cp: int = Field(ge=1, default=1)
-    tp: int = Field(ge=1)
-    pp: int = Field(ge=1)
-    vpp: int = Field(ge=1)
-    microbatch_size: int = Field(ge=1)
-    num_microbatches: int = Field(ge=1)
+    dp: int = Field(ge=1, le=MOST)
+    cp: int = Field(ge=1, le=MOST, default=1)
+    tp: int = Field(ge=1, le=MOST)
+    pp: int = Field(ge=1, le=MOST)
+    vpp: int = Field(ge=1, le=MOST)
+    microbatch_size: int = Field(ge=1, le=MOST)
+    num_microbatches: int = Field(ge=1, le=MOST)
     schedule: str
     table: tuple[str, ...] = ()
     zero_stage: ZeroStage
     precision: Precision = "model"
     optimizer_on_host: bool = False
-    receive_ahead: int = Field(ge=0, default=2)
+    receive_ahead: int = Field(ge=0, le=MOST, default=2)
     recomputed: tuple[ClassRecompute, ...] = ()
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     estimate: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("estimate")
+    @classmethod
+    def _can_be_shown(cls, estimate: dict[str, Any]) -> dict[str, Any]:
+        if estimate:
+            _Estimate.model_validate(estimate)
+        return estimate
 
     @property
     def world_size(self) -> int:
@@ -226,6 +273,16 @@ class Plan(_Record):
         return self.dp * self.microbatch_size // self.stage_dp(stage_index)
 
     @model_validator(mode="after")
+    def _is_of_this_world(self) -> Plan:
+        for what, number in (
+            ("ranks", self.world_size),
+            ("forwards of all stages", self.pp * self.vpp * self.num_microbatches),
+        ):
+            if number > MOST:
+                raise ValueError(f"it asks for {number} {what}; {MOST} are the most")
+        return self
+
+    @model_validator(mode="after")
     def _meshes_fit(self) -> Plan:
         tp_of_rank: dict[int, int] = {}
         for index, stage in enumerate(self.stages):
@@ -272,7 +329,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"no plan file {path}; make one with: planner search MODEL") from None
     except IsADirectoryError:
         raise PlanError(f"{path} is a directory; give the plan's JSON file") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise PlanError(f"{path} is not readable JSON ({error}); search again to make it") from None
     if not isinstance(data, dict) or data.get("format") != "planner-plan":
         raise PlanError(f"{path} is not a plan (no format 'planner-plan'); was it made by search?")
@@ -290,10 +347,25 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         raise PlanError(f"{path} is damaged at {where}: {first['msg']}; search again") from None
 
 
+def batch_spec(
+    graph: ModelGraph,
+) -> tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]:
+    """Return the batch leaves as (path, dtype, shape); an affine size is (per_sample, fixed)."""
+    return tuple(
+        (
+            t.fqn,
+            t.dtype,
+            tuple(s if isinstance(s, int) else (s.per_sample, s.fixed) for s in t.shape),
+        )
+        for t in (graph.tensor[name] for name in graph.batch_inputs)
+    )
+
+
 def validate_model(plan: Plan, graph: ModelGraph) -> None:
     """Raise PlanError when a graph is not of the model that the plan was made for.
 
-    Also when the stages do not hold every block; `Plan` itself checks that none is in two.
+    Also when the stages do not hold every block (`Plan` itself checks that none is in two), or a
+    layout is of no block class of it.
     """
     if graph.fingerprint != plan.model.fingerprint:
         raise PlanError(
@@ -302,12 +374,54 @@ def validate_model(plan: Plan, graph: ModelGraph) -> None:
             f"({graph.fingerprint[:12]}); search again for this model, or give the plan's own "
             "(if it is: its forward does not do the same in every process, or a call changed it)"
         )
+    if plan.model.inputs != batch_spec(graph):
+        raise PlanError(
+            "the plan's inputs are not those of the model's batch; the plan is damaged, so search "
+            "again"
+        )
     num_planned = plan.stages[-1].last_block + 1
     if num_planned != len(graph.blocks):
         raise PlanError(
             f"the plan's stages hold blocks 0..{num_planned - 1} and the model has "
             f"{len(graph.blocks)} blocks; each must be in exactly one stage, so search again"
         )
+    for layout in plan.layouts:
+        _check_layout(layout, graph)
+    for choice in plan.recomputed:
+        _program_of(choice.class_index, graph)
+
+
+def _program_of(class_index: int, graph: ModelGraph) -> Program:
+    if class_index >= len(graph.classes):
+        raise PlanError(
+            f"the plan names block class {class_index} and the model has {len(graph.classes)} "
+            "classes; the plan is damaged, so search again"
+        )
+    return graph.classes[class_index]
+
+
+def _check_layout(layout: ClassLayout, graph: ModelGraph) -> None:
+    """Raise PlanError where a layout is not one of the class that it names."""
+    program = _program_of(layout.class_index, graph)
+    for what in ("inputs", "params", "outputs"):
+        given, has = len(getattr(layout, what)), len(getattr(program, what))
+        if given != has:
+            raise PlanError(
+                f"the plan places {given} {what} of block class {program.name!r} on "
+                f"{layout.axis} and it has {has}; the plan is damaged, so search again"
+            )
+    # On cp the layout is of the program as lowered on tp, which has more ops.
+    ops = {op.name: op for op in program.ops}
+    for name, sharding in layout.op_shardings.items() if layout.axis == "tp" else ():
+        op = ops.get(name)
+        if op is None or (len(op.inputs), len(op.outputs)) != (
+            len(sharding.inputs),
+            len(sharding.outputs),
+        ):
+            raise PlanError(
+                f"the plan splits op {name} of block class {program.name!r} as {sharding} and the "
+                "model has no such op; the plan is damaged, so search again"
+            )
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -319,12 +433,17 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
     if target.is_dir():
         raise PlanError(f"can't write the plan to {path}: it is a directory; name a file in it")
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    text = json.dumps(plan.model_dump(mode="json"), indent=1) + "\n"
     try:
+        if target.exists() and not target.is_file():  # a device, a pipe: not to be replaced
+            target.write_text(text)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(plan.model_dump(mode="json"), indent=1) + "\n")
+        scratch.write_text(text)
         os.replace(scratch, target)
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink()
         raise PlanError(
             f"can't write the plan to {path}: {error.strerror}; name a file in a folder you can "
             "write to"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.errors import LayoutError
-from planner.graph import Affine, ModelGraph
+from planner.graph import ModelGraph
 from planner.lowering import lower
 from planner.plan import (
     ClassLayout,
@@ -18,6 +18,7 @@ from planner.plan import (
     Recompute,
     StagePlan,
     ZeroStage,
+    batch_spec,
 )
 from planner.schedule import stage_to_pp_rank
 from planner.sharding import propagate_cp, propagate_graph
@@ -151,13 +152,6 @@ def model_ref(graph: ModelGraph, *, file: str) -> ModelRef:
         name=graph.name,
         file=file,
         fingerprint=graph.fingerprint,
-        inputs=tuple(
-            (
-                t.fqn,
-                t.dtype,
-                tuple((s.per_sample, s.fixed) if isinstance(s, Affine) else s for s in t.shape),
-            )
-            for t in (graph.tensor[name] for name in graph.batch_inputs)
-        ),
+        inputs=batch_spec(graph),
         batch_tree=graph.batch_tree,
     )

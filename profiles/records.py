@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
+    model_validator,
 )
 
 from planner.cluster import ClusterSpec, Link
@@ -101,8 +102,26 @@ class Lookup:
         )
 
 
+MOST = 1e24
+"""Beyond any size, work or rate of a machine; what is computed from numbers up to it is finite."""
+
+
+def _largest(value: Any) -> float:
+    """Return the size of the number in nested tuples that is farthest from 0."""
+    if isinstance(value, tuple):
+        return max(map(_largest, value), default=0.0)
+    return abs(value) if isinstance(value, int | float) else 0.0
+
+
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _is_of_this_world(self) -> Self:
+        for name, value in vars(self).items():
+            if _largest(value) > MOST:
+                raise ValueError(f"{name} is beyond {MOST:g}")
+        return self
 
 
 class Figure(_Record):

@@ -47,7 +47,7 @@ def read_profile_file(directory: Path) -> ProfileFile:
             f"{directory} has no {PROFILE_FILE}, so it is not a profile; "
             "make one with: planner profile --out DIR"
         ) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ProfileError(
             f"{path} is not readable JSON ({error}); delete {directory} and profile again"
         ) from None

@@ -74,12 +74,13 @@ Table = tuple[tuple[int, ...], NDArray[np.float64]]
 class SharedTables:
     """What `eliminate` makes of variables and links, kept for problems that have them in common.
 
-    `costs` are by variable and price of a byte, `links` by link; `sums` are what steps made of
-    tables of these, by the tables' identities, with the tables, so that those stay as they are.
+    `costs` are by variable and price of a byte, `links` by link and the most cells of one table;
+    `sums` are what steps made of tables of these, by the tables' identities, with the tables, so
+    that those stay as they are.
     """
 
     costs: dict[tuple[Variable, float], NDArray[np.float64]] = field(default_factory=dict)
-    links: dict[Link, Table] = field(default_factory=dict)
+    links: dict[tuple[Link, int], tuple[Table, ...]] = field(default_factory=dict)
     sums: dict[tuple, tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]] = field(
         default_factory=dict
     )

@@ -142,6 +142,11 @@ def _certificate(result: SearchResult) -> Text:
         if certificate.gap == 0
         else f"within {certificate.gap:.2%} of the best possible under the cost model"
     )
+    if certificate.placements_gap:
+        verdict += (
+            " with the placements found inside blocks (too wide to be solved exactly: others may "
+            f"save up to {certificate.placements_gap:.2g} of a block's seconds)"
+        )
     text = (
         f"{verdict}: {certificate.considered} configurations considered in "
         f"{format_seconds(result.search_s)}, {certificate.evaluated} priced"

@@ -189,4 +189,5 @@ def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusa
             ),
         ),
         stopped_early=search.stopped_early,
+        placements_gap=search.candidates.solver.gap,
     )

@@ -1,7 +1,8 @@
 """Placements inside every block class for one tp degree and microbatch size.
 
 Builds the block problem from the sharding rules and the profile, solves it (elimination, or a
-linear program where a table would grow too wide) and returns one `ClassLayout` per class. Classes
+linear program where a table would grow too wide, a relaxation where that would be too large) and
+returns one `ClassLayout` per class. Classes
 that share a parameter are solved together, so a tied parameter lies the same way wherever it
 is used.
 
@@ -21,6 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from costmodel.topology import tp_group
+from planner.errors import ProfileError
 from planner.graph import ModelGraph, Program
 from planner.placement import Placement, Shard, parse_placement
 from planner.plan import ClassLayout
@@ -39,8 +41,10 @@ from search.request import SearchRequest
 _FAST_PRICE = 1e-18
 # At so many fair prices bytes alone decide, and seconds between choices of as many bytes.
 _ANY_PRICE = 1e4
-# Blocks too wide for elimination: what an integer program may take for one of their problems.
+# Blocks too wide for elimination: what a program may take for one of their problems, and how
+# large a linear program is tried.
 _PROGRAM_S = 5.0
+_MOST_PAIRS = 25_000
 # A leaner layout that saves less than this part of the bytes is not worth pricing.
 _LEAST_SAVING = 0.02
 
@@ -56,7 +60,10 @@ class Layouts:
 
 @dataclass(kw_only=True)
 class LayoutSolver:
-    """Solves and remembers the layouts of a model; grows its memo as it is asked."""
+    """Solves and remembers the layouts of a model; grows its memo as it is asked.
+
+    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most.
+    """
 
     graph: ModelGraph
     profile: Profile
@@ -69,7 +76,7 @@ class LayoutSolver:
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
-    _gap: float = 0.0
+    gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
 
     @cached_property
@@ -94,7 +101,7 @@ class LayoutSolver:
     def proof(self) -> str:
         """Which solvers found the layouts asked for so far, and what they could not prove."""
         names = " and ".join(sorted(self._solvers)) or "nothing to choose"
-        left = f", up to {self._gap:.2g} of a block's seconds unproved" if self._gap else ""
+        left = f", up to {self.gap:.2g} of a block's seconds unproved" if self.gap else ""
         return f"{names}, whole or split block boundaries{left}"
 
     def can_split(self, tp: int) -> bool:
@@ -235,7 +242,7 @@ class LayoutSolver:
         for problem in problems:
             choice, solver = solve_block(problem, price)
             self._solvers.add(solver)
-            self._gap = max(self._gap, choice.gap)
+            self.gap = max(self.gap, choice.gap)
             choices.append(choice)
         return tuple(choices)
 
@@ -345,16 +352,33 @@ def _boundary_dim(graph: ModelGraph, tp: int) -> int | None:
 
 
 def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:
-    """Return the optimum of a block problem, or the best found in time, and who found it."""
+    """Return the optimum of a block problem, or the best found in time, and who found it.
+
+    Raises ProfileError where every choice takes infinitely long.
+    """
+    choice, solver = _solve(problem, bytes_price)
+    if choice is None or not np.isfinite(choice.cost):
+        names = " and ".join(repr(program.name) for _, program in problem.programs)
+        raise ProfileError(
+            f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
+            "under this profile; see what is wrong with: planner profile --check DIR"
+        )
+    return choice, solver
+
+
+def _solve(problem: BlockProblem, bytes_price: float) -> tuple[Choice | None, str]:
+    """Return a choice by the first solver that has one: the exact ones first."""
     try:
         return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
     except TooWide:
-        from search.block_lp import solve_by_linear_program
-
+        from search.block_lp import num_pairs, solve_by_linear_program
+        from search.decompose import solve_by_decomposition
+    if num_pairs(problem) <= _MOST_PAIRS:
         choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
-        if choice is None or not np.isfinite(choice.cost):
-            raise RuntimeError("a block problem without memory limit must have a choice") from None
-        return choice, "linear programs"
+        if choice is not None:
+            return choice, "linear programs"
+    choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
+    return choice, "Lagrangian decomposition"
 
 
 def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:

@@ -190,6 +190,8 @@ class Certificate:
     `lower_bound_s` is a step time that no configuration of the space can beat;
     `gap` is (best_s - lower_bound_s) / best_s. `pruned` counts configurations by the rule
     that removed them, so considered = evaluated + the sum of pruned + unexplored.
+    `placements_gap` is not in it: the part of a block's seconds that better placements inside it
+    might save, at most, of the blocks too wide to be solved exactly.
     """
 
     best_s: float
@@ -200,6 +202,7 @@ class Certificate:
     pruned: tuple[tuple[str, int], ...]
     proved_by: tuple[tuple[str, str], ...]
     stopped_early: str = ""
+    placements_gap: float = 0.0
 
     @property
     def gap(self) -> float:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -108,4 +109,5 @@ def _write(entry: Path, result: SearchResult) -> None:
         scratch.write_text(json.dumps(to_json(result)))
         os.replace(scratch, entry)
     except OSError:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):  # nor is there a folder, maybe
+            scratch.unlink()

@@ -14,7 +14,6 @@ from planner.capture.module import (
     build_without_values,
     capture_module,
     capture_source,
-    input_spec,
 )
 from planner.model_file import ModelSource, load_model_file
 
@@ -24,6 +23,5 @@ __all__ = [
     "build_without_values",
     "capture_module",
     "capture_source",
-    "input_spec",
     "load_model_file",
 ]

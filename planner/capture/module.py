@@ -17,7 +17,7 @@ from planner.capture.kept_calls import forget_kept_calls
 from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import CaptureError, ModelError
-from planner.graph import Affine, ModelGraph
+from planner.graph import ModelGraph
 from planner.model_file import ModelSource
 from planner.plan import Precision
 
@@ -124,18 +124,6 @@ def capture_module(
     finally:
         forget_kept_calls()
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
-
-
-def input_spec(graph: ModelGraph) -> tuple[tuple[str, str, tuple[int | tuple[int, int], ...]], ...]:
-    """Return the batch leaves as (path, dtype, shape); an affine size is (per_sample, fixed)."""
-    return tuple(
-        (
-            t.fqn,
-            t.dtype,
-            tuple((s.per_sample, s.fixed) if isinstance(s, Affine) else s for s in t.shape),
-        )
-        for t in (graph.tensor[name] for name in graph.batch_inputs)
-    )
 
 
 def batch_from_spec(spec: Any, tree: Tree, size: int) -> Any:

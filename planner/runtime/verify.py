@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -160,7 +161,7 @@ def verify(
     """Train under the plan and in one process, and return how far they are apart.
 
     Starts the plan's ranks on this machine. Raises PlannerError for a plan or model that
-    can't run; RuntimeError, after its traceback was printed, when a rank fails.
+    can't run; RuntimeError when a rank fails.
     """
     from planner.runtime.launch import check_runnable
     from planner.runtime.workers import run_workers
@@ -188,8 +189,10 @@ def verify(
         code = run_workers(["--verify", str(request)], num_ranks=plan.world_size, device=device)
         if progress is not None:
             progress(1.0, "compared")
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
         if code or not answer.exists():
-            raise RuntimeError(f"a rank failed with code {code}; its traceback is above")
+            raise RuntimeError(f"a rank ended with code {code} and left no report")
         return report_from_json(json.loads(answer.read_text()))
 
 

@@ -43,9 +43,11 @@ def main(args: list[str]) -> None:
     except KeyboardInterrupt:  # the launcher was interrupted and tells
         _end(128 + signal.SIGINT)
     except PlannerError as error:
-        _fail(2, f"planner: {error}", to_launcher=str(error))
+        _fail(2, f"planner: {error}", str(error))
     except BaseException as error:
-        _fail(1, _story(error, args[0]))
+        story = _story(error, args[0])
+        # A user's script shows its own traceback; what the library runs is told by the launcher.
+        _fail(*((3, story, story) if args[0] == "--verify" else (1, story)))
 
 
 def _settle_on_cpu() -> None:
@@ -100,7 +102,7 @@ def _story(error: BaseException, script: str) -> str:
     return f"planner: rank {os.environ.get('RANK', '0')} failed\n{text.rstrip()}"
 
 
-def _fail(code: int, text: str, *, to_launcher: str = "") -> None:
+def _fail(code: int, text: str, to_launcher: str = "") -> None:
     """Tell the failure if no rank has told one, and end.
 
     With a launcher, the message `to_launcher` is left to it to tell.

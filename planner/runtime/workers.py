@@ -20,13 +20,18 @@ from pathlib import Path
 from planner.errors import PlannerError
 
 FAILURE_FILE = "PLANNER_FAILURE_FILE"
-"""Names the file the first rank to fail creates: its exit code, then a user error's message."""
+"""Names the file the first rank to fail creates: its exit code, then what the launcher tells: a
+user error's message, or the traceback of a rank that runs no script of the user's."""
 
 LAUNCHER = "PLANNER_LAUNCHER"
 """Names the process that ranks must not outlive."""
 
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
+
+
+class RankFailed(RuntimeError):
+    """A rank that runs no script of the user's failed; a note holds its traceback."""
 
 
 def run_workers(
@@ -43,7 +48,7 @@ def run_workers(
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
     (host:port of the first); `extra` is added to their environment. An interrupted run
     returns 128 plus the signal's number. Raises PlannerError with a rank's own message when
-    that is what a rank raised.
+    that is what a rank raised, and RankFailed when one that runs no script of the user's fails.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -71,7 +76,7 @@ def run_workers(
             try:
                 elastic_launch(config, entrypoint=sys.executable)(*command)
             except ChildFailedError as error:
-                return _exit_code(failure, error)
+                return _exit_code(failure, error, runs_script=args[0] != "--verify")
             except SignalException as error:
                 return 128 + int(error.sigval)
             except KeyboardInterrupt:
@@ -79,18 +84,25 @@ def run_workers(
     return 0
 
 
-def _exit_code(failure: Path, error: Exception) -> int:
+def _exit_code(failure: Path, error: Exception, *, runs_script: bool) -> int:
     """The code the first failing rank left; a rank that died silently is named here.
 
-    Raises PlannerError where that is what the rank raised: the caller tells the user.
+    Raises PlannerError where that is what the rank raised, RankFailed where the rank ran no
+    script of the user's: the caller tells the user.
     """
     if failure.exists() and failure.read_text().strip():
         code, _, message = failure.read_text().partition("\n")
-        if message:
+        if message and int(code) == 2:
             raise PlannerError(message)
+        if message:
+            failed = RankFailed(message.strip().splitlines()[-1])
+            failed.add_note(message)
+            raise failed
         return int(code)
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
     how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+    if not runs_script:
+        raise RankFailed(f"rank {rank} died with {how} and said nothing")
     print(f"planner: rank {rank} died with {how} and said nothing", file=sys.stderr)
     return 1
 

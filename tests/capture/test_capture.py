@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 import planner.capture
-from planner.capture import batch_from_spec, capture_module, capture_source, input_spec
+from planner.capture import batch_from_spec, capture_module, capture_source
 from planner.capture_cache import load_graph
 from planner.errors import CaptureError, ModelError
 from planner.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
 from planner.model_file import load_model_file
+from planner.plan import batch_spec
 from tests.builders import (
     PlainGPT,
     gpt_batch,
@@ -179,7 +180,7 @@ def test_json_round_trip_keeps_everything():
 
 def test_a_batch_can_be_made_again_from_its_spec():
     graph = graph_of("mlp")
-    batch = batch_from_spec(input_spec(graph), graph.batch_tree, 7)
+    batch = batch_from_spec(batch_spec(graph), graph.batch_tree, 7)
     assert isinstance(batch, tuple)
     assert [tuple(t.shape) for t in batch] == [(7, 8), (7, 4)]
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.capture import capture_module, input_spec
+from planner.capture import capture_module
 from planner.capture_cache import load_graph
+from planner.plan import batch_spec
 from tests.builders import tiny_models
 from tests.capture.test_capture import interpret
 
@@ -28,7 +29,7 @@ def test_parameters_become_bf16_and_the_loss_stays_fp32(name):
     assert [t.dtype for t in graph.tensors if t.kind == "buffer"] == [
         t.dtype for t in plain.tensors if t.kind == "buffer"
     ]
-    assert input_spec(graph) == input_spec(plain)
+    assert batch_spec(graph) == batch_spec(plain)
     assert graph.fingerprint != plain.fingerprint
     # The cut is that of the model, so a layout for one is a layout for the other.
     assert [b.class_index for b in graph.blocks] == [b.class_index for b in plain.blocks]

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing.process
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiles
+from planner.capture_cache import load_graph
+from planner.plan import load_plan, save_plan
+from planner.plan_defaults import default_plan
 
 SHIPPED = Path(profiles.__file__).parent / "data"
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")
@@ -173,6 +177,19 @@ def test_place_that_cannot_be_written(planner, write_model, tmp_path):
     assert f"can't write the plan to {tmp_path}" in complaint
 
 
+def test_a_device_or_a_pipe_is_written_to_and_stays_one(plan, tmp_path):
+    """`--out /dev/null`, as root, must not put a file in its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        save_plan(load_plan(plan), pipe)
+        assert json.loads(os.read(reader, 1 << 20)) == json.loads(plan.read_text())
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
 def test_refusal_is_the_only_line_without_a_profile_too(planner):
     """The line about the profile chosen must not stand beside a refusal."""
     assert "does not exist" in planner("search", "nosuch.py", "--gpus", 2).complaint
@@ -264,6 +281,10 @@ def test_plan_of_a_newer_version(planner, plan, command):
         ({"zero_stage": 9}, "zero_stage"),
         ({"colour": "red"}, "colour"),
         ({"dp": 10**6}, "search with --gpus for what is here"),
+        ({"dp": 10**9}, "damaged at dp"),
+        ({"num_microbatches": 10**6, "vpp": 2}, "forwards of all stages"),
+        ({"estimate": {"step_s": 1.0}}, "damaged at estimate"),
+        ({"estimate": {"step_s": "1"}}, "damaged at estimate"),
     ],
 )
 def test_plans_that_were_edited_badly(planner, plan, change, says):
@@ -277,6 +298,23 @@ def test_plan_for_another_model(planner, plan, write_model, command):
     other = write_model("other.py", width=16)
     complaint = planner(command, plan, other).complaint
     assert "search again" in complaint
+
+
+@pytest.mark.parametrize("what", ["inputs", "params", "outputs", "ops", "class_index"])
+def test_layouts_that_are_not_the_models(planner, write_model, what):
+    """Counts of placements and names of ops must be those of the block class."""
+    save_plan(default_plan(load_graph(write_model()), file="model.py", tp=2), "plan.json")
+    data = json.loads(Path("plan.json").read_text())
+    layout = next(each for each in data["layouts"] if each["ops"] and each["inputs"])
+    if what == "class_index":
+        layout[what] = 7
+    elif what == "ops":
+        layout[what][0][0] = "nosuch"
+    else:
+        layout[what] = [*layout[what], "R"]
+    Path("plan.json").write_text(json.dumps(data))
+    for command in ("show", "dryrun", "simulate"):
+        assert "search again" in planner(command, "plan.json", "model.py").complaint
 
 
 def test_no_such_training_script(planner, plan):
