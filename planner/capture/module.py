@@ -12,7 +12,7 @@ from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy
-from planner.capture.kept_calls import forget_kept_calls
+from planner.capture.kept_calls import check_kept_draws, forget_kept_calls, kept_in_module
 from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import ModelError
@@ -100,14 +100,15 @@ def capture_module(
         )
     if precision == "bf16":
         cast_parameters(meta)
-    raws = []
-    try:
-        for tensors, tree in leaves:
-            forget_kept_calls()
-            # On a copy: what a forward keeps in its module is not there for the next export.
-            raws.append(export_batch(meta_copy(meta), tensors, tree, loss, precision))
-    finally:
-        forget_kept_calls()
+    raws, kept = [], []
+    forget_kept_calls()
+    for tensors, tree in leaves:
+        copied = meta_copy(meta)  # so what a forward keeps there is not there for the next export
+        try:
+            raws.append(export_batch(copied, tensors, tree, loss, precision))
+        finally:
+            kept += [*kept_in_module(copied), *forget_kept_calls()]
+    check_kept_draws(kept, raws)
     merged = align(*raws)
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
