@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,16 @@ def test_a_model_of_the_matrix_trains_in_one_process(name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_model_is_refused_with_its_reason(name):
+    tiny = model_matrix()[name]
+    if tiny.needs_transformers:
+        pytest.importorskip("transformers")
+    with pytest.raises(CaptureError, match=re.escape(REFUSED[name])):
+        capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss)
 
 
 # One process, small modules: what an earlier call may leave behind.
