@@ -82,7 +82,7 @@ class KeptOp(nn.Module):
 class Recomputed:
     """A block's run under recomputation: "full" without a keeper, else "selective".
 
-    What is kept goes to the host where `away` packs a forward. The second run draws the
+    It runs on `device`. What is kept goes to the host where `away` packs a forward. The second run draws the
     random numbers of the first if it `draws` any; `again` tells
     the block of it, so that it leaves its buffers alone.
     """
@@ -91,11 +91,13 @@ class Recomputed:
         self,
         run: Callable[..., Outputs],
         *,
+        device: torch.device,
         keeper: Keeper | None = None,
         draws: bool = True,
         away: ActivationsOnHost | None = None,
     ) -> None:
         self.run, self.keeper, self.draws, self.away = run, keeper, draws, away
+        self.device = device
         self.again = False
         self._latest: weakref.ref[_Call] | None = None
 
@@ -160,7 +162,7 @@ class _Call:
         self._owner = owner
         self._parcel = None if owner.away is None else owner.away.current
         self._inputs = tuple(self._put(x) if isinstance(x, Tensor) else x for x in inputs)
-        self._device = next(x.device for x in tree_leaves(inputs) if isinstance(x, Tensor))
+        self._device = owner.device
         self._num_saved = 0
         self._made: dict[int, Tensor] = {}
         self._kept: dict[KeptOp, _Kept] = {}

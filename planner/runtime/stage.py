@@ -174,6 +174,7 @@ class StageModule(nn.Module):
             if plan.recompute != "none":
                 recomputed = partial(
                     Recomputed,
+                    device=next(iter(tensors.values())).device,
                     keeper=keeper if plan.recompute == "selective" else None,
                     away=away,
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),

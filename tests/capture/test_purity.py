@@ -4,9 +4,11 @@ Not of the hash seed, of what was captured or trained before in the process, of 
 the build being on meta or for real.
 """
 
+import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from planner.batch import call_with_batch, loss_of
 from planner.capture import capture_module, capture_source
+from planner.errors import CaptureError
 from planner.model_file import ModelSource
-from tests.capture.fingerprints import MODEL_FILE, WAYS
+from tests.capture.fingerprints import MODEL_FILE
 from tests.model_matrix import REFUSED, model_matrix
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +84,8 @@ def fingerprints(folder, names, ways_of_seeds):
     return found
 
 
-def check(found, num_captures):
+def check(found, ways_of_seeds):
+    num_captures = sum(len(ways.split(",")) for ways in ways_of_seeds)
     for name, prints in found.items():
         assert len(prints) == num_captures, name
         assert len(set(prints.values())) == 1, f"{name}: {prints}"
@@ -90,16 +95,19 @@ def check(found, num_captures):
 def test_fingerprints_are_equal_in_five_processes(tmp_path):
     """N2: search, verify, launch and dryrun, each under a hash seed of its own."""
     names = [name for name in TELLING if name in capturable()]
-    found = fingerprints(tmp_path, names, ["search", "dryrun", "verify", "launch", "search"])
-    check(found, 5)
+    ways = ["search", "dryrun", "verify", "launch", "search"]
+    check(fingerprints(tmp_path, names, ways), ways)
+
+
+NUM_PARTS = 25
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(12))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_fingerprints_of_the_matrix_are_equal_in_five_processes(tmp_path, part):
-    """N2: the whole matrix, in each of five processes in every way."""
-    names = capturable()[part::12]
-    check(fingerprints(tmp_path, names, [",".join(WAYS)] * 5), 5 * len(WAYS))
+    """N2: the whole matrix; each process also captures what it has captured and trained."""
+    ways = ["search,launch", "dryrun,launch", "verify,launch", "launch", "launch,search"]
+    check(fingerprints(tmp_path, capturable()[part::NUM_PARTS], ways), ways)
 
 
 @pytest.mark.slow
@@ -118,6 +126,16 @@ def test_a_model_of_the_matrix_trains_in_one_process(name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_model_is_refused_with_its_reason(name):
+    tiny = model_matrix()[name]
+    if tiny.needs_transformers:
+        pytest.importorskip("transformers")
+    with pytest.raises(CaptureError, match=re.escape(REFUSED[name])):
+        capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), loss=tiny.loss)
 
 
 # One process, small modules: what an earlier call may leave behind.
@@ -187,6 +205,48 @@ def test_a_module_runs_after_its_capture():
     loss = module(**tiny.batch(4))
     assert loss.device.type == "cpu"
     loss.backward()
+
+
+@functools.cache
+def drawn(length):
+    return torch.randn(length)
+
+
+@functools.lru_cache
+def shared_scale():
+    return nn.Parameter(torch.ones(8))
+
+
+class KeepsADraw(Cell):
+    def more(self, x):
+        return drawn(x.shape[-1])
+
+
+class KeepsADrawItself(KeepsABuffer):
+    def more(self, x):
+        if self.table is None:
+            self.table = torch.randn(8)
+        return self.table
+
+
+class SharesAParameter(Cell):
+    def start(self):
+        self.scale = shared_scale()
+
+    def more(self, x):
+        return F.dropout(self.scale, 0.5, self.training)
+
+
+@pytest.mark.parametrize(("kind", "where"), [(KeepsADraw, "drawn"), (KeepsADrawItself, "table")])
+def test_a_draw_that_is_kept_is_refused(kind, where):
+    """N1: it would be drawn anew in each step."""
+    with pytest.raises(CaptureError, match=rf"draws numbers with aten\.randn.* call in {where};"):
+        capture_module(kind(), cell_batch(2), cell_batch(3))
+
+
+def test_parameters_that_functools_keeps_stay_shared():
+    capture_module(SharesAParameter(), cell_batch(2), cell_batch(3))
+    assert SharesAParameter().scale is SharesAParameter().scale is shared_scale()
 
 
 @pytest.mark.parametrize(

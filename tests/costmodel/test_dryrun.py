@@ -13,7 +13,7 @@ from planner.errors import PlanError
 from planner.model_file import ModelSource
 from planner.plan_defaults import default_plan
 from planner.runtime.dryrun import dry_run
-from tests.builders import PlainGPT, build_hf, gpt_batch, text_batch, tiny_models
+from tests.builders import build_hf, gpt_batch, text_batch, tiny_models
 from tests.captures import capture_module
 
 
@@ -139,22 +139,29 @@ def test_bf16_with_fp32_masters(gpt_bf16, layout):
     assert float(parts.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
 
 
+class CastModel(torch.nn.Module):
+    """Tied, with a tensor that is no buffer; small, as it is captured for each case."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = torch.nn.Embedding(64, 32)
+        self.middle = torch.nn.Linear(32, 32)
+        self.head = torch.nn.Linear(32, 64, bias=False)
+        self.head.weight = self.token.weight
+        self.scale = torch.tensor(1.0)
+
+    def forward(self, ids, labels):
+        x = torch.relu(self.middle(self.token(ids) * self.scale))
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def bf16_by_default():
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return CastGPT()
+        return CastModel()
     finally:
         torch.set_default_dtype(before)
-
-
-class CastGPT(PlainGPT):
-    """Tied, and with a tensor that is no buffer; small, as it is captured for each case."""
-
-    def __init__(self):
-        super().__init__(layers=1)
-        self.head.weight = self.token.weight
-        self.scale = torch.tensor(1.0)
 
 
 def initialized(module):
@@ -163,22 +170,22 @@ def initialized(module):
 
 
 def of_values():
-    module = CastGPT()
+    module = CastModel()
     assert module.head.weight.abs().max().item() > 0
     return module.to(torch.bfloat16)
 
 
 CASTS = {
-    "to-bfloat16": (2, lambda: CastGPT().to(torch.bfloat16)),
-    "bfloat16": (2, lambda: CastGPT().bfloat16()),
-    "half": (2, lambda: CastGPT().half()),
-    "double": (8, lambda: CastGPT().double()),
-    "to-device": (4, lambda: CastGPT().to("cpu")),
-    "to-device-and-dtype": (2, lambda: CastGPT().to(torch.device("cuda"), torch.bfloat16)),
-    "there-and-back": (4, lambda: CastGPT().half().float()),
-    "apply": (4, lambda: CastGPT().apply(initialized)),
+    "to-bfloat16": (2, lambda: CastModel().to(torch.bfloat16)),
+    "bfloat16": (2, lambda: CastModel().bfloat16()),
+    "half": (2, lambda: CastModel().half()),
+    "double": (8, lambda: CastModel().double()),
+    "to-device": (4, lambda: CastModel().to("cpu")),
+    "to-device-and-dtype": (2, lambda: CastModel().to(torch.device("cuda"), torch.bfloat16)),
+    "there-and-back": (4, lambda: CastModel().half().float()),
+    "apply": (4, lambda: CastModel().apply(initialized)),
     "default-dtype": (2, bf16_by_default),
-    "state": (4, lambda: CastGPT().requires_grad_(True).train()),
+    "state": (4, lambda: CastModel().requires_grad_(True).train()),
     "from-values": (2, of_values),
 }
 

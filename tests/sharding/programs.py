@@ -160,7 +160,7 @@ def run_local(
         if made_again is not None:
             keeper = Keeper()
             module = to_graph_module(program, groups, cpu, keeper=keeper, made_again=made_again)
-            run = Recomputed(module.forward, keeper=keeper, draws=False)
+            run = Recomputed(module.forward, device=torch.device("cpu"), keeper=keeper, draws=False)
         outputs = run(*(values[name] for name in names))
         parts = [
             # The gradient of a Partial value is whole on each rank.
