@@ -11,14 +11,9 @@ from planner.batch import Tree, flatten_batch, unflatten_batch
 from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
-<<<<<<< HEAD
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
 from planner.capture.hooks import refuse_lost
 from planner.capture.kept_calls import forget_kept_calls
-=======
-from planner.capture.export import export_batch, meta_copy
-from planner.capture.kept_calls import check_kept_draws, forget_kept_calls, kept_in_module
->>>>>>> wt-prints
 from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import CaptureError, ModelError
@@ -104,7 +99,6 @@ def capture_module(
             f"batch(2) and batch(3) of {name} have the same shapes; "
             "batch(size) must return `size` samples, usually as the first dim of each tensor"
         )
-<<<<<<< HEAD
 
     def fresh() -> torch.nn.Module:
         # For each run anew: what one leaves in its module, another must not find.
@@ -129,20 +123,6 @@ def capture_module(
         )
     finally:
         forget_kept_calls()
-=======
-    if precision == "bf16":
-        cast_parameters(meta)
-    raws, kept = [], []
-    forget_kept_calls()
-    for tensors, tree in leaves:
-        copied = meta_copy(meta)  # so what a forward keeps there is not there for the next export
-        try:
-            raws.append(export_batch(copied, tensors, tree, loss, precision))
-        finally:
-            kept += [*kept_in_module(copied), *forget_kept_calls()]
-    check_kept_draws(kept, raws)
-    merged = align(*raws)
->>>>>>> wt-prints
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
 

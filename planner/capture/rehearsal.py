@@ -271,7 +271,8 @@ class _Numbers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         parts: list[Any] = [str(func)]
-        from_batch = from_old = False
+        # What is drawn is this forward's, like its batch.
+        from_batch, from_old = torch.Tag.nondeterministic_seeded in func.tags, False
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 value = self._value(leaf)

@@ -82,9 +82,9 @@ class KeptOp(nn.Module):
 class Recomputed:
     """A block's run under recomputation: "full" without a keeper, else "selective".
 
-    It runs on `device`. What is kept goes to the host where `away` packs a forward. The second run draws the
-    random numbers of the first if it `draws` any; `again` tells
-    the block of it, so that it leaves its buffers alone.
+    It runs on `device`. What is kept goes to the host where `away` packs a forward. The second
+    run draws the random numbers of the first if it `draws` any; `again` tells the block of it,
+    so that it leaves its buffers alone.
     """
 
     def __init__(

@@ -237,10 +237,12 @@ class SharesAParameter(Cell):
         return F.dropout(self.scale, 0.5, self.training)
 
 
-@pytest.mark.parametrize(("kind", "where"), [(KeepsADraw, "drawn"), (KeepsADrawItself, "table")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [(KeepsADraw, "nothing in the module"), (KeepsADrawItself, "changes table")]
+)
 def test_a_draw_that_is_kept_is_refused(kind, where):
     """N1: it would be drawn anew in each step."""
-    with pytest.raises(CaptureError, match=rf"draws numbers with aten\.randn.* call in {where};"):
+    with pytest.raises(CaptureError, match=where):
         capture_module(kind(), cell_batch(2), cell_batch(3))
 
 
