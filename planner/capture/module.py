@@ -114,7 +114,7 @@ def capture_module(
         return cast_parameters(meta) if precision == "bf16" else meta
 
     try:
-        rehearsal = rehearse_batch(fresh(), *leaves[0], loss, precision)
+        rehearsal = rehearse_batch(fresh, *leaves[0], loss, precision)
         merged = align(
             *(
                 export_batch(fresh(), tensors, tree, loss, rehearsal, precision)

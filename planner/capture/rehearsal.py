@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
@@ -53,18 +54,25 @@ class Rehearsal:
 
 
 def rehearse(
-    run: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...], made: OnMeta
+    run: nn.Module,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    made: OnMeta,
+    *,
+    faked: bool = False,
 ) -> Rehearsal:
     """Run `run(*inputs)`, which is `module` with its loss, twice, and compare.
 
-    Tensors are on the meta device; `made` is the mode that `run` enters. The module is spent
+    Tensors are on the meta device, `faked` as torch.export fakes them or plain; `made` is the mode
+    that `run` enters. The module is spent
     afterwards: it keeps what its forward leaves. Raises CaptureError where the second forward
     computes something else than the first, or would in time; whatever the forward itself raises
     passes through.
     """
     numbers = _Numbers(module, made)
     before, draws = _state_of(module), _python_draws()
-    with _compiling_state_context(), FakeTensorMode(allow_non_fake_inputs=True):
+    fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
+    with _compiling_state_context(), fakes:
         first = numbers.of_loss(run, _like(inputs))
         after_first = _state_of(module)
         found = _walk_back(first.loss, module)
