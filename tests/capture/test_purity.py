@@ -26,14 +26,7 @@ from tests.capture.fingerprints import MODEL_FILE
 from tests.model_matrix import REFUSED, model_matrix
 
 ROOT = Path(__file__).parents[2]
-TELLING = [
-    "kept-tables",
-    "batchnorm-resnet",
-    "weight-norm",
-    "loss-apart",
-    "tied-embedding",
-    "hf-olmo3",
-]
+TELLING = ["kept-tables", "loss-apart", "tied-embedding", "hf-olmo3"]
 
 
 def capturable():
@@ -92,10 +85,10 @@ def check(found, ways_of_seeds):
         assert len(next(iter(prints.values()))) == 64, f"{name}: {prints}"
 
 
-def test_fingerprints_are_equal_in_five_processes(tmp_path):
-    """N2: search, verify, launch and dryrun, each under a hash seed of its own."""
+def test_fingerprints_are_equal_in_three_processes(tmp_path):
+    """N2: search, dryrun and launch, each under a hash seed of its own."""
     names = [name for name in TELLING if name in capturable()]
-    ways = ["search", "dryrun", "verify", "launch", "search"]
+    ways = ["search", "dryrun", "launch"]
     check(fingerprints(tmp_path, names, ways), ways)
 
 
