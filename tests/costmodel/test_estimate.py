@@ -70,7 +70,11 @@ def make_plan(graph, *, dp=1, tp=1, pp=1, m=4, size=2, schedule="1f1b", zero=0, 
         layouts = tuple(layouts.values()) if isinstance(layouts, dict) else tuple(layouts)
     return Plan(
         model=ModelRef(
-            name=graph.name, file="m.py", fingerprint=graph.fingerprint, inputs=(), batch_tree=None
+            name=graph.name,
+            file="m.py",
+            fingerprint=graph.fingerprint,
+            inputs=(),
+            batch_tree={"tuple": []},
         ),
         cluster=ClusterRef(name="h100-sxm5-80gb", device="cuda", devices_per_node=8),
         dp=dp,

@@ -22,7 +22,9 @@ from planner.schedule import build_schedule, schedule_of
 
 def make_plan(schedule: str, pp_ranks: tuple[int, ...], table: tuple[str, ...] = ()) -> Plan:
     return Plan(
-        model=ModelRef(name="m", file="m.py", fingerprint="0" * 64, inputs=(), batch_tree=None),
+        model=ModelRef(
+            name="m", file="m.py", fingerprint="0" * 64, inputs=(), batch_tree={"tuple": []}
+        ),
         cluster=ClusterRef(name="c", device="cpu", devices_per_node=1),
         dp=1,
         tp=1,
