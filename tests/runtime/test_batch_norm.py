@@ -248,7 +248,7 @@ def test_samples_compared_with_each_other_are_warned_of():
     assert (
         cut_batch_messages(graph, default_plan(graph, microbatch_size=6, num_microbatches=1)) == ()
     )
-    assert verify._piece_size(graph, plan) == 2
+    assert verify._replicas(graph, plan) == 1
     model = tiny_models()["gpt"]
     attends = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
     assert cut_batch_messages(attends, default_plan(attends, num_microbatches=4)) == ()
