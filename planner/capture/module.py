@@ -13,7 +13,7 @@ from planner.capture.align import BATCH_SIZES, align
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
 from planner.capture.hooks import refuse_lost
-from planner.capture.kept_calls import forget_kept_calls
+from planner.capture.kept_calls import KeptCalls
 from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import CaptureError, ModelError
@@ -100,9 +100,11 @@ def capture_module(
             "batch(size) must return `size` samples, usually as the first dim of each tensor"
         )
 
+    kept_calls = KeptCalls()
+
     def fresh() -> torch.nn.Module:
         # For each run anew: what one leaves in its module, another must not find.
-        forget_kept_calls()
+        kept_calls.forget()
         try:
             meta = meta_copy(module)
         except Exception as error:
@@ -115,6 +117,7 @@ def capture_module(
 
     try:
         rehearsal = rehearse_batch(fresh, *leaves[0], loss, precision)
+        kept_calls.find()  # a forward may import what it needs
         merged = align(
             *(
                 export_batch(fresh(), tensors, tree, loss, rehearsal, precision)
@@ -122,7 +125,7 @@ def capture_module(
             )
         )
     finally:
-        forget_kept_calls()
+        kept_calls.forget()
     return build_graph(merged, name=name, batch_tree=leaves[0][1])
 
 

@@ -233,9 +233,9 @@ def test_batch_statistics_over_different_meshes_are_not_verified():
     graph = captured("batchnorm-mlp")
     plan = default_plan(graph, pp=2, tp=2, stage_tps=(2, 1), microbatch_size=2)
     with pytest.raises(PlanError, match=r"see 1 and 2 samples at a time; give those stages"):
-        verify._piece_size(graph, plan)
-    assert verify._piece_size(graph, default_plan(graph, dp=2, microbatch_size=3)) == 3
-    assert verify._piece_size(captured("gpt"), plan) is None
+        verify._replicas(graph, plan)
+    assert verify._replicas(graph, default_plan(graph, dp=2, microbatch_size=3)) == 2
+    assert verify._replicas(captured("gpt"), plan) is None
 
 
 def test_degrees_of_a_stage_must_fit():
