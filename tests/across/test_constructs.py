@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,17 @@ from tests.across import constructs
 from tests.across.constructs import ACROSS, ALONE, NAMED_ALL_THE_SAME, Body, batch
 from tests.across.referee import cutting_changes, used_parts
 
+QUICK = 3
+"""Every so many bodies are looked at in the quick tests, all in the slow ones."""
+
+
+def _some(bodies: Iterable[Body]) -> list[Any]:
+    return [
+        pytest.param(body, marks=() if index % QUICK == 0 else pytest.mark.slow)
+        for index, body in enumerate(bodies)
+    ]
+
+
 ROUNDING = 1e-9
 ROUNDING_IN_BF16 = 0.02
 
@@ -21,7 +34,7 @@ def named_in(body: Body) -> tuple[Finding, ...]:
     return across_samples(capture_module(used_parts(body), batch(2), batch(3)))
 
 
-@pytest.mark.parametrize("body", ALONE, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", _some(ALONE), ids=lambda body: body.__name__)
 def test_samples_alone(body: Body):
     """N1: parts learn what the whole batch does, and nothing is named."""
     in_bf16 = "bfloat16" in inspect.getsource(body)
@@ -29,7 +42,7 @@ def test_samples_alone(body: Body):
     assert named_in(body) == ()
 
 
-@pytest.mark.parametrize("body", ACROSS, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", _some(ACROSS), ids=lambda body: body.__name__)
 def test_across_samples(body: Body):
     """N1: parts learn something else, and the user's own line is named with its kind."""
     if body is not constructs.filled_queue:  # of which nothing is learnt in the same step

@@ -4,7 +4,6 @@ refused in one line; docs/constructs.md has the same table.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,8 @@ def test_what_is_kept_trains_as_in_one_process(construct):
     """
     alone, module = build(construct), build(construct)
     graph = capture_module(module, batch(2), batch(3))
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, alone.state_dict()[name]), "a capture changes nothing"
     plan = default_plan(graph, num_microbatches=1, microbatch_size=6)
     settings = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
     engine = planner.apply(plan, module, optimizer=lambda p: torch.optim.AdamW(p, **settings))
@@ -77,15 +78,6 @@ def test_what_cannot_be_kept_is_refused_in_one_line(construct):
     with pytest.raises(CaptureError, match=construct.refused) as caught:
         capture_module(build(construct), batch(2), batch(3))
     assert "\n" not in str(caught.value)
-
-
-def test_captures_leave_the_module_as_it_was():
-    for construct in KEPT:
-        module = build(construct)
-        before = copy.deepcopy({k: v.clone() for k, v in module.state_dict().items()})
-        capture_module(module, batch(2), batch(3))
-        for name, tensor in module.state_dict().items():
-            assert torch.equal(tensor, before[name]), f"{construct.what}: {name}"
 
 
 def table() -> str:

@@ -85,10 +85,10 @@ def check(found, ways_of_seeds):
         assert len(next(iter(prints.values()))) == 64, f"{name}: {prints}"
 
 
-def test_fingerprints_are_equal_in_three_processes(tmp_path):
-    """N2: search, dryrun and launch, each under a hash seed of its own."""
+def test_fingerprints_are_equal_in_two_processes(tmp_path):
+    """N2: search and launch, each under a hash seed of its own."""
     names = [name for name in TELLING if name in capturable()]
-    ways = ["search", "dryrun", "launch"]
+    ways = ["search", "launch"]
     check(fingerprints(tmp_path, names, ways), ways)
 
 

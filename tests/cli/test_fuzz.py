@@ -287,7 +287,7 @@ def faults_of_lines(seeds: Sequence[int]) -> list[str]:
 
 
 def test_wrong_command_lines(there):
-    assert not faults_of_lines(range(60))
+    assert not faults_of_lines(range(40))
 
 
 @pytest.mark.slow
@@ -296,11 +296,11 @@ def test_three_hundred_wrong_command_lines(there):
 
 
 def test_damaged_plans(there):
-    assert not faults(there, damage_plan, WITH_PLAN, range(150))
+    assert not faults(there, damage_plan, WITH_PLAN, range(80))
 
 
 def test_damaged_profiles(there):
-    assert not faults(there, damage_profile, WITH_PROFILE, range(150))
+    assert not faults(there, damage_profile, WITH_PROFILE, range(80))
 
 
 @pytest.mark.slow
