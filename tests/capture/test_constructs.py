@@ -38,7 +38,18 @@ def build(construct: Construct) -> nn.Module:
     return construct.build()
 
 
-@pytest.mark.parametrize("construct", KEPT, ids=lambda construct: construct.what)
+QUICK = 3
+"""Every so many of the kept constructs are trained in the quick tests, all in the slow ones."""
+
+
+@pytest.mark.parametrize(
+    "construct",
+    [
+        pytest.param(construct, marks=() if index % QUICK == 0 else pytest.mark.slow)
+        for index, construct in enumerate(KEPT)
+    ],
+    ids=lambda construct: construct.what,
+)
 def test_what_is_kept_trains_as_in_one_process(construct):
     """N1: loss, gradients, parameters and buffers of three steps, on one rank in fp64.
 

@@ -26,7 +26,6 @@ KEPT = {construct.what: construct for construct in CONSTRUCTS if not construct.r
 QUICK = [
     "`torch.autograd.Function` of parameters, of several results",
     "moving average in a buffer (`self.m.mul_(0.9).add_(...)`)",
-    "`parametrizations.spectral_norm`",
     "parameter that no gradient reaches",
 ]
 TWICE_IN_A_BLOCK = ["`torch.func.functional_call`", "`autocast(enabled=False)`"]
