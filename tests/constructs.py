@@ -327,6 +327,22 @@ def _partly_without(self: Chain, x: Tensor, index: int) -> Tensor:
     return x + fixed * x + nested
 
 
+def _made_without(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        fixed = RoundedThrough.apply(x, 8) + torch.cat([x]) + x.type_as(x.float())
+        copied = torch.zeros_like(x)
+        copied.copy_(x)
+        viewed = x.view_as(x)
+    return x + x * fixed + x * copied + x * viewed
+
+
+def _returned_without(self: Chain, x: Tensor, index: int) -> Tensor:
+    with torch.no_grad():
+        moved, cast, laid = x.to(x.device), x.to(x.dtype), x.contiguous()
+        undropped, copied = F.dropout(x, 0.5, training=False), x.t().contiguous().t()
+    return x + moved * cast * laid * undropped * copied
+
+
 def _detached_in_place(self: Chain, x: Tensor, index: int) -> Tensor:
     return x.clone().detach_() * x
 
@@ -373,6 +389,17 @@ _construct(
 )
 _construct(_MODE, "`detach_()`", inner=_detached_in_place)
 _construct(_MODE, "`no_grad`, `enable_grad`, nested", inner=_partly_without)
+_construct(
+    _MODE,
+    "autograd functions, `cat`, casts, `copy_` and views under `no_grad`",
+    inner=_made_without,
+)
+_construct(
+    _MODE,
+    "what returns its input under `no_grad` (`contiguous`, `to`)",
+    inner=_returned_without,
+    note="its gradient flows on, as in torch",
+)
 _construct(_MODE, "`inference_mode` around what no gradient needs", inner=_inferred)
 _construct(
     _MODE,

@@ -54,12 +54,16 @@ _TORCH_DIR = str(Path(torch.__file__).parent)
 _OWN_DIR = str(Path(__file__).parent.parent)
 
 
+def _is_users(file: str) -> bool:
+    return not file.startswith((_TORCH_DIR, _OWN_DIR, "<"))
+
+
 def user_line(error: BaseException) -> str:
     """Return `` at file:line: `code``` of the innermost frame of user code, or nothing."""
     for cause in _chain(error):
         frames = traceback.extract_tb(cause.__traceback__)
         for frame in reversed(frames):
-            if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+            if _is_users(frame.filename):
                 code = linecache.getline(frame.filename, frame.lineno or 0).strip()
                 return f" at {frame.filename}:{frame.lineno}: `{code}`"
     return ""
@@ -68,7 +72,7 @@ def user_line(error: BaseException) -> str:
 def calling_line() -> str:
     """Return `` at file:line: `code``` of the innermost frame of user code on the stack."""
     for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((_TORCH_DIR, _OWN_DIR, "<")):
+        if _is_users(frame.filename):
             return f" at {frame.filename}:{frame.lineno}: `{(frame.line or '').strip()}`"
     return ""
 
@@ -97,10 +101,8 @@ def _frame(node: torch.fx.Node) -> tuple[str, str, str]:
     lines = trace.strip().splitlines()
     for index in range(len(lines) - 1, -1, -1):
         text = lines[index].strip()
-        if text.startswith('File "') and not text.startswith(
-            (f'File "{_TORCH_DIR}', f'File "{_OWN_DIR}')
-        ):
-            file, _, rest = text.removeprefix('File "').partition('", line ')
+        file, _, rest = text.removeprefix('File "').partition('", line ')
+        if text.startswith('File "') and _is_users(file):
             number = rest.split(",")[0]
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             return file, number, code

@@ -222,7 +222,7 @@ class _Context:
 
 
 class _OwnArguments(TorchFunctionMode):
-    """Refuses a forward that reads tensors it was not given, or writes into those it was."""
+    """Refuses a forward that reads tensors it was not given."""
 
     def __init__(self, call: FunctionCall, given: list[Tensor]) -> None:
         super().__init__()

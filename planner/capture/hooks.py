@@ -83,7 +83,7 @@ def saved_tensors_untouched() -> Iterator[None]:
     enter = hooks.__enter__
 
     def refusing(self: torch.autograd.graph.saved_tensors_hooks) -> None:
-        if not self.unpack_hook.__module__.startswith("torch."):
+        if not getattr(self.unpack_hook, "__module__", "").startswith("torch."):
             raise CaptureError(
                 f"forward changes what autograd saves (saved_tensors_hooks){calling_line()}; leave "
                 "it out: what is kept, recomputed or offloaded is the plan's choice"

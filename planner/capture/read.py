@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from planner.capture.diagnose import node_line
 from planner.capture.functions import FunctionCall
@@ -232,10 +233,34 @@ class Reader:
         inner_env = {
             p: self._arg(operand, env) for p, operand in zip(placeholders, operands, strict=True)
         }
-        around, self._grad_enabled = self._grad_enabled, bool(enabled)
+        around = self._grad_enabled, self._detached
+        self._grad_enabled, self._detached = bool(enabled), {}
         results = self._run(inner, inner_env)
-        self._grad_enabled = around
+        self._grad_enabled, self._detached = around
         return results
+
+    def _without_gradient(
+        self, node: torch.fx.Node, args: Any, kwargs: Any, env: Env
+    ) -> tuple[Any, Any]:
+        """Detach what an op of a no_grad region reads.
+
+        What it writes into stays as it is. So does what it returns itself, as `x.contiguous()`
+        returns a contiguous x: its gradient flows on, without gradient mode, too.
+        """
+        assert isinstance(node.target, torch._ops.OpOverload)
+        arguments = node.target._schema.arguments
+        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        returned = {env[argument] for argument in _returned_inputs(node)}
+
+        def detached(name: str, value: Any) -> Any:
+            if name in written:
+                return value
+            return map_refs(value, lambda r: r if r in returned else self._detach(r, node))
+
+        return (
+            tuple(detached(a.name, arg) for a, arg in zip(arguments, args, strict=False)),
+            tuple((name, detached(name, value)) for name, value in kwargs),
+        )
 
     def _detach(self, ref: Ref, node: torch.fx.Node) -> Ref:
         meta = self.record.tensors[ref.name]
@@ -259,6 +284,8 @@ class Reader:
         self._copy_written_buffers(node, env)
         args = self._arg(node.args, env)
         kwargs = tuple((k, self._arg(v, env)) for k, v in node.kwargs.items())
+        if not self._grad_enabled:
+            args, kwargs = self._without_gradient(node, args, kwargs, env)
         if packet in ("alias", "lift_fresh_copy", "lift_fresh"):
             return args[0]
         if packet == "detach_":
@@ -293,10 +320,6 @@ class Reader:
                 raise _BufferWritten(root_of(self.record, written).name)
             if target is None:  # a copy that only replaces: its source is the new value
                 return self._rebind(node, written, args[1])
-        if not self._grad_enabled:
-            args, kwargs = (
-                map_refs(arg, lambda r: self._detach(r, node)) for arg in (args, kwargs)
-            )
         values = node.meta["val"]
         many = isinstance(values, tuple | list)
         grad = self.record.needs_grad(packet, args, kwargs)
@@ -464,6 +487,19 @@ def portable_histc(
     record.emit(node, str(target), names[1], (Ref(names[0]), *args[1:]), kwargs, (names[1],))
     record.emit(node, to, out, (Ref(names[1]), back), (), (out,))
     return Ref(out)
+
+
+def _returned_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensors that an op returns themselves: neither a copy of them nor a view."""
+    inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), FakeTensor)]
+    schema = node.target._schema  # type: ignore[union-attr]
+    if not inputs or schema.is_mutable or schema.name == "planner::autograd_function":
+        return []
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with inputs[0].meta["val"].fake_mode, torch.no_grad():
+        results = node.target(*args, **kwargs)  # type: ignore[operator]
+    results = results if isinstance(results, tuple | list) else (results,)
+    return [n for n in inputs if any(result is n.meta["val"] for result in results)]
 
 
 def _is_counted(args: Any, counters: Collection[str]) -> bool:
