@@ -22,11 +22,17 @@ from pathlib import Path
 
 import numpy as np
 
-from costmodel.fit_rates import RANGES, MeasuredRun, fit_rates, held_out_errors, relative_errors
-from costmodel.published import RunRow, estimate_run_memory
-from costmodel.rates import TrainingRates, save_rates
-from costmodel.row_files import read_rows
-from costmodel.rows import run_of
+from costmodel.table.fit_rates import (
+    RANGES,
+    MeasuredRun,
+    fit_rates,
+    held_out_errors,
+    relative_errors,
+)
+from costmodel.table.published import RunRow, estimate_run_memory
+from costmodel.table.rates import TrainingRates, save_rates
+from costmodel.table.rows.row_files import read_rows
+from costmodel.table.rows.rows import run_of
 from planner.errors import PlannerError
 from planner.units import GIB
 from profiles import load_profile

@@ -2,7 +2,7 @@
 
     python benchmarks/activation_memory.py [--pp 2 4] [--microbatches 4 8 16] [--json [rows.json]]
 
-Measured: the real engine on fake tensors (`planner.runtime.dryrun`), every pp rank: the bytes
+Measured: the real engine on fake tensors (`planner.runtime.check.dryrun`), every pp rank: the bytes
 alive after each forward, without weights, gradients, optimizer state and batch; what is left are
 saved tensors and posted receive buffers. Predicted: the memory model's activations and buffers.
 Both on the pp rank that has most, of a small GPT; needs neither ranks nor a GPU.
@@ -28,9 +28,9 @@ from costmodel import CostCache, estimate
 from planner.capture import capture_module
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import DryRun, dry_run
-from planner.runtime.wiring import stage_params
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import DryRun, dry_run
+from planner.runtime.step.wiring import stage_params
 from profiles import load_profile
 
 SCHEDULES = ("fthenb", "1f1b")

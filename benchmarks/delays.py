@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from costmodel.simulate import JobSeconds, simulate
-from planner.runtime.engine import Engine
-from planner.runtime.p2p import Crossing, Message, Post
+from costmodel.time.simulate import JobSeconds, simulate
+from planner.runtime.step.engine import Engine
+from planner.runtime.step.p2p import Crossing, Message, Post
 from planner.schedule import Job, JobKind, build_schedule
 
 BLOCKING = "blocking"
@@ -226,7 +226,7 @@ def measure_case(
     """
     import planner
     from planner.capture import capture_module
-    from planner.plan_defaults import default_plan
+    from planner.plan.defaults import default_plan
 
     rows, width = (4, 8) if job_s else (256, 256)
     model = Chain(2 * ranks, width)

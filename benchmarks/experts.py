@@ -74,10 +74,10 @@ def published_choices(row: dict[str, str]) -> dict[str, object]:
 
 def compare(row: dict[str, str]) -> dict[str, object]:
     """Search with and without a row's layout; return both and what lies between them."""
-    from costmodel.rows import predict_row
+    from costmodel.table.rows.rows import predict_row
     from profiles import load_profile
     from search import SearchRequest, find_plan
-    from search.explain import differences
+    from search.report.explain import differences
 
     case = case_of(row)
     graph = cached_graph(row["model"], case)
@@ -144,8 +144,8 @@ def measured_seconds(row: dict[str, str]) -> float:
 
 def utilisation(row: dict[str, str], step_s: float) -> float:
     """Return the model's own work, attention in full, over what the devices could do in bf16."""
-    from costmodel.published import parse_row
-    from costmodel.rows import machine_of
+    from costmodel.table.published import parse_row
+    from costmodel.table.rows.rows import machine_of
 
     peak = machine_of(row)[1].peak_flop_per_s["bfloat16"]
     flop = _number(row, "global_batch") * parse_row(row).shape.model_flop()

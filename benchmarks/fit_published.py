@@ -16,12 +16,12 @@ import pandas as pd
 
 from benchmarks.gpu.kept import read_kept, with_measured
 from benchmarks.machines import CLUSTERS, assumed
-from costmodel.rates import load_rates
-from costmodel.stacks import STACKS
-from costmodel.transformer import Split, TransformerShape, layer_seconds
+from costmodel.table.rates import load_rates
+from costmodel.table.stacks import STACKS
+from costmodel.table.transformer import Split, TransformerShape, layer_seconds
 from planner.units import GIB, MIB
 from profiles import Group, load_profile
-from profiles.fit import fit_nonnegative, fit_pieces, piecewise_at
+from profiles.lookup.fit import fit_nonnegative, fit_pieces, piecewise_at
 from profiles.records import CollectiveFit, OpFit, ProfileFile
 from profiles.store import write_profile_file
 

@@ -35,12 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from planner.capture import capture_module
 from planner.graph import ModelGraph
-from planner.lowering import lower
-from planner.placement import Placement, Shard, parse_placement
-from planner.program_fx import to_graph_module
-from planner.runtime.collectives import run_step
-from planner.runtime.weights import local_piece
-from planner.sharding import propagate_graph
+from planner.layout.lowering import lower
+from planner.layout.placement import Placement, Shard, parse_placement
+from planner.layout.propagate import propagate_graph
+from planner.runtime.stage.collectives import run_step
+from planner.runtime.stage.program_fx import to_graph_module
+from planner.runtime.state.weights import local_piece
 
 
 class Layers(nn.Module):

@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from planner.capture_cache import load_graph
+from planner.graph.capture_cache import load_graph
 from profiles import Profile, load_profile, measure_profile
-from profiles.families import BLOCK_TARGET, family_of
-from profiles.fit import fit_ops
-from profiles.grid import base_probes
-from profiles.op_model import query_of, record_key
-from profiles.signatures import blocks, signatures
+from profiles.lookup.families import BLOCK_TARGET, family_of
+from profiles.lookup.fit import fit_ops
+from profiles.lookup.op_model import query_of, record_key
+from profiles.measure.grid import base_probes
+from profiles.measure.signatures import blocks, signatures
 from profiles.store import OPS_FILE
 
 FOLDS = 5

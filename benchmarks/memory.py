@@ -3,7 +3,7 @@
     python -m benchmarks.memory [--models gpt,vit] [--layouts pp2,dp2-zero3] [--real] [--json]
 
 For each model and layout, and for each rank: what `estimate` predicts, and what the real
-engine holds on fake tensors (`planner.runtime.dryrun`); with `--real`, also what it holds when
+engine holds on fake tensors (`dryrun`); with `--real`, also what it holds when
 two gloo ranks run for real and count the bytes of live tensors. Tensors only: what an
 allocator rounds up, and the framework's context, are in none of them. Prints the errors of
 each layout, worst first, and the bound that the memory model states.
@@ -27,11 +27,11 @@ from costmodel import CostCache, estimate
 from planner.capture import capture_source
 from planner.errors import PlannerError
 from planner.graph import ModelGraph, from_json, to_json
-from planner.model_file import ModelSource
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import dry_run, track_run
-from planner.runtime.mesh import build_mesh
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run, track_run
+from planner.runtime.start.mesh import build_mesh
 from profiles import Profile
 from tests.builders import tiny_models
 from tests.spawn import run_ranks

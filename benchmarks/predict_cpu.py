@@ -34,9 +34,9 @@ from pathlib import Path
 from planner.errors import PlannerError
 from planner.plan import Plan, save_plan
 from profiles import Profile
-from profiles.families import pace_kind
+from profiles.lookup.families import pace_kind
+from profiles.measure.visits import midmean, undisturbed_pace
 from profiles.records import PaceKind
-from profiles.visits import midmean, undisturbed_pace
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
@@ -94,7 +94,7 @@ def batch(size):
 
 def plans_of(graph, model_file: Path) -> list[Plan]:
     """Return plans over dp, tp, pp, ZeRO, recompute, microbatch and schedule for two ranks."""
-    from planner.plan_defaults import default_plan
+    from planner.plan.defaults import default_plan
 
     choices = []
     for size in (2, 4, 8):

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from planner.capture import capture_source, load_model_file
 from planner.plan import load_plan
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh
-from planner.runtime.workers import TIMELINE_DIR
-from profiles.clock import Clock, Pace
+from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.workers import TIMELINE_DIR
+from planner.runtime.step.engine import Engine
+from profiles.measure.timing.clock import Clock, Pace
 
 WARM_UP_STEPS = 3
 """So many steps a new process takes until it has the memory it needs."""

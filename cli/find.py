@@ -56,10 +56,10 @@ def search(
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
-    from planner.batch_statistics import cut_batch_messages
     from planner.plan import save_plan
+    from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
-    from search.describe import describe_advice, describe_pareto, describe_result
+    from search.report.describe import describe_advice, describe_pareto, describe_result
 
     request = question.request(
         model,
@@ -120,8 +120,8 @@ def search(
 @spread(Question)
 def why(model: ModelFile, question: Question) -> None:
     """Say why your choices are refused, or slower."""
-    from search.describe import describe_comparison
-    from search.explain import compare_choices
+    from search.report.describe import describe_comparison
+    from search.report.explain import compare_choices
 
     request = question.request(model)
     profile, note = profile_named(question.profile)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def graph_of(model: Path, precision: Precision = "model") -> ModelGraph:
     """Return the graph of a model file, captured now or kept."""
-    from planner.capture_cache import load_graph
+    from planner.graph.capture_cache import load_graph
 
     return load_graph(model, precision=precision)
 

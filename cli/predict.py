@@ -15,7 +15,7 @@ from planner.errors import PlannerError
 
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
-    from costmodel.fusion import Kernels
+    from costmodel.table.fusion import Kernels
     from planner.plan import Plan
 
 
@@ -26,8 +26,8 @@ def show(
     ] = None,
 ) -> None:
     """Print what a plan decides and should cost."""
-    from planner.describe import describe_plan
     from planner.plan import load_plan
+    from planner.plan.describe import describe_plan
 
     loaded = load_plan(plan)
     graph = None if model is None else graph_of(model, loaded.precision)
@@ -69,7 +69,7 @@ def estimate(
         return
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
-    from planner.describe import describe_estimate
+    from planner.plan.describe import describe_estimate
 
     predicted = predict(
         plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels),
@@ -81,7 +81,7 @@ def estimate(
 
 
 def _parse_kernels(text: str) -> Kernels:
-    from costmodel.fusion import Kernels
+    from costmodel.table.fusion import Kernels
 
     for kernels in get_args(Kernels):
         if text == kernels:
@@ -90,7 +90,7 @@ def _parse_kernels(text: str) -> Kernels:
 
 
 def _estimate_rows(source: Path, target: Path) -> None:
-    from costmodel.row_files import estimate_file
+    from costmodel.table.rows.row_files import estimate_file
 
     check_writable(target, "predictions", (source,))
     with show_progress("estimating"):
@@ -124,10 +124,10 @@ def dryrun(
     rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
 ) -> None:
     """Run one rank on fake tensors: its memory, job by job."""
-    from planner.describe import describe_dry_run
-    from planner.model_file import load_model_file
+    from planner.graph.model_file import load_model_file
     from planner.plan import load_plan
-    from planner.runtime.dryrun import dry_run
+    from planner.plan.describe import describe_dry_run
+    from planner.runtime.check.dryrun import dry_run
 
     loaded = load_plan(plan)
     with show_progress("dry run") as progress:

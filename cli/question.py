@@ -104,7 +104,7 @@ class Question:
 
     def pins_in(self, graph: ModelGraph) -> tuple[tuple[int, str, str], ...]:
         """Return pins as (class index, parameter name in its program, placement)."""
-        from planner.sharding.pins import class_pins, parse_pin
+        from planner.layout.pins import class_pins, parse_pin
 
         by_class = class_pins(graph, [parse_pin(text) for text in self.pin or ()])
         return tuple(

@@ -30,9 +30,9 @@ def verify(
 
     Trains a few steps both ways in fp64 and exits with 1 if they differ by more than rounding does.
     """
-    from planner.describe import describe_verification
     from planner.plan import load_plan
-    from planner.runtime.verify import verify as verify_plan
+    from planner.plan.describe import describe_verification
+    from planner.runtime.check.verify import verify as verify_plan
 
     loaded = load_plan(plan)
     with show_progress("verifying") as progress:
@@ -62,7 +62,7 @@ def launch(
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
-    from planner.runtime.launch import launch as launch_ranks
+    from planner.runtime.start.launch import launch as launch_ranks
 
     return launch_ranks(
         plan,
@@ -77,7 +77,7 @@ def launch(
 
 def timeline(folder: RunFolder, trace: TraceOption = None) -> None:
     """Report a recorded run, and make one trace of it."""
-    from planner.describe import describe_timeline
+    from planner.plan.describe import describe_timeline
     from planner.timeline import load_timeline
 
     check_writable(trace, "the trace")

@@ -7,13 +7,13 @@ thousands of times a second; `CostCache` asks each expensive question once.
 """
 
 from costmodel.cache import CostCache
-from costmodel.compute import op_seconds, redistribute_seconds
 from costmodel.estimate import Estimate, TimeParts, estimate
-from costmodel.memory import MemoryParts, rank_memory, stage_memory
-from costmodel.plan_price import PlanPrice, StageLayouts, price_plan, stage_load
-from costmodel.program import ProgramCost, price_program
-from costmodel.simulate import JobSeconds, Timeline, build_job_table, simulate
-from costmodel.stage import StageLoad, block_load, join
+from costmodel.memory.memory import MemoryParts, rank_memory, stage_memory
+from costmodel.time.compute import op_seconds, redistribute_seconds
+from costmodel.time.plan_price import PlanPrice, StageLayouts, price_plan, stage_load
+from costmodel.time.program import ProgramCost, price_program
+from costmodel.time.simulate import JobSeconds, Timeline, build_job_table, simulate
+from costmodel.time.stage import StageLoad, block_load, join
 
 __all__ = [
     "CostCache",

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from costmodel.block_bytes import BlockBytes, block_bytes
-from costmodel.fusion import Kernels
 from costmodel.links import Links, find_links
-from costmodel.program import ProgramCost, price_program
+from costmodel.memory.ops.block_bytes import BlockBytes, block_bytes
+from costmodel.memory.stage_jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
-from costmodel.stage_jobs import StageJobs
+from costmodel.table.fusion import Kernels
+from costmodel.time.program import ProgramCost, price_program
 from costmodel.topology import split_axes
 from planner.graph import ModelGraph, Program
-from planner.lowering import lower
+from planner.layout.lowering import lower
+from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
-from planner.recompute_choice import ops_made_again
 from profiles import Profile
 
 

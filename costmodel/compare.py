@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from costmodel.simulate import Timeline
+from costmodel.time.simulate import Timeline
 from planner.errors import PlannerError
 from planner.timeline import JOB_KINDS, REMAKE, RankTimeline, Span, bubbles
 

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from costmodel.compare import RunComparison
-from costmodel.simulate import JobSeconds, Timeline
-from planner.describe import draw_timetable
+from costmodel.time.simulate import JobSeconds, Timeline
+from planner.plan.describe import draw_timetable
 from planner.schedule import StageTimes
 from planner.units import format_seconds
 

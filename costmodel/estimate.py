@@ -10,10 +10,10 @@ optimizer(r) its parameter update. On the rank that ends last,
              + bubble_s + clipping_s + optimizer_s + offload_s
 
 inputs_s is the batch's way onto the device of the first stage, for which the table waits
-(`costmodel.inputs`); offload_s is by how much copies of activations lengthen jobs; pp_comm_s is
+(`inputs`); offload_s is by how much copies of activations lengthen jobs; pp_comm_s is
 what the step would gain if transfers between stages took no time; bubble_s is the rest of the
 time the rank waits for others. Where gradients are clipped, all ranks wait for each other ahead
-of the optimizer (`costmodel.clipping`); the parts are then of the rank that is waited for, and
+of the optimizer (`costmodel.time.clipping`); the parts are then of the rank that is waited for, and
 clipping_s has what it waits for slower updates.
 """
 
@@ -27,16 +27,16 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.clipping import ClipSeconds, clip_seconds, last_rank, norm_sum_seconds
-from costmodel.communication import MASTER_FACTOR, adamw_seconds
 from costmodel.in_training import in_training
-from costmodel.inputs import input_seconds
-from costmodel.memory import MemoryParts, kept_bytes
-from costmodel.offload import host_step_seconds, least_job_seconds
-from costmodel.plan_memory import plan_memory
-from costmodel.plan_price import PlanPrice, price_plan
-from costmodel.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.stage import again_seconds
+from costmodel.memory.memory import MemoryParts, kept_bytes
+from costmodel.memory.plan_memory import plan_memory
+from costmodel.time.clipping import ClipSeconds, clip_seconds, last_rank, norm_sum_seconds
+from costmodel.time.communication import MASTER_FACTOR, adamw_seconds
+from costmodel.time.inputs import input_seconds
+from costmodel.time.offload import host_step_seconds, least_job_seconds
+from costmodel.time.plan_price import PlanPrice, price_plan
+from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
+from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of

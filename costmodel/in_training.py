@@ -2,7 +2,7 @@
 
 Published tables of single operators and collectives tell what each reaches alone, on one node.
 Whole training runs tell what is left of that beside everything else, and the rates fitted to
-them (`costmodel.kernels.DeviceRates`) are physical, so a captured graph is priced with them too:
+them (`kernels.DeviceRates`) are physical, so a captured graph is priced with them too:
 
     op             seconds * (1 + node_spread * log2(nodes))     never under flop / sustained rate
     collective     seconds / (link_efficiency inside a node, network_efficiency between nodes)
@@ -18,10 +18,10 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import Literal
 
-from costmodel.kernels import DeviceRates
-from costmodel.rates import has_rates, load_rates
+from costmodel.table.kernels import DeviceRates
+from costmodel.table.rates import has_rates, load_rates
 from profiles import Group, Lookup, OpQuery, Profile
-from profiles.families import MATMUL, family_of
+from profiles.lookup.families import MATMUL, family_of
 
 
 class TrainingProfile(Profile):

@@ -1,7 +1,7 @@
 """Values that no block makes: those made of the batch for each microbatch, and those made once.
 
 The preamble makes both. A value that depends on no batch input (positions, a causal mask) is made
-once for each number of samples and kept (`planner.runtime.feed`). Many are views: a mask
+once for each number of samples and kept (`planner.runtime.step.feed`). Many are views: a mask
 that is expanded over the samples takes no more than the mask.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodel.links import Links
-from costmodel.saved import HELD_ANYWAY
-from costmodel.storage import Storage, map_storages
+from costmodel.memory.ops.saved import HELD_ANYWAY
+from costmodel.memory.ops.storage import Storage, map_storages
 from planner.graph import ModelGraph
-from planner.placement import Placement, Shard
+from planner.layout.placement import Placement, Shard
 from planner.plan import Plan
-from planner.runtime.wiring import block_placements
+from planner.runtime.step.wiring import block_placements
 
 
 @dataclass(frozen=True, kw_only=True)

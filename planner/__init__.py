@@ -17,7 +17,7 @@ from planner.loss_weight import count_tokens
 
 if TYPE_CHECKING:
     from planner.plan import Plan
-    from planner.runtime.engine import Engine
+    from planner.runtime.step.engine import Engine
 
 __all__ = ["ShardedSampler", "apply", "count_tokens"]
 
@@ -48,7 +48,7 @@ def apply(
     ``planner.count_tokens("labels")``. Raises PlanError or ModelError when plan, model and
     processes do not belong together.
     """
-    from planner.runtime.apply import apply_plan
+    from planner.runtime.start.apply import apply_plan
 
     return apply_plan(
         plan,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from planner.batch import flatten_batch
 from planner.errors import ModelError
+from planner.graph.batch import flatten_batch
 
 
 def count_tokens(

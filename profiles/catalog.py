@@ -11,12 +11,7 @@ from pathlib import Path
 from planner.errors import ProfileError
 from profiles.profile import Profile
 from profiles.records import ProfileFile
-from profiles.store import (
-    PROFILE_FILE,
-    read_collectives,
-    read_ops,
-    read_profile_file,
-)
+from profiles.store import PROFILE_FILE, read_collectives, read_ops, read_profile_file
 
 SHIPPED = Path(__file__).parent / "data"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from planner.errors import ProfileError
 from profiles.catalog import load_profile
-from profiles.op_model import record_key
+from profiles.lookup.op_model import record_key
 from profiles.profile import Profile
 
 LARGE_SPREAD = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from planner.units import GB, KIB, TFLOP, format_bytes, format_seconds
-from profiles.families import MATMUL, family_of
+from profiles.lookup.families import MATMUL, family_of
 from profiles.profile import Profile
 from profiles.records import COLLECTIVE_KINDS, CollectiveFit, Group, OpFit
 
@@ -235,7 +235,7 @@ def _plot_rates(figure: Any, profile: Profile) -> None:
 def _plot_collectives(figure: Any, profile: Profile) -> None:
     from plotly import graph_objects as go
 
-    from profiles.collective_model import wire_share
+    from profiles.lookup.collective_model import wire_share
 
     sizes = [KIB * 2.0**k for k in range(21 if profile.source == "shipped" else 17)]
     for fit in profile.file.collective_fits:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from profiles.collective_model import CollectiveModel
-from profiles.families import pace_kind
 from profiles.hosts import ASSUMED, HOSTS, REACHED_FRACTION, HostSpec
-from profiles.op_model import OpModel
+from profiles.lookup.collective_model import CollectiveModel
+from profiles.lookup.families import pace_kind
+from profiles.lookup.op_model import OpModel
 from profiles.records import (
     CollectiveRecord,
     Direction,
@@ -43,7 +43,7 @@ PASSES: dict[StepWork, float] = {
 }
 """Bytes that cross memory for each byte of the float32 tensor. AdamW reads parameter,
 gradient and two moments and writes all but the gradient; a bfloat16 copy is half a pass. FSDP2's
-copies are counted with its messages (`costmodel.communication`); what it does besides, only
+copies are counted with its messages (`costmodel.time.communication`); what it does besides, only
 where it was measured."""
 
 

@@ -39,7 +39,7 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = (
 )
 
 PaceKind = Literal["product", "light"]
-"""What an op's speed keeps step with when the machine's changes: see `profiles.clock.Pace`."""
+"""What an op's speed keeps step with when the machine's changes: see `clock.Pace`."""
 
 Origin = Literal["measured", "data sheet", "published", "fitted", "assumed"]
 """Where a number is from: this machine, a vendor's data sheet, a published measurement, a
@@ -172,7 +172,7 @@ class OpRecord(Provenance):
 
     `visits` are medians of samples, as they were; `paces` the seconds of a fixed piece of
     work beside each visit, by which `seconds` is scaled to the undisturbed machine (none on
-    GPUs): see `profiles.visits`. `arguments` tells apart probes that differ only in what
+    GPUs): see `profiles.measure.visits`. `arguments` tells apart probes that differ only in what
     is not a tensor, such as a flag.
     `warm_seconds` is the time on inputs that stay in cache, where that was measured.
     """
@@ -207,7 +207,7 @@ class CollectiveRecord(Provenance):
 class OpFit(_Record):
     """`seconds = overhead_s + flop * s_per_flop + num_bytes * s_per_byte`.
 
-    `family` is an op family of `profiles.families` or one target. Coefficients are
+    `family` is an op family of `profiles.lookup.families` or one target. Coefficients are
     non-negative, fitted for least relative error; `relative_error` is the median absolute
     relative residual.
     """
@@ -327,7 +327,7 @@ StepWork = Literal[
 """Work of a step beside its blocks: AdamW over float32 parameters, or over DTensors of them
 (ZeRO; their dispatch costs host time per tensor); bfloat16 weights written from float32
 masters; bfloat16 gradients added to float32 sums; copies between host and device; FSDP2's own
-work for a block, without messages (`profiles.zero_timing`)."""
+work for a block, without messages (`profiles.measure.timing.zero_timing`)."""
 
 
 class StepFit(_Record):

@@ -13,12 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from planner.errors import ProfileError
-from profiles.records import (
-    SCHEMA_VERSION,
-    CollectiveRecord,
-    OpRecord,
-    ProfileFile,
-)
+from profiles.records import SCHEMA_VERSION, CollectiveRecord, OpRecord, ProfileFile
 
 PROFILE_FILE = "profile.json"
 OPS_FILE = "ops.csv"

@@ -6,9 +6,9 @@ solver chooses op placements (`layouts`), across blocks dynamic programming cuts
 (`find_plan`). Torch-free.
 """
 
-from search.concessions import Advice, Concession, find_advice
 from search.find_plan import find_plan
-from search.pareto import Point, find_pareto
+from search.report.concessions import Advice, Concession, find_advice
+from search.report.pareto import Point, find_pareto
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 from search.result_cache import find_plan_once
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
-from search.chain_dp import cut_peak, cut_value
-from search.chain_paths import Paths
-from search.chain_problem import ChainProblem, Cut
+from search.partition.chain_dp import cut_peak, cut_value
+from search.partition.chain_paths import Paths
+from search.partition.chain_problem import ChainProblem, Cut
 
 
 def all_cuts(problem: ChainProblem) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

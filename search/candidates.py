@@ -11,31 +11,26 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
-from costmodel.stage import again_seconds
+from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
-from planner.plan_defaults import model_ref
-from planner.schedule import (
-    find_schedule,
-    in_flight,
-    in_flight_per_stage,
-    stage_to_pp_rank,
-)
+from planner.plan.defaults import model_ref
+from planner.schedule import find_schedule, in_flight, in_flight_per_stage, stage_to_pp_rank
 from profiles import Profile
-from search.balance import balanced_cut
-from search.bounds import TableBounds
-from search.chain_problem import ChainProblem, Cut, Floats, TooLarge
-from search.copied_jobs import CopiedRow
-from search.drafts import Drafts
-from search.even_stages import EvenStages
-from search.layouts import LayoutSolver, parse_pins_of
-from search.learnt import Learnt
+from search.bounds.bounds import TableBounds
+from search.bounds.copied_jobs import CopiedRow
+from search.bounds.quick_price import copied_rows, job_table, quick_step_s
+from search.bounds.rank_bytes import RankBytes, least_bytes
 from search.on_host import NOTHING, OnHost, tiers
-from search.quick_price import copied_rows, job_table, quick_step_s
-from search.rank_bytes import RankBytes, least_bytes
+from search.op_layout.layouts import LayoutSolver, parse_pins_of
+from search.partition.balance import balanced_cut
+from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
+from search.partition.even_stages import EvenStages
 from search.request import SearchRequest
 from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
-from search.stage_table import StageTable
+from search.stages.drafts import Drafts
+from search.stages.learnt import Learnt
+from search.stages.stage_table import StageTable
 
 # Schedules whose critical path `chain_dp` knows more of than any schedule's.
 _FAMILIES = {

@@ -23,12 +23,12 @@ from search.candidates import Candidates, with_estimate
 from search.first_gate import NO_FASTER, TOO_LARGE, first_gate
 from search.gates import Progress, begin_with_learnt, run_gates
 from search.host_room import host_holds, too_large_for_host
-from search.nothing_fits import explain_nothing_fits, find_leanest
+from search.meshes.own_mesh_walk import search_own_meshes
 from search.on_host import tiers
-from search.other_cuts import close_gap
-from search.own_mesh_walk import search_own_meshes
+from search.partition.other_cuts import close_gap
+from search.report.nothing_fits import explain_nothing_fits, find_leanest
+from search.report.runners_up import find_runners_up
 from search.request import Certificate, SearchRequest, SearchResult
-from search.runners_up import find_runners_up
 from search.space import Refusals
 from search.synthesis import SYNTHESISED, with_synthesised_table
 from search.walk import BEATEN, Finished, Walk, size_of

@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
-from search.drafts import Draft, worth_trying
 from search.gates import Progress, run_gates
 from search.space import Shape
-from search.stage_table import StageTable
+from search.stages.drafts import Draft, worth_trying
+from search.stages.stage_table import StageTable
 from search.walk import BEATEN, Unopened, Walk
 
 TOO_LARGE = "memory: a smaller microbatch does not fit either"

@@ -20,14 +20,14 @@ from operator import ge
 from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
-from search.bisect import solve_by_bisection
 from search.brute_force import solve_by_brute_force
 from search.candidates import in_flight_of
-from search.chain_dp import solve_chain
-from search.chain_problem import ChainProblem, Cut, TooLarge
-from search.joint import solve_by_joint_program
+from search.ilp.joint import solve_by_joint_program
+from search.partition.bisect import solve_by_bisection
+from search.partition.chain_dp import solve_chain
+from search.partition.chain_problem import ChainProblem, Cut, TooLarge
 from search.space import Configuration
-from search.stage_table import StageTable
+from search.stages.stage_table import StageTable
 from search.walk import Entry, Finished, Unopened, Walk
 
 Progress = Callable[[float, str], None]

@@ -16,9 +16,9 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from costmodel.rates import has_rates, load_rates
-from planner.capture_cache import cache_dir
+from costmodel.table.rates import has_rates, load_rates
 from planner.graph import ModelGraph
+from planner.graph.capture_cache import cache_dir
 from planner.plan import Plan
 from profiles import Profile
 from search.find_plan import find_plan

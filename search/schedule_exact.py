@@ -24,14 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.schedule import (
-    Job,
-    JobKind,
-    Pipeline,
-    Schedule,
-    synthesize_schedule,
-    time_schedule,
-)
+from planner.schedule import Job, JobKind, Pipeline, Schedule, synthesize_schedule, time_schedule
 
 _STEPS = 20_000
 

@@ -18,10 +18,10 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.layout.context import check_hands_on_sequences, longest_sequence
 from planner.plan import Recompute
-from planner.plan_defaults import check_balance
+from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
-from planner.sharding import check_hands_on_sequences, longest_sequence
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8

@@ -17,11 +17,11 @@ from itertools import count
 from costmodel import Estimate
 from planner.plan import Plan
 from search.candidates import Candidates
-from search.chain_problem import Cut, TooLarge
-from search.learnt import Key
+from search.partition.chain_problem import Cut, TooLarge
 from search.request import SearchRequest
 from search.space import Configuration, Shape
-from search.stage_table import StageTable
+from search.stages.learnt import Key
+from search.stages.stage_table import StageTable
 
 BEATEN = "bound: cannot beat the best"
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from planner import capture
-from planner.batch import flatten_batch
 from planner.graph import ModelGraph, from_json, to_json
+from planner.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
 _FOLDER = "PLANNER_TEST_CAPTURES"  # ranks inherit it

@@ -16,8 +16,8 @@ _NEEDED = (
     "torch.export",
     "torch.utils.checkpoint",
     "planner.capture",
-    "planner.runtime.engine",
-    "planner.runtime.verify",
+    "planner.runtime.step.engine",
+    "planner.runtime.check.verify",
     "tests.runtime.scenarios",
 )
 _WHERE_INSTALLED = tuple(

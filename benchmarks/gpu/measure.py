@@ -23,11 +23,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.gpu.kept import keep, write_kept
-from planner.capture_cache import load_graph
+from planner.graph.capture_cache import load_graph
 from profiles import Profile, load_profile, measure_profile
 from profiles.catalog import shipped_for_gpu
-from profiles.families import BLOCK, family_of
-from profiles.op_model import query_of
+from profiles.lookup.families import BLOCK, family_of
+from profiles.lookup.op_model import query_of
 
 MODELS = {
     "cuda": Path(__file__).with_name("layer.py"),

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from planner.graph import Ref
-from planner.placement import OpSharding, Placement, Shard
-from planner.sharding.call import Call, P, R, normal_dim, normal_dims
-from planner.sharding.letters import Letters, broadcast, by_letters, pointwise, same_dims
+from planner.layout.placement import OpSharding, Placement, Shard
+from planner.ops.call import Call, P, R, normal_dim, normal_dims
+from planner.ops.letters import Letters, broadcast, by_letters, pointwise, same_dims
 
 Rule = Callable[[Call], Iterator[OpSharding]]
 

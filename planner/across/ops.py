@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from planner.across.extra import ELEMENTWISE, EXTRA, LOSSES
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
-from planner.blocks import is_random, mutates
 from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
-from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.sharding import apart_strategies_of, has_rule, without_names
-from planner.sharding.call import Call, fits
+from planner.graph.blocks import is_random, mutates
+from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.ops.call import Call, fits
+from planner.ops.registry import apart_strategies_of, has_rule, without_names
 
 Kind = Literal["mixed", "pairs", "normaliser", "sum", "size", "buffer", "repeated", "unknown"]
 
@@ -647,7 +647,7 @@ def _bags(step: Step) -> tuple[State, ...] | None:
 
 @handles("batch_norm")
 def _batch_norm(step: Step) -> tuple[State, ...] | None:
-    """In training it computes across samples, of which `planner.batch_statistics` tells."""
+    """In training it computes across samples, of which `planner.plan.batch_statistics` tells."""
     if not step.arg(5, "training", True):
         return None
     step.blame_sums()

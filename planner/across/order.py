@@ -15,8 +15,8 @@ from dataclasses import replace
 from planner.across.ops import VIEWS, Step, handles
 from planner.across.state import ANY_ORDER, IN_ORDER, State
 from planner.graph import Affine, Arg, Ref
-from planner.placement import Shard
-from planner.sharding.call import normal_dim, normal_dims
+from planner.layout.placement import Shard
+from planner.ops.call import normal_dim, normal_dims
 
 
 @handles("arange")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.placement import Shard
+from planner.layout.placement import Shard
 
 IN_ORDER = ""
 """The order of rows in which the batch came."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import planner.across.order  # noqa: F401 - registers what is done with rows in another order
 from planner.across.ops import Fault, Kind, Walk
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
-from planner.blocks import mutates
 from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
-from planner.placement import Shard
+from planner.graph.blocks import mutates
+from planner.layout.placement import Shard
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -42,7 +42,7 @@ def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
     """Return what makes a model's training depend on how the batch is cut, in order.
 
     Empty for a model whose loss is a mean over samples that are each computed alone.
-    BatchNorm is not among it: see `planner.batch_statistics`.
+    BatchNorm is not among it: see `planner.plan.batch_statistics`.
     """
     return _Model(graph).findings()
 

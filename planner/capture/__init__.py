@@ -6,7 +6,7 @@ into plain ops (`read`, with in-place writes made pure by `writes`). Aligning th
 microbatch size, without symbolic shapes and their guards; an alignment that fails names the
 op and the user's line (`diagnose`). Another precision than the model's own is another
 capture, of the cast model (`precision`). The merged list of ops is then cut into a preamble and
-a chain of blocks (`planner.blocks`).
+a chain of blocks (`planner.graph.blocks`).
 """
 
 from planner.capture.module import (
@@ -15,7 +15,7 @@ from planner.capture.module import (
     capture_module,
     capture_source,
 )
-from planner.model_file import ModelSource, load_model_file
+from planner.graph.model_file import ModelSource, load_model_file
 
 __all__ = [
     "ModelSource",

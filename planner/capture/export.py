@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.fx.proxy import TracerBase
 
-from planner.batch import Tree, call_with_batch, loss_of, unflatten_batch
+from planner.capture.checks.functions import FunctionCalls, is_seen_through
+from planner.capture.checks.hooks import saved_tensors_untouched
+from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.rehearsal import Rehearsal, rehearse
 from planner.capture.diagnose import explain
-from planner.capture.functions import FunctionCalls, is_seen_through
-from planner.capture.hooks import saved_tensors_untouched
-from planner.capture.on_meta import OnMeta
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
-from planner.capture.rehearsal import Rehearsal, rehearse
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
+from planner.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
 from planner.plan import Precision
 
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from planner.batch import Tree, flatten_batch, unflatten_batch
-from planner.blocks import build_graph
 from planner.capture.align import BATCH_SIZES, align
+from planner.capture.checks.hooks import refuse_lost
+from planner.capture.checks.kept_calls import KeptCalls
+from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
 from planner.capture.export import export_batch, meta_copy, rehearse_batch
-from planner.capture.hooks import refuse_lost
-from planner.capture.kept_calls import KeptCalls
-from planner.capture.on_meta import StaysOnMeta
 from planner.capture.precision import cast_parameters
 from planner.errors import CaptureError, ModelError
 from planner.graph import ModelGraph
-from planner.model_file import ModelSource
+from planner.graph.batch import Tree, flatten_batch, unflatten_batch
+from planner.graph.blocks import build_graph
+from planner.graph.model_file import ModelSource
 from planner.plan import Precision
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from planner.capture.checks.functions import FunctionCall
+from planner.capture.checks.on_meta import OnMeta
 from planner.capture.diagnose import node_line
-from planner.capture.functions import FunctionCall
-from planner.capture.on_meta import OnMeta
 from planner.capture.record import Exported, Recorder
 from planner.capture.writes import (
     Env,
@@ -24,8 +24,8 @@ from planner.capture.writes import (
     without_out,
 )
 from planner.errors import CaptureError
-from planner.function_keys import AUTOGRAD_FUNCTION
 from planner.graph import Ref, Symbol, TensorMeta, map_refs
+from planner.graph.function_keys import AUTOGRAD_FUNCTION
 
 # Values of small constants made inside forward are kept in the graph; larger ones are
 # almost always weights that were not registered.

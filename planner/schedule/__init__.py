@@ -1,20 +1,11 @@
 """Pipeline schedules as data.
 
 A schedule is a table of jobs, one row for each pipeline rank. The same table is checked
-(`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.simulate`) and run
+(`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.time.simulate`) and run
 (`planner.runtime`), so none of them knows a schedule by name. Torch-free.
 """
 
-from planner.schedule import (  # noqa: F401  (each registers its schedules)
-    dualpipe_v,
-    fold,
-    fthenb,
-    interleaved,
-    naive,
-    one_f_one_b,
-    zb_h1,
-    zb_v,
-)
+from planner.schedule import dualpipe_v, fold, fthenb, interleaved, naive, one_f_one_b, zb_h1, zb_v  # noqa: F401  (each registers its schedules)
 from planner.schedule.communication import (
     Transfer,
     chain_edges,

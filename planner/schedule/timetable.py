@@ -3,7 +3,7 @@
 The model: a rank runs its jobs in table order, one at a time, each as soon as its inputs
 are there; a transfer between ranks takes `transfer_s` and never delays a job other than the
 one that waits for it. That is exact for the published bubble formulas and for drawing;
-`costmodel.simulate` adds what real links and hosts do.
+`costmodel.time.simulate` adds what real links and hosts do.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import planner
 from planner.across import blocks_across_samples
-from planner.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.capture import capture_module
 from planner.graph import ModelGraph
-from planner.plan_defaults import default_plan
+from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan.defaults import default_plan
 from tests.across import constructs
 from tests.across.constructs import Body, batch
 from tests.across.referee import used_parts

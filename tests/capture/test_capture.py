@@ -14,10 +14,10 @@ from torch import nn
 
 import planner.capture
 from planner.capture import batch_from_spec, capture_module, capture_source
-from planner.capture_cache import load_graph
 from planner.errors import CaptureError, ModelError
 from planner.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
-from planner.model_file import load_model_file
+from planner.graph.capture_cache import load_graph
+from planner.graph.model_file import load_model_file
 from planner.plan import batch_spec
 from tests.builders import (
     PlainGPT,

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import planner
-from planner.batch import call_with_batch
 from planner.capture import capture_module
 from planner.errors import CaptureError
-from planner.plan_defaults import default_plan
+from planner.graph.batch import call_with_batch
+from planner.plan.defaults import default_plan
 from tests.constructs import CONSTRUCTS, Construct, batch
 
 KEPT = [construct for construct in CONSTRUCTS if not construct.refused]

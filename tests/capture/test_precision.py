@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
-from planner.capture_cache import load_graph
+from planner.graph.capture_cache import load_graph
 from planner.plan import batch_spec
 from tests.builders import tiny_models
 from tests.capture.test_capture import interpret

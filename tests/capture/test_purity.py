@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.batch import call_with_batch, loss_of
 from planner.capture import capture_module, capture_source
 from planner.errors import CaptureError
-from planner.model_file import ModelSource
+from planner.graph.batch import call_with_batch, loss_of
+from planner.graph.model_file import ModelSource
 from tests.capture.fingerprints import MODEL_FILE
 from tests.model_matrix import REFUSED, model_matrix
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import profiles
-from planner.capture_cache import load_graph
+from planner.graph.capture_cache import load_graph
 from planner.plan import load_plan, save_plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 
 SHIPPED = Path(profiles.__file__).parent / "data"
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")

@@ -118,9 +118,9 @@ def raise_it():
 )
 def test_a_rank_of_verify_that_fails_is_one_line(planner, tmp_path, what, says):
     """N3: nothing but that line, whichever rank fails and however."""
-    from planner.capture_cache import load_graph
+    from planner.graph.capture_cache import load_graph
     from planner.plan import save_plan
-    from planner.plan_defaults import default_plan
+    from planner.plan.defaults import default_plan
 
     path = tmp_path / "model.py"
     path.write_text(VERIFIED.format(what=what))

@@ -18,10 +18,10 @@ import typer
 import cli
 import profiles
 from cli.app import app
-from planner.capture_cache import load_graph
 from planner.errors import PlannerError
+from planner.graph.capture_cache import load_graph
 from planner.plan import load_plan, save_plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from profiles.store import write_collectives, write_ops, write_profile_file
 from tests.cli.conftest import MODEL_FILE
 from tests.cli.damages import damaged_csv, damaged_json
@@ -149,8 +149,8 @@ def there(files, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("planner.runtime.workers.run_workers", not_started)
-    monkeypatch.setattr("planner.runtime.launch.run_workers", not_started)
+    monkeypatch.setattr("planner.runtime.start.workers.run_workers", not_started)
+    monkeypatch.setattr("planner.runtime.start.launch.run_workers", not_started)
     monkeypatch.setattr("profiles.measure_profile", not_started)
     return here
 

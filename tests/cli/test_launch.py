@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.capture_cache import load_graph
+from planner.graph.capture_cache import load_graph
 from planner.plan import save_plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 
 TRAIN = """
 import json, os, sys

@@ -2,8 +2,8 @@
 
 import pytest
 
-from profiles import measure as measuring
-from profiles import rounds
+from profiles.measure import measure as measuring
+from profiles.measure import rounds
 from tests.profiles.fake_workers import FakeWorkers
 from tests.profiles.probes import a_few_probes, few_collectives
 

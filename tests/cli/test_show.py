@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from planner.plan import save_plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def saved(planner, write_model, tmp_path):
     """Make model.py and a plan.json for it with the degrees given; return the plan."""
 
     def save(**degrees):
-        from planner.capture_cache import load_graph
+        from planner.graph.capture_cache import load_graph
 
         path = write_model()
         plan = default_plan(load_graph(path), file="model.py", **degrees)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.clipping import NORM_CALLS, ClipSeconds, clip_seconds, last_rank
-from costmodel.inputs import input_seconds
-from planner.plan_defaults import default_plan
+from costmodel.time.clipping import NORM_CALLS, ClipSeconds, clip_seconds, last_rank
+from costmodel.time.inputs import input_seconds
+from planner.plan.defaults import default_plan
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module

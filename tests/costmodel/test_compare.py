@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.compare import WARM_UP_STEPS, as_rank_timelines, compare_run
-from costmodel.simulate import JobSeconds, simulate
+from costmodel.time.simulate import JobSeconds, simulate
 from planner.errors import PlannerError
 from planner.schedule import build_schedule
 from planner.timeline import RankTimeline, bubbles

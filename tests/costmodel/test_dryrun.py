@@ -10,9 +10,9 @@ from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
 from planner.capture import capture_source
 from planner.errors import PlanError
-from planner.model_file import ModelSource
-from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import dry_run
+from planner.graph.model_file import ModelSource
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run
 from tests.builders import build_hf, gpt_batch, text_batch, tiny_models
 from tests.captures import capture_module
 

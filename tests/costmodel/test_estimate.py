@@ -5,20 +5,15 @@ from dataclasses import replace
 import pytest
 
 from costmodel import CostCache, StageLoad, block_load, estimate, join
-from costmodel.communication import data_parallel_seconds
 from costmodel.estimate import plan_job_seconds
-from costmodel.memory import (
-    COUNTER_BYTES,
-    job_peak_bytes,
-    kept_bytes,
-    rank_memory,
-)
-from costmodel.rank_walk import walk_rank
-from costmodel.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.stage_jobs import StageJobs
+from costmodel.memory.memory import COUNTER_BYTES, job_peak_bytes, kept_bytes, rank_memory
+from costmodel.memory.rank_walk import walk_rank
+from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
+from costmodel.memory.stage_jobs import StageJobs
+from costmodel.time.communication import data_parallel_seconds
+from planner.layout.propagate import propagate_graph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
 from planner.schedule import build_schedule
-from planner.sharding import propagate_graph
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -3,8 +3,8 @@
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.compute import op_seconds
-from costmodel.fusion import fused_groups, fused_seconds, num_kernels
+from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
+from costmodel.time.compute import op_seconds
 from planner.graph import Op, Program, Ref, TensorMeta
 from profiles import load_profile
 from tests.builders import tiny_models

@@ -2,9 +2,9 @@
 
 import pytest
 
-from costmodel.communication import exposed_seconds
 from costmodel.in_training import in_training
-from costmodel.rates import load_rates
+from costmodel.table.rates import load_rates
+from costmodel.time.communication import exposed_seconds
 from profiles import Group, OpQuery, Profile, load_profile
 
 SHIPPED = ("a100-sxm4-80gb", "h100-sxm5-80gb", "b200-sxm")

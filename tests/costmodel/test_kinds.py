@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.placed_stage import PlacedStages
-from planner.plan_defaults import default_plan
+from costmodel.memory.placed_stage import PlacedStages
+from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

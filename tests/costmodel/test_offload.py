@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.activation_memory import CpuProfile
 from costmodel import CostCache, estimate
-from costmodel.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
-from planner.plan_defaults import default_plan
-from planner.runtime import host_optimizer
-from planner.runtime.dryrun import dry_run
+from costmodel.time.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run
+from planner.runtime.state import host_optimizer
 from planner.schedule import build_schedule
 from planner.schedule.trips import trips
 from profiles import load_profile

@@ -6,22 +6,28 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel import rows
-from costmodel.devices import device_of
-from costmodel.fit_rates import RANGES, MeasuredRun, fit_rates, held_out_errors, relative_errors
-from costmodel.published import RowError, estimate_run, estimate_run_memory, parse_row
-from costmodel.rates import FITTED, load_rates
-from costmodel.row_files import estimate_file, read_rows
-from costmodel.rows import estimate_rows, predict_row
-from costmodel.run_memory import layer_activation_bytes, layers_in_flight
-from costmodel.stacks import (
+from costmodel.table.fit_rates import (
+    RANGES,
+    MeasuredRun,
+    fit_rates,
+    held_out_errors,
+    relative_errors,
+)
+from costmodel.table.published import RowError, estimate_run, estimate_run_memory, parse_row
+from costmodel.table.rates import FITTED, load_rates
+from costmodel.table.rows import rows
+from costmodel.table.rows.devices import device_of
+from costmodel.table.rows.row_files import estimate_file, read_rows
+from costmodel.table.rows.rows import estimate_rows, predict_row
+from costmodel.table.run_memory import layer_activation_bytes, layers_in_flight
+from costmodel.table.stacks import (
     EAGER_FLASH,
     FSDP_FLASH,
     MEGATRON_CLASSIC,
     MEGATRON_DEEPSPEED,
     MEGATRON_TE,
 )
-from costmodel.transformer import Split, TransformerShape
+from costmodel.table.transformer import Split, TransformerShape
 from planner.errors import PlannerError, ProfileError
 from planner.schedule import build_schedule, in_flight
 from profiles import load_profile

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from costmodel.gradients import passes_on
-from costmodel.liveness import find_peaks
-from costmodel.saved import saved_tensors
+from costmodel.memory.ops.gradients import passes_on
+from costmodel.memory.ops.liveness import find_peaks
+from costmodel.memory.ops.saved import saved_tensors
 from planner.graph import Op, Program, Ref, TensorMeta
-from planner.lowering import ONCE
-from planner.program_fx import to_graph_module
-from planner.weight_products import deferrable_products
+from planner.layout.lowering import ONCE
+from planner.ops.weight_products import deferrable_products
+from planner.runtime.stage.program_fx import to_graph_module
 from tests.builders import tiny_models
 from tests.captures import capture_module
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from costmodel.simulate import JobSeconds, build_job_table, simulate
+from costmodel.time.simulate import JobSeconds, build_job_table, simulate
 from planner.errors import ScheduleError
 from planner.schedule import SCHEDULES, Schedule, StageTimes, build_schedule, time_schedule
 

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from costmodel import estimate, plan_memory
-from costmodel.steady_row import SteadyRow, steady_row
-from planner.plan_defaults import default_plan
+from costmodel import estimate
+from costmodel.memory import plan_memory
+from costmodel.memory.steady_row import SteadyRow, steady_row
+from planner.plan.defaults import default_plan
 from planner.schedule import build_schedule
 from planner.schedule.jobs import JobKind
 from tests.builders import tiny_models

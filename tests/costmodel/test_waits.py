@@ -3,8 +3,8 @@
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.communication import data_parallel_seconds
-from costmodel.tied import exchange_seconds, tied_seconds
+from costmodel.time.communication import data_parallel_seconds
+from costmodel.time.tied import exchange_seconds, tied_seconds
 from profiles import Group, Profile, load_profile
 from profiles.records import StepFit, WaitFit
 from tests.builders import tiny_models

@@ -4,12 +4,12 @@ import time
 import zlib
 from typing import get_args
 
+from profiles.measure.workers import ProbeFailed
 from profiles.records import ZeroWork
-from profiles.workers import ProbeFailed
 
 
 class FakeWorkers:
-    """Takes the place of `profiles.workers.WorkerGroup`. `devices` has a name per rank, and
+    """Takes the place of `profiles.measure.workers.WorkerGroup`. `devices` has a name per rank, and
     an op takes `pause_s`.
     """
 

@@ -1,6 +1,6 @@
 """Few and light probes, for tests that measure."""
 
-from profiles.grid import collective_probes, standard_grid
+from profiles.measure.grid import collective_probes, standard_grid
 
 
 def a_few_probes(device, *, float8=False):

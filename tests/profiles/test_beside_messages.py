@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
-from profiles.clock import Clock
+from profiles.measure.summary import _step_fits, _wait_fit
+from profiles.measure.timing.clock import Clock
+from profiles.measure.timing.surroundings import StepSample
+from profiles.measure.timing.wait_timing import time_waits
+from profiles.measure.timing.zero_timing import time_zero_work
 from profiles.records import ZeroWork
-from profiles.summary import _step_fits, _wait_fit
-from profiles.surroundings import StepSample
-from profiles.wait_timing import time_waits
-from profiles.zero_timing import time_zero_work
 from tests.spawn import run_ranks
 
 

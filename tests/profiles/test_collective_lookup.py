@@ -3,7 +3,7 @@
 import pytest
 
 from profiles import Group
-from profiles.fit import fit_collectives
+from profiles.lookup.fit import fit_collectives
 from tests.profiles.samples import collective_record, profile
 
 PAIR = Group(ranks_per_node=2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiles.fit import fit_nonnegative, fit_pieces, piecewise_at, rising
+from profiles.lookup.fit import fit_nonnegative, fit_pieces, piecewise_at, rising
 
 
 def test_coefficients_come_back():

@@ -9,9 +9,10 @@ import torch
 from benchmarks.gpu.kept import keep, read_kept, with_measured, write_kept
 from benchmarks.gpu.measure import comparison, errors_by_family, measure
 from planner.errors import ProfileError
-from profiles import load_profile, rounds
-from profiles import measure as measuring
-from profiles.fit import fit_ops
+from profiles import load_profile
+from profiles.lookup.fit import fit_ops
+from profiles.measure import measure as measuring
+from profiles.measure import rounds
 from tests.profiles.fake_workers import FakeWorkers
 from tests.profiles.probes import a_few_probes
 from tests.profiles.samples import figure, file, linear_record, op_fit, profile

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from planner.errors import ProfileError
-from profiles import Group, load_profile, measure_profile, rounds
-from profiles import measure as measuring
-from profiles.grid import base_probes, standard_grid
-from profiles.launchers import LocalLauncher, free_port
-from profiles.op_model import record_key
-from profiles.rounds import _spanning_first
-from profiles.signatures import blocks, signatures
-from profiles.workers import ProbeFailed, WorkerGroup
+from profiles import Group, load_profile, measure_profile
+from profiles.lookup.op_model import record_key
+from profiles.measure import measure as measuring
+from profiles.measure import rounds
+from profiles.measure.grid import base_probes, standard_grid
+from profiles.measure.launchers import LocalLauncher, free_port
+from profiles.measure.rounds import _spanning_first
+from profiles.measure.signatures import blocks, signatures
+from profiles.measure.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.profiles.probes import a_few_probes, few_collectives
@@ -175,8 +176,8 @@ def test_workers_end_when_the_measuring_process_is_killed(tmp_path):
     """No process is left behind by a kill -9."""
     script = (
         "import sys, time\n"
-        "from profiles.launchers import LocalLauncher\n"
-        "from profiles.workers import WorkerGroup\n"
+        "from profiles.measure.launchers import LocalLauncher\n"
+        "from profiles.measure.workers import WorkerGroup\n"
         "workers = WorkerGroup(LocalLauncher(1, device='cpu', threads=1))\n"
         "workers.call({'task': 'describe'}, timeout_s=60)\n"
         "print([p.pid for p in workers._processes], flush=True)\n"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from profiles import OpQuery
-from profiles.fit import fit_ops
+from profiles.lookup.fit import fit_ops
 from tests.profiles.samples import linear_record, op_fit, op_record, profile
 
 

@@ -10,9 +10,10 @@ import time
 import pytest
 
 from planner.errors import ProfileError
-from profiles import describe_profile, load_profile, measure_profile, rounds, store
-from profiles import measure as measuring
-from profiles.grid import collective_probes, standard_grid
+from profiles import describe_profile, load_profile, measure_profile, store
+from profiles.measure import measure as measuring
+from profiles.measure import rounds
+from profiles.measure.grid import collective_probes, standard_grid
 from tests.profiles.fake_workers import FakeWorkers
 
 KILLS = 20

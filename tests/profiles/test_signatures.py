@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.flops import op_work
-from planner.sharding import strategies
-from profiles.grid import standard_grid
-from profiles.signatures import blocks, signatures
+from planner.ops.flops import op_work
+from planner.ops.registry import strategies
+from profiles.measure.grid import standard_grid
+from profiles.measure.signatures import blocks, signatures
 from tests.builders import tiny_models
 from tests.captures import capture_module
 

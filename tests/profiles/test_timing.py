@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from profiles.clock import Clock
-from profiles.grid import standard_grid
-from profiles.timing import OpTimer
+from profiles.measure.grid import standard_grid
+from profiles.measure.timing.clock import Clock
+from profiles.measure.timing.timing import OpTimer
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import pytest
 
 from planner.errors import ProfileError
 from profiles import Group
-from profiles.driver import gpu_links, links_by_library, parse_topology
-from profiles.launchers import ClusterRank, cluster_rank
-from profiles.topology import (
+from profiles.lookup.topology import (
     PairRate,
     concrete_groups,
     describe_links,
@@ -18,6 +16,8 @@ from profiles.topology import (
     nodes_of,
     pairs_to_measure,
 )
+from profiles.measure.driver import gpu_links, links_by_library, parse_topology
+from profiles.measure.launchers import ClusterRank, cluster_rank
 
 TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
 

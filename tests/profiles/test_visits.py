@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from profiles import Profile, load_profile, measure_profile
-from profiles import measure as measuring
-from profiles.families import pace_kind
-from profiles.op_model import query_of
-from profiles.visits import at_pace, midmean, over_ranks, undisturbed_pace
+from profiles.lookup.families import pace_kind
+from profiles.lookup.op_model import query_of
+from profiles.measure import measure as measuring
+from profiles.measure.visits import at_pace, midmean, over_ranks, undisturbed_pace
 from tests.profiles.fake_workers import FakeWorkers
 from tests.profiles.probes import a_few_probes, few_collectives
 

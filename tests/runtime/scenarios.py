@@ -9,10 +9,10 @@ from functools import cache
 import torch
 
 import planner
-from planner.batch import call_with_batch, loss_of
 from planner.graph import ModelGraph
+from planner.graph.batch import call_with_batch, loss_of
 from planner.plan import Plan
-from planner.runtime.engine import Engine
+from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
 

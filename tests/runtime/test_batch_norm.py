@@ -11,16 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_messages
 from planner.errors import PlanError
 from planner.graph import ModelGraph
+from planner.layout.pins import parse_pin
+from planner.layout.propagate import propagate_graph
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime import verify
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh
-from planner.sharding import propagate_graph
-from planner.sharding.pins import parse_pin
+from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_messages
+from planner.plan.defaults import default_plan
+from planner.runtime.check import verify
+from planner.runtime.start.mesh import build_mesh
+from planner.runtime.step.engine import Engine
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.spawn import run_ranks

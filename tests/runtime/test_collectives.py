@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.layout import Layout, ProcessMesh
-from planner.placement import parse_placement
-from planner.reshard import plan_reshard
-from planner.runtime import local_ops
-from planner.runtime.collectives import redistribute, run_step
-from planner.runtime.mesh import default_group
-from planner.runtime.resharding import open_groups, reshard
-from planner.sharding import local_shape
+from planner.layout.layout import Layout, ProcessMesh
+from planner.layout.placement import parse_placement
+from planner.layout.reshard import plan_reshard
+from planner.ops.call import local_shape
+from planner.runtime.stage import local_ops
+from planner.runtime.stage.collectives import redistribute, run_step
+from planner.runtime.stage.resharding import open_groups, reshard
+from planner.runtime.start.mesh import default_group
 from tests.spawn import run_ranks
 
 SHAPE = (4, 6, 8)

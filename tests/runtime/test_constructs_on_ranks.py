@@ -14,11 +14,11 @@ import torch
 from planner.capture import capture_module
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.model_file import ModelSource
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.verify import VerifyReport, compare_with_one_process
-from planner.runtime.wiring import param_placements
+from planner.plan.defaults import default_plan
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.runtime.step.wiring import param_placements
 from tests.constructs import CONSTRUCTS, batch
 from tests.spawn import run_ranks
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from planner.runtime.cores import own_cores
+from planner.runtime.start.cores import own_cores
 
 PRINT_CORES = "import os; print('cores', os.environ['LOCAL_RANK'], sorted(os.sched_getaffinity(0)))"
 
@@ -32,7 +32,7 @@ def test_a_launched_rank_stays_on_its_own_cores(tmp_path):
         environment = os.environ | {
             "PLANNER_DEVICE": "cpu", "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": "2",
         }  # fmt: skip
-        command = [sys.executable, "-m", "planner.runtime.worker", str(script)]
+        command = [sys.executable, "-m", "planner.runtime.start.worker", str(script)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         half = len(cores) // 2
         mine = cores[local_rank * half : (local_rank + 1) * half]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import planner
 from planner.errors import ModelError
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture
 from tests.spawn import run_ranks

@@ -19,10 +19,10 @@ import torch
 
 import planner
 from benchmarks.delays import Sent, SlowLink
-from planner.batch import call_with_batch
+from planner.graph.batch import call_with_batch
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.engine import Engine
+from planner.plan.defaults import default_plan
+from planner.runtime.step.engine import Engine
 from planner.schedule import SCHEDULES
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks

@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import planner
 from planner.graph import iter_refs
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.engine import Engine
+from planner.plan.defaults import default_plan
+from planner.runtime.step.engine import Engine
 from planner.schedule import (
     SCHEDULES,
     Job,

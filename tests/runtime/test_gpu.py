@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime import recorder as recorders
-from planner.runtime.engine import Engine
-from planner.runtime.recorder import Recorder
+from planner.plan.defaults import default_plan
+from planner.runtime.check import recorder as recorders
+from planner.runtime.check.recorder import Recorder
+from planner.runtime.step.engine import Engine
 from planner.schedule import SCHEDULES
 from planner.timeline import load_timeline
 from tests.runtime.scenarios import capture, train_beside_one_process

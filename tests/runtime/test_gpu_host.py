@@ -14,8 +14,8 @@ import torch
 import planner
 from costmodel import CostCache, estimate
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime import host_optimizer
+from planner.plan.defaults import default_plan
+from planner.runtime.state import host_optimizer
 from profiles import load_profile
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import planner
-from planner.model_file import ModelSource
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.verify import VerifyReport, compare_with_one_process
+from planner.plan.defaults import default_plan
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from planner.schedule import build_schedule
 from planner.schedule.trips import trips
 from tests.builders import PlainGPT, gpt_batch, tiny_models

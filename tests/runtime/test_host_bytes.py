@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import dry_run
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run
 from planner.schedule import schedule_of
 from planner.schedule.trips import trips
 from tests.builders import MlpWithTarget, PlainGPT

@@ -17,12 +17,12 @@ from torch import Tensor
 import planner
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
-from planner.plan_defaults import default_plan
-from planner.runtime import host_optimizer
-from planner.runtime.host import Host
-from planner.runtime.host_optimizer import HostMasters, HostUpdates
-from planner.runtime.mesh import build_mesh
-from planner.runtime.recorder import Recorder
+from planner.plan.defaults import default_plan
+from planner.runtime.check.recorder import Recorder
+from planner.runtime.start.mesh import build_mesh
+from planner.runtime.state import host_optimizer
+from planner.runtime.state.host import Host
+from planner.runtime.state.host_optimizer import HostMasters, HostUpdates
 from planner.timeline import load_timeline
 from tests.builders import gpt_batch
 from tests.captures import capture_module

@@ -10,8 +10,8 @@ import torch
 import planner
 from planner.errors import PlanError
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.intermediates import intermediate_names
+from planner.plan.defaults import default_plan
+from planner.runtime.check.intermediates import intermediate_names
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 

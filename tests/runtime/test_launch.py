@@ -18,9 +18,9 @@ import pytest
 
 from planner.errors import PlanError, PlannerError, ScheduleError
 from planner.plan import save_plan
-from planner.plan_defaults import default_plan
-from planner.runtime.launch import launch
-from planner.runtime.workers import LAUNCHER
+from planner.plan.defaults import default_plan
+from planner.runtime.start.launch import launch
+from planner.runtime.start.workers import LAUNCHER
 from tests.runtime.scenarios import capture
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +118,7 @@ def _ranks_left(tmp_path: Path) -> list[int]:
             line = entry.read_bytes().decode(errors="replace")
         except OSError:
             continue
-        if "planner.runtime.worker" in line and str(tmp_path) in line:
+        if "planner.runtime.start.worker" in line and str(tmp_path) in line:
             found.append(int(entry.parent.name))
     return found
 
@@ -189,7 +189,7 @@ def test_a_rank_that_comes_up_after_its_launcher_has_gone_ends(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('trained')")
     gone = {**os.environ, "PYTHONPATH": str(ROOT), LAUNCHER: str(2**22 + 1)}
-    rank = [sys.executable, "-m", "planner.runtime.worker", str(script)]
+    rank = [sys.executable, "-m", "planner.runtime.start.worker", str(script)]
     ended = subprocess.run(rank, env=gone, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (1, "")
 
@@ -197,7 +197,7 @@ def test_a_rank_that_comes_up_after_its_launcher_has_gone_ends(tmp_path):
 def test_refused_before_any_process_starts(plan_path, tmp_path, monkeypatch):
     """P8, P10, V11: fewer microbatches than stages, an unknown schedule, no script."""
     monkeypatch.setattr(
-        "planner.runtime.launch.run_workers", lambda *args, **kwargs: pytest.fail("started")
+        "planner.runtime.start.launch.run_workers", lambda *args, **kwargs: pytest.fail("started")
     )
     script = tmp_path / "train.py"
     script.write_text("")

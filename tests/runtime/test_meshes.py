@@ -14,17 +14,18 @@ from torch.nn import functional as F
 import planner
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, from_json, to_json
-from planner.lowering import local_program, lower
-from planner.placement import Replicate, Shard
+from planner.layout.context import propagate_cp
+from planner.layout.lowering import local_program, lower
+from planner.layout.placement import Replicate, Shard
+from planner.layout.propagate import propagate_graph
 from planner.plan import ClassLayout, Plan
-from planner.plan_defaults import default_plan
-from planner.runtime import verify
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh, coordinate_of
-from planner.runtime.randomness import RandomStream
-from planner.runtime.routes import Routes
-from planner.runtime.wiring import build_edges, sends_pieces
-from planner.sharding import propagate_cp, propagate_graph
+from planner.plan.defaults import default_plan
+from planner.runtime.check import verify
+from planner.runtime.start.mesh import build_mesh, coordinate_of
+from planner.runtime.step.engine import Engine
+from planner.runtime.step.randomness import RandomStream
+from planner.runtime.step.routes import Routes
+from planner.runtime.step.wiring import build_edges, sends_pieces
 from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured

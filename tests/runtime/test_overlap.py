@@ -24,7 +24,7 @@ from benchmarks.delays import (
 )
 from costmodel import CostCache, estimate
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from planner.timeline import load_timeline
 from profiles import load_profile
 from tests.runtime.scenarios import build, capture

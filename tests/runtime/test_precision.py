@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.batch import call_with_batch, loss_of
-from planner.model_file import ModelSource
+from planner.graph.batch import call_with_batch, loss_of
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh
-from planner.runtime.verify import VerifyReport, compare_with_one_process
+from planner.plan.defaults import default_plan
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.runtime.start.mesh import build_mesh
+from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module
 from tests.spawn import run_ranks

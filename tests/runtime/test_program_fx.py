@@ -10,8 +10,8 @@ import torch
 
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol, TensorMeta
-from planner.program_fx import aten_overload, to_graph_module
-from planner.runtime.bindings import BINDINGS
+from planner.runtime.stage.bindings import BINDINGS
+from planner.runtime.stage.program_fx import aten_overload, to_graph_module
 
 CPU = torch.device("cpu")
 

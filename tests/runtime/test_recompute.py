@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.graph import ModelGraph
+from planner.ops.recompute_choice import default_ops
 from planner.plan import ClassRecompute, Plan
-from planner.plan_defaults import default_plan
-from planner.recompute_choice import default_ops
-from planner.runtime import collectives
-from planner.runtime.dryrun import dry_run
-from planner.runtime.engine import Engine
-from planner.runtime.mesh import build_mesh
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run
+from planner.runtime.stage import collectives
+from planner.runtime.start.mesh import build_mesh
+from planner.runtime.step.engine import Engine
 from tests.builders import HEADS, HIDDEN, PlainGPT, gpt_batch, label_batch, mlp_batch, tiny_models
 from tests.captures import capture_module
 from tests.spawn import run_ranks

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 import planner
 from planner.graph import ModelGraph
 from planner.plan import Plan, Precision, ZeroStage
-from planner.plan_defaults import default_plan
-from planner.runtime.dryrun import dry_run
-from planner.runtime.engine import Engine
+from planner.plan.defaults import default_plan
+from planner.runtime.check.dryrun import dry_run
+from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_module
 from tests.spawn import run_ranks

@@ -16,7 +16,7 @@ import torch
 import planner
 from planner.errors import PlannerError
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from planner.timeline import (
     RankTimeline,
     Span,

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import planner
-from planner.batch_split import BatchSplit
 from planner.errors import LayoutError, ModelError
+from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.runtime.scenarios import capture, models

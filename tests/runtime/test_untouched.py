@@ -8,8 +8,8 @@ from torch import nn
 
 import planner
 from planner.errors import CaptureError, ModelError, PlanError
-from planner.plan_defaults import default_plan
-from planner.runtime.optimizer import works_by_element
+from planner.plan.defaults import default_plan
+from planner.runtime.state.optimizer import works_by_element
 from tests.builders import MlpWithTarget, NormedMLP, mlp_batch
 from tests.captures import capture_tiny
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from planner.describe import describe_verification
 from planner.graph import ModelGraph
-from planner.model_file import ModelSource
+from planner.graph.model_file import ModelSource
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime import verify
-from planner.runtime.engine import Engine
-from planner.runtime.promote import has_dropout, promote_graph
-from planner.runtime.verify import (
+from planner.plan.defaults import default_plan
+from planner.plan.describe import describe_verification
+from planner.runtime.check import verify
+from planner.runtime.check.promote import has_dropout, promote_graph
+from planner.runtime.check.verify import (
     KINDS,
     VerifyReport,
     compare_with_one_process,
     report_from_json,
 )
+from planner.runtime.step.engine import Engine
 from tests.runtime.scenarios import capture, models
 from tests.spawn import run_ranks
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.blocks import is_random
 from planner.errors import PlanError
 from planner.graph import Op, from_json, to_json
-from planner.plan_defaults import default_plan
-from planner.runtime.fixed_draws import FixedDraws
-from planner.runtime.verify import VerifyReport, compare_with_one_process
+from planner.graph.blocks import is_random
+from planner.plan.defaults import default_plan
+from planner.runtime.check.fixed_draws import FixedDraws
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from tests.runtime.test_verify_faults import WIDTH, graph_of, source_of, verify_here
 from tests.spawn import run_ranks
 

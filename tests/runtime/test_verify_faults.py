@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from planner.graph import ModelGraph, from_json, to_json
-from planner.model_file import ModelSource
-from planner.plan_defaults import default_plan
-from planner.runtime.engine import Engine
-from planner.runtime.verify import VerifyReport, compare_with_one_process
+from planner.graph.model_file import ModelSource
+from planner.plan.defaults import default_plan
+from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from planner.runtime.step.engine import Engine
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import planner
+from planner.ops.weight_products import LARGE_BYTES
 from planner.plan import Plan
-from planner.plan_defaults import default_plan
-from planner.runtime.executor import Executor
-from planner.runtime.p2p import Message
-from planner.runtime.weight_grads import WeightProduct, WeightQueue
-from planner.weight_products import LARGE_BYTES
+from planner.plan.defaults import default_plan
+from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
+from planner.runtime.step.executor import Executor
+from planner.runtime.step.p2p import Message
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 

@@ -8,15 +8,7 @@ import pytest
 
 from planner.errors import PlanError, ScheduleError
 from planner.graph import Block, ModelGraph, Program
-from planner.plan import (
-    ClusterRef,
-    ModelRef,
-    Plan,
-    StagePlan,
-    load_plan,
-    save_plan,
-    validate_model,
-)
+from planner.plan import ClusterRef, ModelRef, Plan, StagePlan, load_plan, save_plan, validate_model
 from planner.schedule import build_schedule, schedule_of
 
 

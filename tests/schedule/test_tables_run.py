@@ -7,7 +7,7 @@ import random
 import torch
 
 from planner.plan import Plan, StagePlan
-from planner.plan_defaults import default_plan
+from planner.plan.defaults import default_plan
 from planner.schedule import (
     Pipeline,
     Schedule,

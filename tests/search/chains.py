@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from search.chain_problem import FAMILIES, ChainProblem, LeastNeeds
-from search.chain_windows import Window
+from search.partition.chain_problem import FAMILIES, ChainProblem, LeastNeeds
+from search.partition.chain_windows import Window
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from planner.graph import ModelGraph
 from search import SearchRequest, SearchResult
 from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_problem import Cut
+from search.partition.chain_problem import Cut
 from search.space import Configuration, recompute_choices
 
 

@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from search.balance import balanced_cut
+from search.partition.balance import balanced_cut
 
 
 def longest(seconds, cuts) -> float:

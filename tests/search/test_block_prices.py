@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from costmodel.program import price_program
+from costmodel.time.program import price_program
 from costmodel.topology import split_axes
-from planner.lowering import lower
-from search.block_problem import BlockProblem, read_layouts
-from search.eliminate import solve_by_elimination
-from search.layouts import LayoutSolver, boundary_options, class_groups
+from planner.layout.lowering import lower
+from search.op_layout.block_problem import BlockProblem, read_layouts
+from search.op_layout.eliminate import solve_by_elimination
+from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from planner.errors import ProfileError
-from planner.placement import Replicate
-from search import decompose, layouts
-from search.block_ilp import solve_by_cpsat
-from search.block_lp import solve_by_linear_program
-from search.block_problem import BlockProblem, Link, Variable, best_by_brute_force
-from search.decompose import solve_by_decomposition
-from search.eliminate import (
+from planner.layout.placement import Replicate
+from search.ilp.block_ilp import solve_by_cpsat
+from search.ilp.block_lp import solve_by_linear_program
+from search.op_layout import decompose, layouts
+from search.op_layout.block_problem import BlockProblem, Link, Variable, best_by_brute_force
+from search.op_layout.decompose import solve_by_decomposition
+from search.op_layout.eliminate import (
     TooWide,
     minimise_tables,
     problem_tables,

@@ -7,8 +7,8 @@ from torch import nn
 from costmodel import CostCache
 from planner.schedule import SCHEDULES
 from search.candidates import Candidates
-from search.chain_dp import solve_chain
-from search.layouts import LayoutSolver
+from search.op_layout.layouts import LayoutSolver
+from search.partition.chain_dp import solve_chain
 from search.request import SearchRequest
 from search.space import list_configurations
 from tests.captures import capture_module

@@ -7,14 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from costmodel.simulate import JobSeconds, simulate
-from costmodel.stage import StageLoad, join
+from costmodel.time.simulate import JobSeconds, simulate
+from costmodel.time.stage import StageLoad, join
 from planner.schedule import build_schedule
 from search.brute_force import smallest_peak_by_brute_force, solve_by_brute_force
-from search.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
-from search.chain_paths import Paths
-from search.chain_windows import Window
-from search.runs import Runs, distinct, used_fields
+from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
+from search.partition.chain_paths import Paths
+from search.partition.chain_windows import Window
+from search.stages.runs import Runs, distinct, used_fields
 from tests.search.chains import random_chain, uniform_chain
 
 

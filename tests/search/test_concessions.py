@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from search import SearchRequest, find_plan
-from search.adding_up import listed_parts, rounded_parts
-from search.concessions import find_advice, more_counts
-from search.explain import explain_saving, fullest_rank
+from search.report.adding_up import listed_parts, rounded_parts
+from search.report.concessions import find_advice, more_counts
+from search.report.explain import explain_saving, fullest_rank
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

@@ -5,7 +5,7 @@ import pytest
 from planner.errors import LayoutError
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
-from search.chain_dp import solve_chain
+from search.partition.chain_dp import solve_chain
 from tests.captures import capture_tiny, capture_wide_llama
 from tests.search.machine import Machine
 

@@ -8,8 +8,8 @@ from planner.errors import LayoutError
 from planner.units import format_bytes
 from profiles import load_profile
 from search import SearchRequest, find_plan
-from search.describe import describe_comparison
-from search.explain import compare_choices, differences, explain_shortfall
+from search.report.describe import describe_comparison
+from search.report.explain import compare_choices, differences, explain_shortfall
 from tests.captures import capture_tiny
 
 

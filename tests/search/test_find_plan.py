@@ -13,9 +13,9 @@ from planner.plan import load_plan, save_plan
 from planner.units import GIB
 from search import SearchRequest, find_pareto, find_plan
 from search.candidates import Candidates
-from search.chain_dp import cut_peak, solve_chain
-from search.chain_paths import Paths
-from search.layouts import LayoutSolver
+from search.op_layout.layouts import LayoutSolver
+from search.partition.chain_dp import cut_peak, solve_chain
+from search.partition.chain_paths import Paths
 from search.space import list_configurations
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 
 from profiles import load_profile
-from search.block_ilp import solve_by_cpsat
-from search.eliminate import solve_by_elimination
-from search.front import find_front
-from search.layouts import LayoutSolver, class_groups
+from search.ilp.block_ilp import solve_by_cpsat
+from search.op_layout.eliminate import solve_by_elimination
+from search.op_layout.front import find_front
+from search.op_layout.layouts import LayoutSolver, class_groups
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def test_a_corner_is_the_fastest_within_its_bytes(corners):
 def test_layouts_are_corners_of_the_whole_model(llama, h100, monkeypatch):
     """Each saves bytes against those that are faster; however little, where that is asked."""
     few = LayoutSolver(graph=llama, profile=h100).layouts(8, 32)
-    monkeypatch.setattr("search.layouts._LEAST_SAVING", 0.0)
+    monkeypatch.setattr("search.op_layout.layouts._LEAST_SAVING", 0.0)
     many = LayoutSolver(graph=llama, profile=h100).layouts(8, 32)
     assert 1 < len(few) < len(many)
     for found, saving in ((few, 0.02), (many, 0.0)):

@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from costmodel.simulate import JobSeconds, simulate
-from costmodel.stage import StageLoad
+from costmodel.time.simulate import JobSeconds, simulate
+from costmodel.time.stage import StageLoad
 from planner.schedule import build_schedule
 from planner.units import GIB
 from search import SearchRequest
+from search.bounds.rank_bytes import RankBytes
+from search.bounds.zero_bubble_bound import ZeroBubbleBound
 from search.candidates import Candidates, live_stages_of
-from search.chain_problem import Cut
-from search.chain_windows import fixed_windows
-from search.rank_bytes import RankBytes
+from search.partition.chain_problem import Cut
+from search.partition.chain_windows import fixed_windows
 from search.space import recompute_choices
-from search.zero_bubble_bound import ZeroBubbleBound
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine, Overlapping

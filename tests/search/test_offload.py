@@ -14,14 +14,14 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
+from search.bounds.quick_price import copied_rows
 from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_dp import cut_value, solve_chain
-from search.chain_paths import Paths
-from search.chain_problem import Cut
-from search.explain import explain_saving, fullest_rank, memory_parts
 from search.on_host import tiers
-from search.quick_price import copied_rows
+from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_paths import Paths
+from search.partition.chain_problem import Cut
+from search.report.explain import explain_saving, fullest_rank, memory_parts
 from search.space import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module

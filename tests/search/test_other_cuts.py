@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from search.brute_force import all_cuts
-from search.chain_dp import cut_value, solve_chain
-from search.chain_paths import Paths
-from search.other_cuts import OtherCuts
+from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_paths import Paths
+from search.partition.other_cuts import OtherCuts
 from tests.search.chains import random_chain
 
 

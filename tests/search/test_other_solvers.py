@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from search.bisect import solve_by_bisection
-from search.chain_dp import solve_chain
-from search.joint import solve_by_joint_program
+from search.ilp.joint import solve_by_joint_program
+from search.partition.bisect import solve_by_bisection
+from search.partition.chain_dp import solve_chain
 from tests.search.chains import random_chain, uniform_chain
 
 

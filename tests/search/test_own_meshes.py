@@ -19,8 +19,8 @@ from planner.schedule import stage_to_pp_rank
 from search import SearchRequest, find_plan
 from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.chain_problem import Cut
-from search.own_meshes import Member, member_problems, mixed_problem, plan_of_mix
+from search.meshes.own_meshes import Member, member_problems, mixed_problem, plan_of_mix
+from search.partition.chain_problem import Cut
 from search.space import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from search import SearchRequest, find_pareto
-from search.describe import describe_pareto
-from search.pareto import tokens_per_sample
+from search.report.describe import describe_pareto
+from search.report.pareto import tokens_per_sample
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 from tests.search.referee import every_answer

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from planner.graph import ModelGraph
-from planner.lowering import lower
+from planner.layout.lowering import lower
+from planner.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.plan import ClassLayout
-from planner.redistribute import REDISTRIBUTE, op_collectives
 from profiles import Group, Lookup
 from search import SearchRequest, find_plan
-from search.layouts import LayoutSolver
+from search.op_layout.layouts import LayoutSolver
 from tests.search.machine import Machine
 
 TP = 8

@@ -5,9 +5,9 @@ import pytest
 
 from search import SearchRequest
 from search.candidates import Candidates
-from search.chain_windows import Window
-from search.run_kinds import Repetition
+from search.partition.chain_windows import Window
 from search.space import recompute_choices
+from search.stages.run_kinds import Repetition
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

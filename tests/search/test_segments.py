@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.placement import Shard
-from search import block_build
-from search.eliminate import solve_by_elimination
-from search.layouts import LayoutSolver, boundary_options, class_groups
+from planner.layout.placement import Shard
+from search.op_layout import block_build
+from search.op_layout.eliminate import solve_by_elimination
+from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

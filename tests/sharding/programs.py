@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.graph import Op, Program, Ref, Symbol, TensorMeta
-from planner.lowering import lower
-from planner.placement import Placement, Replicate, Shard, parse_placement
+from planner.layout.lowering import lower
+from planner.layout.placement import Placement, Replicate, Shard, parse_placement
 from planner.plan import ClassLayout
-from planner.program_fx import aten_overload, to_graph_module
-from planner.runtime.recompute import Keeper, Recomputed
+from planner.runtime.stage.program_fx import aten_overload, to_graph_module
+from planner.runtime.stage.recompute import Keeper, Recomputed
 from tests.sharding.ranks import on_ranks
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 from planner.graph import Program, TensorMeta
-from planner.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
+from planner.ops.call import divides
+from planner.ops.registry import segment_counts, strategies
 from planner.plan import ClassLayout
-from planner.sharding import divides, segment_counts, strategies
 
 
 def random_layout(program: Program, rng: random.Random, axis_size: int) -> ClassLayout:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from planner.graph import Op, Program, Ref, TensorMeta
-from planner.program_fx import aten_overload
+from planner.runtime.stage.program_fx import aten_overload
 from tests.sharding.programs import meta_of
 
 

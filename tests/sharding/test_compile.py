@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.lowering import lower
-from planner.placement import OpSharding, parse_placement
-from planner.program_fx import to_graph_module
-from planner.sharding import propagate_graph
-from planner.sharding.registry import local_ops
+from planner.layout.lowering import lower
+from planner.layout.placement import OpSharding, parse_placement
+from planner.layout.propagate import propagate_graph
+from planner.ops.registry import local_ops
+from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import captured
 from tests.sharding.programs import one_op, place, random_values
 from tests.spawn import run_ranks

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import LayoutError
-from planner.lowering import lower
-from planner.placement import OpSharding
+from planner.layout.lowering import lower
+from planner.layout.placement import OpSharding
+from planner.layout.propagate import propagate_graph
+from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.registry import local_ops
 from planner.plan import ClassLayout
-from planner.program_fx import to_graph_module
-from planner.redistribute import REDISTRIBUTE
-from planner.sharding import local_ops, propagate_graph
+from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import NAMES, captured
 from tests.sharding.programs import check_lowered, one_op
 from tests.sharding.random_layouts import random_layout

@@ -8,12 +8,14 @@ import pytest
 
 from planner.errors import LayoutError
 from planner.graph import Op, Program, Ref, TensorMeta
-from planner.lowering import lower
-from planner.placement import OpSharding, Placement, Replicate, Shard
+from planner.layout.beam import BeamSearch, State
+from planner.layout.lowering import lower
+from planner.layout.pins import parse_pin
+from planner.layout.placement import OpSharding, Placement, Replicate, Shard
+from planner.layout.propagate import propagate_graph, propagate_layout
+from planner.layout.redistribute import REDISTRIBUTE, op_collectives
+from planner.ops.registry import strategies
 from planner.plan import ClassLayout
-from planner.redistribute import REDISTRIBUTE, op_collectives
-from planner.sharding import parse_pin, propagate_graph, propagate_layout, strategies
-from planner.sharding.beam import BeamSearch, State
 from tests.builders import VOCABULARY
 from tests.sharding.models import captured
 from tests.sharding.programs import check_lowered

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
-from planner.layout import Layout, ProcessMesh
-from planner.placement import Partial, Placement, Replicate, Shard, parse_placement
-from planner.reshard import Reshard, plan_reshard
-from planner.runtime import collectives
-from planner.runtime.resharding import open_groups, reshard, run_reshard
+from planner.layout.layout import Layout, ProcessMesh
+from planner.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.layout.reshard import Reshard, plan_reshard
+from planner.runtime.stage import collectives
+from planner.runtime.stage.resharding import open_groups, reshard, run_reshard
 from tests.sharding.ranks import on_ranks
 from tests.spawn import run_ranks
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.layout import ProcessMesh
-from planner.lowering import local_program, lower
-from planner.placement import Partial, Replicate, Shard, parse_placement
+from planner.layout.context import propagate_cp
+from planner.layout.layout import ProcessMesh
+from planner.layout.lowering import local_program, lower
+from planner.layout.placement import Partial, Replicate, Shard, parse_placement
+from planner.layout.propagate import propagate_graph, propagate_layout
+from planner.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.plan import ClassLayout
-from planner.plan_defaults import default_plan
-from planner.program_fx import to_graph_module
-from planner.redistribute import REDISTRIBUTE, op_collectives
-from planner.sharding import propagate_cp, propagate_graph, propagate_layout
+from planner.plan.defaults import default_plan
+from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.models import captured
 from tests.sharding.programs import (
     backward,

@@ -1,0 +1,134 @@
+"""Fused kernels: what a compiler or a vendor's library makes of the ops between products.
+
+Eager, every norm, activation, sum and cast is a kernel that reads its inputs from memory and
+writes its output. Fused, ops that hand their results on to each other with no product,
+attention or collective on the way between them are one kernel (as Inductor's scheduler fuses
+them, Ansel et al.: PyTorch 2, 2024, section 4.2): only what comes from outside is read, and only
+what somebody outside needs is written.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Literal
+
+from planner.graph import Op, Program
+from planner.ops.flops import backward_work, op_work
+from planner.units import DTYPE_BYTES
+from profiles import OpQuery, Profile
+from profiles.lookup.families import MEMORY, family_of, packet_of
+
+Kernels = Literal["eager", "fused"]
+"""How a block's ops run: one by one, as the runtime does, or compiled."""
+
+FUSED_TARGET = "planner.fused"
+"""Asks a profile for its memory-bound ops in general."""
+
+Seconds = tuple[float, float]
+"""Forward and backward."""
+
+
+def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops of each fused kernel of two ops or more, views among them.
+
+    An op's depth is the most products (or other ops that don't fuse) on a way to it; ops of
+    equal depth that are joined by their values fuse. A way out of a group and back into it
+    would pass a product, and come back deeper.
+    """
+    depth: dict[str, int] = {}
+    group_of: dict[str, int] = {}
+    members: defaultdict[int, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        fuses = _fuses(op)
+        deepest = max((depth.get(name, 0) for name in op.inputs), default=0)
+        for name in op.outputs:
+            depth[name] = deepest if fuses else deepest + 1
+        if not fuses:
+            continue
+        joined = {
+            group_of[name] for name in op.inputs if name in group_of and depth[name] == deepest
+        }
+        group = min(joined, default=len(members))
+        for other in joined - {group}:
+            for earlier in members[other]:
+                group_of.update(dict.fromkeys(earlier.outputs, group))
+            members[group] += members[other]
+            members[other] = []
+        members[group].append(op)
+        group_of.update(dict.fromkeys(op.outputs, group))
+    return tuple(tuple(ops) for ops in members.values() if len(ops) > 1)
+
+
+def fused_seconds(
+    program: Program, profile: Profile, eager: Mapping[str, Seconds]
+) -> dict[str, Seconds]:
+    """Return seconds of a bound program's ops by name, those of a fused kernel shared out over
+    its ops as they would run alone. No kernel takes longer than its ops one by one.
+    """
+    seconds = dict(eager)
+    for ops in fused_groups(program):
+        there = _part(_fused(ops, program, profile, "forward"), sum(eager[o.name][0] for o in ops))
+        back = _part(_fused(ops, program, profile, "backward"), sum(eager[o.name][1] for o in ops))
+        seconds |= {op.name: (eager[op.name][0] * there, eager[op.name][1] * back) for op in ops}
+    return seconds
+
+
+def num_kernels(program: Program) -> int:
+    """Return how many kernels a fused program launches; views alone launch none."""
+    fused = fused_groups(program)
+    inside = {op.name for ops in fused for op in ops}
+    alone = [op for op in program.ops if op.name not in inside and _moves(op, program)]
+    return len(alone) + sum(any(_moves(op, program) for op in ops) for ops in fused)
+
+
+def _fuses(op: Op) -> bool:
+    # A table is not read whole, which the bytes of a fused kernel would take for granted.
+    is_lookup = packet_of(op.target) == "embedding"
+    is_ours = op.target.startswith("planner.")
+    return not is_ours and not is_lookup and family_of(op.target) == MEMORY
+
+
+def _moves(op: Op, program: Program) -> bool:
+    return op_work(op, program.tensor).num_bytes > 0
+
+
+def _part(fused_s: float, eager_s: float) -> float:
+    return min(1.0, fused_s / eager_s) if eager_s else 1.0
+
+
+def _fused(
+    ops: Iterable[Op], program: Program, profile: Profile, direction: Literal["forward", "backward"]
+) -> float:
+    """One kernel that reads what comes from outside and writes what is used outside; its
+    backward reads the gradients of these and what the forward read, and writes gradients.
+    """
+    ops, tensor = tuple(ops), program.tensor
+    made = {name for op in ops for name in op.outputs}
+    inside = {op.name for op in ops}
+    others = {n for op in program.ops if op.name not in inside for n in op.inputs}
+    read = dict.fromkeys(n for op in ops for n in op.inputs if n not in made)
+    written = [n for n in made if n in others or n in program.outputs]
+    num_bytes = _bytes(program, read) + _bytes(program, written)
+    work = [op_work(op, tensor) for op in ops]
+    if direction == "backward":
+        work = [backward_work(op, tensor) for op in ops]
+        if not any(one.num_bytes for one in work):
+            return 0.0
+        num_bytes += _bytes(program, [n for n in read if tensor[n].requires_grad])
+    largest = max((tensor[n] for n in (*read, *written)), key=lambda meta: prod(meta.shape_at(1)))
+    query = OpQuery(
+        target=FUSED_TARGET,
+        shapes=(largest.shape_at(1),),
+        dtype=largest.dtype,
+        direction=direction,
+        flop=sum(one.flop for one in work),
+        num_bytes=num_bytes,
+    )
+    return profile.op_seconds(query).seconds
+
+
+def _bytes(program: Program, names: Iterable[str]) -> float:
+    metas = (program.tensor[name] for name in names)
+    return float(sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas))

@@ -1,0 +1,1 @@
+"""Rows of a table: read, blanks filled, words understood, predictions written."""

@@ -1,0 +1,88 @@
+"""Which named stack a row ran on: as it says, else as software of its time did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from costmodel.table.rows.named_models import named_model
+from costmodel.table.rows.row_cells import Cells
+from costmodel.table.rows.row_words import gated_of, stack_of, zero_of
+from costmodel.table.stacks import (
+    DEEPSPEED_ZERO3,
+    EAGER_FLASH,
+    FSDP_FLASH,
+    MEGATRON_CLASSIC,
+    MEGATRON_DEEPSPEED,
+    MEGATRON_TE,
+    Stack,
+)
+
+OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
+"""Devices that were trained on before fused attention was usual."""
+
+LONGEST_UNFUSED = 2048
+"""Tokens of a sample up to which attention was usually unfused."""
+
+FUSED_SINCE = {
+    MEGATRON_CLASSIC: MEGATRON_TE,
+    MEGATRON_DEEPSPEED: EAGER_FLASH,
+    DEEPSPEED_ZERO3: FSDP_FLASH,
+}
+"""What a framework's name means once its attention is fused."""
+
+
+def stack_of_row(cells: Cells) -> Stack:
+    """Return a row's stack. A framework's name means what it did at the row's time (`is_modern`);
+    ``megatron-classic`` always means unfused attention.
+    """
+    text = cells.text("stack")
+    zero_stage = zero_of(cells.raw("zero_stage"))
+    stack = stack_of(text)
+    said_classic = text.strip().lower() == MEGATRON_CLASSIC.name
+    if stack is None:
+        stack = _usual_stack(cells, is_named=bool(text))
+        cells.assume("stack", stack.name)
+    elif stack in FUSED_SINCE and not said_classic and is_modern(cells):
+        stack = FUSED_SINCE[stack]
+        if zero_stage == 3 and stack is EAGER_FLASH:
+            stack = FSDP_FLASH
+        cells.assume("stack", stack.name)
+    if stack is MEGATRON_CLASSIC and zero_stage:
+        # Megatron's own distributed optimizer came later; ZeRO then was DeepSpeed's.
+        stack = DEEPSPEED_ZERO3 if zero_stage == 3 else MEGATRON_DEEPSPEED
+        cells.assume("stack", stack.name)
+    return stack
+
+
+def _usual_stack(cells: Cells, *, is_named: bool) -> Stack:
+    """Return the stack of a row that names none, or (`is_named`) one that we do not know.
+
+    Before fused attention it is Megatron's, not taken to recompute unless the row says so. ZeRO 3
+    with it is FSDP; a blank is Transformer Engine, as most runs published since are.
+    """
+    if not is_modern(cells):
+        return replace(MEGATRON_CLASSIC, recompute="none")
+    if zero_of(cells.raw("zero_stage")) == 3:
+        return FSDP_FLASH
+    return EAGER_FLASH if is_named else MEGATRON_TE
+
+
+def is_modern(cells: Cells) -> bool:
+    """Whether a row is of a time with fused attention: by its device, its model (gated, with
+    shared keys and values) or its sequences.
+    """
+    gpu = cells.text("gpu").upper()
+    if not any(word in gpu for word in OLDER_DEVICES) or "flash" in cells.text("stack").lower():
+        return True
+    known = named_model(cells.text("model"))
+    gated = gated_of(cells.text("gated_ffn"))
+    if gated is None and known is not None:
+        gated = bool(known.gated_ffn)
+    heads, kv_heads = cells.given("heads"), cells.given("kv_heads")
+    shares_keys = bool(heads and kv_heads and kv_heads < heads)
+    return bool(gated) or shares_keys or (seq_len_of(cells) or 0) > LONGEST_UNFUSED
+
+
+def seq_len_of(cells: Cells) -> int | None:
+    """Return the tokens of a sample that a row states, also as ``8k``."""
+    return cells.given("seq_len", thousand=1024)

@@ -1,0 +1,95 @@
+"""Words of rows: what frameworks call their stacks, dtypes, schedules and recompute."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+from costmodel.table.kernels import FOUR_BITS
+from costmodel.table.stacks import STACKS, Stack
+
+Word = TypeVar("Word")
+"""What a word stands for."""
+
+BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown", "auto", "default"}
+"""Texts that say nothing; `recompute` alone may say ``none``."""
+
+_STACKS = (
+    (r"deepspeed.*(zero.?3|stage.?3)|zero.?3", "deepspeed-zero3"),
+    (r"deepspeed|bigscience|neox", "megatron-deepspeed"),
+    (r"nemo|bridge|mcore|\bcore|transformer.?engine|\bte\b|megascale", "megatron-te"),
+    (r"fsdp|titan|foundry|mosaic|composer|lightning|litgpt|hugging|accelerate", "fsdp-flash"),
+    (r"\bddp\b|pytorch|nanogpt|llm\.c|olmo|jax|maxtext|paxml|levanter|\bxla\b", "fsdp-flash"),
+    (r"nanotron|picotron|interne?vo|internlm|colossal|nnscaler|galvatron", "eager-flash"),
+    (r"megatron", "megatron-classic"),
+)
+_DTYPES = (
+    (r"fp4", FOUR_BITS),
+    (r"mxfp|fp8|float8|e4m3|e5m2|int8", "float8_e4m3fn"),
+    (r"bf16|bfloat16|bf-16", "bfloat16"),
+    (r"fp16|float16|half|amp|mixed", "float16"),
+    (r"tf32|fp32|float32|single", "float32"),
+)
+_RECOMPUTES = (
+    (r"^(none|no|off|false|0|0\.0|disabled)$", "none"),
+    (r"select|attn|attention|core|\bop\b|sac|partial", "selective"),
+    (r"full|uniform|block|yes|true|^1(\.0)?$|all|checkpoint|\bac\b|on$", "full"),
+)
+_ZEROS = (
+    (r"^(none|no|off|false|ddp|dp)$", 0),
+    (r"(?<![\d.])0", 0),
+    (r"hybrid|full.?shard|fsdp|(?<![\d.])[3-9]", 3),
+    (r"shard.?grad|(?<![\d.])2", 2),
+    (r"distributed|optimizer|^(yes|on|true)$|(?<![\d.])1", 1),
+)
+_GATED = ((r"glu|gated|^(yes|on|true)$", True), (r"lu|tanh|plain|^(no|off|false)$", False))
+_SCHEDULES = (
+    (r"zb.?v|v.?schedule|dualpipe|v.?half", "zb-v"),
+    (r"zb.?(2p|h2)", "zb-2p"),
+    (r"zb|zero.?bubble", "zb-1p"),
+    (r"interleav|vpp|virtual|loop|circular", "interleaved-1f1b"),
+    (r"gpipe|fthenb|afab|all.?forward", "gpipe"),
+    (r"1f1b|dapple|pipedream|flush", "1f1b"),
+)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether a cell says nothing."""
+    return value is None or value != value or str(value).strip().lower() in BLANK
+
+
+def stack_of(text: str) -> Stack | None:
+    """Return the stack a framework's name stands for."""
+    name = _first(_STACKS, text)
+    return STACKS.get(text.strip().lower()) or (STACKS[name] if name else None)
+
+
+def dtype_of(text: str) -> str | None:
+    """Return torch's name of the products' dtype."""
+    return _first(_DTYPES, text)
+
+
+def recompute_of(text: str) -> str | None:
+    """Return ``none``, ``selective`` or ``full``."""
+    return _first(_RECOMPUTES, text)
+
+
+def schedule_of(text: str) -> str | None:
+    """Return the schedule's name here."""
+    return _first(_SCHEDULES, text)
+
+
+def zero_of(text: str) -> int | None:
+    """Return the stage of ZeRO that a number or a word names."""
+    return None if is_blank(text) and text.lower() != "none" else _first(_ZEROS, text)
+
+
+def gated_of(text: str) -> bool | None:
+    """Return whether a number or a word names a feed-forward with three matrices."""
+    number = re.fullmatch(r"\d+(\.0*)?", text)
+    return float(number[0]) > 0 if number else _first(_GATED, text)
+
+
+def _first(words: tuple[tuple[str, Word], ...], text: str) -> Word | None:
+    lower = text.strip().lower()
+    return next((name for pattern, name in words if re.search(pattern, lower)), None)

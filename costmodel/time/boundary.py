@@ -1,0 +1,126 @@
+"""What crosses block and stage boundaries: bytes between stages, placements to be changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.graph import ModelGraph
+from planner.layout.placement import Placement, Replicate, Shard, parse_placement
+from planner.layout.redistribute import collectives
+from planner.plan import ClassLayout
+from planner.units import DTYPE_BYTES
+from profiles import Group, Profile
+
+Layouts = Mapping[int, ClassLayout]
+"""Layouts by class index; a class without one runs replicated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals:
+    """Bytes that reach a stage from earlier ones per microbatch, and of their gradients; of
+    these, the bytes of tensors that every tp rank holds whole.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+    whole_forward_bytes: int
+    whole_backward_bytes: int
+
+
+def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
+    """Return how a boundary tensor lies on the tp axis as its maker leaves it."""
+    maker = graph.producer.get(name)
+    if maker is None:
+        return Replicate()
+    block = graph.blocks[maker]
+    layout = layouts.get(block.class_index)
+    if layout is None:
+        return Replicate()
+    return parse_placement(layout.outputs[block.outputs.index(name)])
+
+
+def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placement]:
+    """Return how each tensor made by a block lies on the tp axis."""
+    made: dict[str, Placement] = {}
+    for block in graph.blocks:
+        layout = layouts.get(block.class_index)
+        for position, name in enumerate(block.outputs):
+            made[name] = parse_placement(layout.outputs[position]) if layout else Replicate()
+    return made
+
+
+def stage_arrivals(
+    graph: ModelGraph,
+    blocks: Sequence[int],
+    layouts: Layouts,
+    *,
+    tp: int,
+    microbatch_size: int,
+    cp: int = 1,
+    cp_layouts: Layouts | None = None,
+) -> Arrivals:
+    """Return what a stage of these blocks receives: each tensor once, straight from its maker.
+
+    Sizes are of one rank of a mesh shaped like the receiver's; between meshes of different
+    shapes a rank receives as much, though from several.
+    """
+    names = dict.fromkeys(
+        name
+        for index in blocks
+        for name in graph.blocks[index].inputs
+        if name in graph.producer and graph.producer[name] < blocks[0]
+    )
+    forward = backward = whole_forward = whole_backward = 0
+    for name in names:
+        meta = graph.tensor[name]
+        num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
+        is_cut = isinstance(placement_of(graph, name, layouts), Shard)
+        num_bytes //= tp if is_cut else 1
+        num_bytes //= cp if isinstance(placement_of(graph, name, cp_layouts or {}), Shard) else 1
+        forward += num_bytes
+        backward += num_bytes if meta.requires_grad else 0
+        whole_forward += 0 if is_cut else num_bytes
+        whole_backward += 0 if is_cut or not meta.requires_grad else num_bytes
+    return Arrivals(
+        forward_bytes=forward,
+        backward_bytes=backward,
+        whole_forward_bytes=whole_forward,
+        whole_backward_bytes=whole_backward,
+    )
+
+
+def block_entry_seconds(
+    graph: ModelGraph,
+    block_index: int,
+    layouts: Layouts,
+    profile: Profile,
+    *,
+    group: Group,
+    microbatch_size: int,
+    other_layouts: Layouts | None = None,
+    other_size: int = 1,
+) -> tuple[float, float]:
+    """Return seconds (forward, backward) of bringing a block's inputs to where it takes them
+    on one axis; `other_layouts` tell how they lie on the other, of `other_size` ranks.
+    """
+    if group.size == 1:
+        return 0.0, 0.0
+    block = graph.blocks[block_index]
+    layout = layouts.get(block.class_index)
+    forward_s = backward_s = 0.0
+    for position, name in enumerate(block.inputs):
+        source = placement_of(graph, name, layouts)
+        taken = parse_placement(layout.inputs[position]) if layout else Replicate()
+        if source == taken:
+            continue
+        meta = graph.tensor[name]
+        num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
+        if isinstance(placement_of(graph, name, other_layouts or {}), Shard):
+            num_bytes //= other_size
+        there, back = collectives(source, taken, False)
+        if there:
+            forward_s += profile.collective_seconds(there, num_bytes, group).seconds
+        if back and meta.requires_grad:
+            backward_s += profile.collective_seconds(back, num_bytes, group).seconds
+    return forward_s, backward_s

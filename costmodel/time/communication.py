@@ -1,0 +1,197 @@
+"""Seconds of what ranks exchange outside blocks: gradients, gathered weights, activations.
+
+Collectives are asked one size at a time; what is hidden behind compute is arithmetic that
+takes arrays as well as numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from planner.plan import Precision
+from profiles import Group, Profile
+from profiles.profile import Amount
+from profiles.records import ZeroWork
+
+MASTER_FACTOR = 2
+"""Bytes of an fp32 master weight, or gradient, over those of its bf16 weight."""
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients go out in flat messages of about this size (`planner.runtime.step.reduce`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallelSeconds:
+    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not.
+
+    `forward_s` and `backward_s` come with every microbatch's jobs, `first_forward_s` with the
+    first, `last_backward_s` with the last, `after_s` follows the last job. `host_*_s` come with
+    every microbatch, too: what the host does about it that no message and no compute hides.
+    """
+
+    forward_s: Amount = 0.0
+    backward_s: Amount = 0.0
+    first_forward_s: Amount = 0.0
+    last_backward_s: Amount = 0.0
+    after_s: Amount = 0.0
+    host_forward_s: Amount = 0.0
+    host_backward_s: Amount = 0.0
+
+    @property
+    def once_s(self) -> Amount:
+        """Seconds that come once a step, whatever the number of microbatches."""
+        return self.first_forward_s + self.last_backward_s + self.after_s
+
+    def hidden_behind(
+        self, profile: Profile, *, forward_s: Amount, backward_s: Amount, num_blocks: Amount
+    ) -> DataParallelSeconds:
+        """Return what stays exposed beside one microbatch's compute of the stage, the host's
+        part in it.
+
+        On a GPU weights are gathered one block ahead and gradients scattered one block
+        behind, on streams of their own; on a CPU the runtime waits for each, and in it for
+        the slowest rank.
+        """
+
+        def exposed(seconds: Amount, compute_s: Amount) -> Amount:
+            if profile.cluster.device_type == "cpu":
+                more = profile.wait_seconds(compute_s, num_blocks)
+                return seconds + np.where(np.asarray(seconds) > 0, more, 0.0)
+            return exposed_seconds(profile, seconds, compute_s, num_pieces=num_blocks)
+
+        return DataParallelSeconds(
+            forward_s=exposed(self.forward_s, forward_s) + self.host_forward_s,
+            backward_s=exposed(self.backward_s, backward_s) + self.host_backward_s,
+            first_forward_s=exposed(self.first_forward_s, forward_s),
+            last_backward_s=exposed(self.last_backward_s, backward_s),
+            after_s=self.after_s,
+        )
+
+
+def exposed_seconds(
+    profile: Profile, seconds: Amount, compute_s: Amount, *, num_pieces: Amount
+) -> Amount:
+    """Return by how much messages lengthen the compute they run beside.
+
+    The first of `num_pieces` has nothing to hide behind. While both run, each is slower by
+    the profile's measured factor: messages that end first slow the compute meanwhile,
+    compute that ends first leaves the rest of the messages bare. Never worse than in turn.
+    """
+    slow_compute = profile.overlap_slowdown("compute")
+    slow_messages = profile.overlap_slowdown("communication")
+    alone = seconds / np.maximum(num_pieces, 1)
+    messages = seconds - alone
+    compute = compute_s * (1 - 1 / np.maximum(num_pieces, 1))
+    within = messages * slow_messages * (1 - 1 / slow_compute)
+    beyond = compute * (slow_compute - 1) + messages - compute * slow_compute / slow_messages
+    ends_first = messages * slow_messages <= compute * slow_compute
+    return alone + np.minimum(np.where(ends_first, within, beyond), messages)
+
+
+def data_parallel_seconds(
+    profile: Profile,
+    group: Group,
+    *,
+    zero_stage: int,
+    param_bytes: float,
+    num_blocks: int,
+    num_tensors: int = 0,
+    gradient_bytes: float | None = None,
+    on_host: bool = False,
+) -> DataParallelSeconds:
+    """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
+
+    As the runtime does it: ZeRO 0 sums gradients in buckets after the last backward; ZeRO 1
+    gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
+    every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
+    is one block's weights, and FSDP2's own work for each of them and for each of `num_tensors`
+    comes to it. `gradient_bytes` differ from `param_bytes` where gradients are summed in another
+    dtype; `on_host` shards are copied up before and gradients down after.
+    """
+    if group.size == 1 or param_bytes == 0:
+        return DataParallelSeconds()
+    reduced = param_bytes if gradient_bytes is None else gradient_bytes
+
+    def message(kind: str, num_bytes: float, count: int) -> float:
+        count = max(1, count)
+        return count * profile.collective_seconds(kind, num_bytes / count, group).seconds
+
+    if zero_stage == 0:
+        return DataParallelSeconds(
+            after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
+        )
+
+    def own(work: ZeroWork, num_bytes: float) -> float:
+        return profile.step_seconds(
+            work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_blocks
+        ).seconds
+
+    copies = copies_s_per_byte(profile, group.size)
+    hooks = own("zero_forward", param_bytes), own("zero_backward", reduced)
+    gather = message("all_gather", param_bytes, num_blocks)
+    gather += max(copies * param_bytes, own("zero_gather", param_bytes))
+    scatter = message("reduce_scatter", reduced, num_blocks)
+    scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
+    if on_host:  # what rests there is as wide as the gradients
+        shard = reduced / group.size
+        gather += profile.step_seconds("host_to_device", num_bytes=shard).seconds
+        scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
+    host = DataParallelSeconds(host_forward_s=hooks[0], host_backward_s=hooks[1])
+    if zero_stage == 1:
+        return replace(host, first_forward_s=gather, last_backward_s=scatter)
+    if zero_stage == 2:
+        return replace(host, first_forward_s=gather, backward_s=scatter)
+    return replace(host, forward_s=gather, backward_s=gather + scatter)
+
+
+def copies_s_per_byte(profile: Profile, replicas: int) -> float:
+    """Return what FSDP's copies take beside a message, for each of its bytes: of shards into it,
+    and of what was gathered out of it; and the reverse.
+    """
+    return 2 * (1 + 1 / replicas) / profile.cluster.memory_bytes_per_s
+
+
+def hop_seconds(profile: Profile, group: Group, num_bytes: float) -> float:
+    """Return the transfer of one microbatch's boundary tensors to the next stage's rank."""
+    return profile.collective_seconds("send_recv", num_bytes, group).seconds if num_bytes else 0.0
+
+
+def boundary_seconds(
+    profile: Profile, hop: Group, tp: Group, *, num_bytes: float, whole_bytes: float
+) -> float:
+    """Return the transfer of `num_bytes` between stages, `whole_bytes` of them of tensors that
+    all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
+    share a node gather them on arrival (`planner.runtime.step.wiring.sends_pieces`).
+    """
+    if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or hop.num_nodes == 1:
+        return hop_seconds(profile, hop, num_bytes)
+    sent = num_bytes - whole_bytes + whole_bytes / tp.size
+    gather = profile.collective_seconds("all_gather", whole_bytes, tp).seconds
+    return hop_seconds(profile, hop, sent) + gather
+
+
+def adamw_seconds(
+    profile: Profile,
+    *,
+    param_bytes: float,
+    num_tensors: int,
+    sharded: bool = False,
+    precision: Precision = "model",
+) -> float:
+    """Return one AdamW step over local parameters; `sharded` ones are DTensors (ZeRO).
+
+    In bf16 the step is over fp32 masters, read again to write the weights.
+    """
+    if precision == "model":
+        return profile.optimizer_seconds(
+            param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
+        ).seconds
+    masters = MASTER_FACTOR * param_bytes
+    cast = profile.step_seconds("cast", num_bytes=masters, num_tensors=num_tensors).seconds
+    update = profile.optimizer_seconds(
+        param_bytes=masters, num_tensors=num_tensors, sharded=sharded
+    ).seconds
+    return update + cast

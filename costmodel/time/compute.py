@@ -1,0 +1,86 @@
+"""Seconds of one op on one device, and of one redistribution on one mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.topology import Axis
+from planner.graph import Op, TensorMeta
+from planner.layout.redistribute import inner_collectives, op_collectives
+from planner.ops.flops import Work, backward_work, op_work
+from profiles import Group, OpQuery, Profile
+from profiles.records import Direction
+
+
+def op_works(op: Op, tensor: Mapping[str, TensorMeta]) -> tuple[Work, Work]:
+    """Return the forward and the backward work of an op of a bound program."""
+    forward = op_work(op, tensor)
+    return forward, backward_work(op, tensor, forward)
+
+
+def op_seconds(
+    op: Op,
+    tensor: Mapping[str, TensorMeta],
+    profile: Profile,
+    works: tuple[Work, Work] | None = None,
+) -> tuple[float, float]:
+    """Return device seconds (forward, backward) of an op on the shapes in `tensor`.
+
+    Shapes are local and concrete; sizes in the op's own arguments are not read. Ops that
+    only make views take no device time. `works` are the op's, where the caller has them.
+    """
+    forward, backward = works or op_works(op, tensor)
+    if forward.num_bytes == 0:
+        return 0.0, 0.0
+    dtype = next(
+        (tensor[n].dtype for n in op.inputs if "float" in tensor[n].dtype),
+        tensor[op.outputs[0]].dtype,
+    )
+    shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
+
+    def seconds(direction: Direction, work: Work) -> float:
+        query = OpQuery(
+            target=op.target,
+            shapes=shapes,
+            dtype=dtype,
+            direction=direction,
+            flop=work.flop,
+            num_bytes=work.num_bytes,
+        )
+        return profile.op_seconds(query).seconds
+
+    forward_s = seconds("forward", forward)
+    return forward_s, seconds("backward", backward) if backward.num_bytes else 0.0
+
+
+def redistribute_seconds(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
+) -> tuple[float, float]:
+    """Return seconds (forward, backward) of a `planner.redistribute` op of a local program."""
+    axis = axes[str(op.args[1])]
+    if axis.size == 1:
+        return 0.0, 0.0
+    (forward_kind, backward_kind), num_bytes = op_collectives(op, dict(tensor), axis.size)
+    forward_s = _collective(profile, forward_kind, num_bytes, axis.group)
+    if not tensor[op.inputs[0]].requires_grad:
+        return forward_s, 0.0
+    return forward_s, _collective(profile, backward_kind, num_bytes, axis.group)
+
+
+def inner_seconds(
+    op: Op, tensor: Mapping[str, TensorMeta], profile: Profile, axes: Mapping[str, Axis]
+) -> tuple[float, ...]:
+    """Return seconds of each collective inside a local op of ours (a sharded loss), forward."""
+    axis = next((axes[arg] for arg in op.args if isinstance(arg, str) and arg in axes), None)
+    if axis is None or axis.size == 1:
+        return ()
+    return tuple(
+        _collective(profile, kind, num_bytes, axis.group)
+        for kind, num_bytes in inner_collectives(op, dict(tensor))
+    )
+
+
+def _collective(profile: Profile, kind: str | None, num_bytes: float, group: Group) -> float:
+    if kind is None:
+        return 0.0
+    return profile.collective_seconds(kind, num_bytes, group).seconds

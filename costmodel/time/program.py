@@ -1,0 +1,245 @@
+"""Price of one local program (a block on one tp rank): time, kept bytes, peaks, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from costmodel.memory.ops.liveness import find_peaks
+from costmodel.memory.ops.remade import selective_bytes
+from costmodel.memory.ops.saved import saved_tensors
+from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
+from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
+from costmodel.topology import Axis
+from planner.graph import Program
+from planner.ops.flops import Work
+from planner.ops.weight_products import deferrable_products
+from planner.units import DTYPE_BYTES
+from profiles import Profile
+from profiles.records import Direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCost:
+    """One forward and one backward of a program on one rank.
+
+    Seconds: `forward_s` and `backward_s` are compute, with `host_*_s` the part of them the
+    device waits for the host; `weight_s` is the part of the backward that makes weight
+    gradients, where a job table has them made later; `remade_s` what selective recomputation
+    adds to the backward; `*_comm_s` are collectives, which run exposed, and what ranks wait for
+    each other at them.
+    Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
+    `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
+    inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
+    of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
+    all that full recompute keeps, and `selective_bytes` what selective recompute keeps
+    besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`, `split_peak_bytes` of
+    an input-gradient job that leaves `pending_bytes` for the weight-gradient job;
+    `gradient_rise_bytes` is what a backward needs more when it holds its own gradients.
+    Params are local: trainable elements' bytes and those of frozen ones and buffers.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    remade_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    host_forward_s: float
+    host_backward_s: float
+    forward_flop: float
+    backward_flop: float
+    saved_bytes: int
+    saved_input_bytes: int
+    saved_output_bytes: int
+    side_bytes: int
+    side_positions: tuple[int, ...]
+    input_bytes: int
+    selective_bytes: int
+    selective_unsaved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    split_peak_bytes: int
+    pending_bytes: int
+    gradient_rise_bytes: int
+    param_bytes: int
+    frozen_bytes: int
+    num_params: int
+
+
+def price_program(
+    local: Program,
+    profile: Profile,
+    *,
+    axes: Mapping[str, Axis],
+    remade: frozenset[str] = frozenset(),
+    kernels: Kernels = "eager",
+) -> ProgramCost:
+    """Price a bound program that `planner.layout.lowering.lower` made local.
+
+    `axes` are those it was lowered on; `remade` names the ops that run again under selective
+    recomputation. Collectives run on the compute stream's time, as the
+    runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
+    """
+    tensor = local.tensor
+    works = {
+        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
+    }
+    seconds = _seconds_of_ops(local, profile, kernels, works)
+    products = deferrable_products(local)
+    forward_s = backward_s = weight_s = remade_s = forward_comm_s = backward_comm_s = 0.0
+    forward_flop = backward_flop = 0.0
+    views = backward_ops = forward_waits = backward_waits = 0
+    for op in local.ops:
+        if op.target == "planner.redistribute":
+            there, back = redistribute_seconds(op, tensor, profile, axes)
+            forward_comm_s += there
+            backward_comm_s += back
+            forward_waits += there > 0
+            backward_waits += back > 0
+            continue
+        if op.target.startswith("planner."):
+            inner = inner_seconds(op, tensor, profile, axes)
+            forward_comm_s += sum(inner)
+            forward_waits += len(inner)
+        there, back = seconds[op.name]
+        forward_s += there
+        backward_s += back
+        remade_s += there if op.name in remade else 0.0
+        if op.name in products:
+            # One product for the weight, and one as large for the input if it needs one.
+            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
+        work, back_work = works[op.name]
+        forward_flop += work.flop
+        backward_flop += back_work.flop
+        views += there == 0.0
+        backward_ops += tensor[op.outputs[0]].requires_grad
+    forward_ops = len(local.ops)
+    if kernels == "fused":
+        forward_ops, views = num_kernels(local), 0
+        backward_ops = min(backward_ops, forward_ops)
+    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
+    forward_comm_s += profile.wait_seconds(
+        forward.device_s + forward.host_s, forward_waits, inside=True
+    )
+    backward_comm_s += profile.wait_seconds(
+        backward.device_s + backward.host_s, backward_waits, inside=True
+    )
+    again = [op for op in local.ops if op.name in remade]
+    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
+    second = _with_host(profile, "forward", remade_s, kernels, ops=len(again), views=again_views)
+    if backward_s:
+        waited = backward.host_s * len(products) / max(backward_ops, 1)
+        weight_s = weight_s * backward.device_s / backward_s + waited
+    trainable = [n for n in local.params if _is_trainable(local, n)]
+    accumulate_s = accumulate_seconds(local, profile)
+    saved = saved_tensors(local, device_type=profile.cluster.device_type)
+    peaks = find_peaks(local, saved, products)
+    selective = selective_bytes(local, saved, remade)
+    activations = [n for n in local.inputs if tensor[n].requires_grad]
+    side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
+    return ProgramCost(
+        forward_s=forward.device_s + forward.host_s,
+        backward_s=backward.device_s + backward.host_s + accumulate_s,
+        weight_s=weight_s + accumulate_s,
+        remade_s=second.device_s + second.host_s,
+        forward_comm_s=forward_comm_s,
+        backward_comm_s=backward_comm_s,
+        host_forward_s=forward.host_s,
+        host_backward_s=backward.host_s,
+        forward_flop=forward_flop,
+        backward_flop=backward_flop,
+        saved_bytes=saved.num_bytes - side_bytes,
+        saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
+        saved_output_bytes=_bytes(local, saved.outputs),
+        side_bytes=side_bytes,
+        side_positions=tuple(
+            position
+            for position, name in enumerate(local.inputs)
+            if name in saved.inputs and name not in activations
+        ),
+        input_bytes=_bytes(local, activations),
+        selective_bytes=selective.kept_bytes,
+        selective_unsaved_bytes=selective.unsaved_bytes,
+        forward_peak_bytes=peaks.forward_bytes,
+        backward_peak_bytes=peaks.backward_bytes - side_bytes,
+        split_peak_bytes=peaks.input_gradient_bytes - side_bytes,
+        pending_bytes=peaks.pending_bytes,
+        gradient_rise_bytes=peaks.owning_bytes - peaks.backward_bytes,
+        param_bytes=_bytes(local, trainable),
+        frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
+        num_params=len(trainable),
+    )
+
+
+def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) -> float:
+    """Return what adding a microbatch's gradients to the sum so far takes.
+
+    With `cut`, if a rank holds only that part of every parameter.
+    """
+    trainable = [n for n in program.params if _is_trainable(program, n)]
+    return profile.step_seconds(
+        "accumulate",
+        num_bytes=sum(4 * prod(program.tensor[name].shape_at(1)) for name in trainable) / cut,
+        num_tensors=len(trainable),
+    ).seconds
+
+
+def _seconds_of_ops(
+    local: Program,
+    profile: Profile,
+    kernels: Kernels,
+    works: Mapping[str, tuple[Work, Work]],
+) -> dict[str, tuple[float, float]]:
+    """Return forward and backward seconds of every op but redistributions, by name."""
+    eager = {
+        op.name: op_seconds(op, local.tensor, profile, works[op.name])
+        for op in local.ops
+        if op.name in works
+    }
+    measured = profile.block_correction("forward", compiled=True) != 1.0
+    # Where whole compiled blocks were measured, that says it all.
+    return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
+
+
+class _Spent(NamedTuple):
+    """Seconds a device computes, and those it waits for the host on top."""
+
+    device_s: float
+    host_s: float
+
+
+def _with_host(
+    profile: Profile,
+    direction: Direction,
+    seconds: float,
+    kernels: Kernels,
+    *,
+    ops: int,
+    views: int,
+) -> _Spent:
+    """Return the time of a whole block from the sum of its ops.
+
+    The host feeds ops one by one: a device that computes asynchronously is never ahead of
+    `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
+    whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
+    views in it. Ratios of compiled blocks are those of fused kernels.
+    """
+    correction = profile.block_correction(direction, compiled=kernels == "fused")
+    device_s = seconds * correction
+    if profile.cluster.device_type != "cpu":
+        return _Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
+    return _Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
+
+
+def _is_trainable(program: Program, name: str) -> bool:
+    meta = program.tensor[name]
+    return meta.kind == "param" and meta.requires_grad
+
+
+def _bytes(program: Program, names: tuple[str, ...] | list[str]) -> int:
+    metas = (program.tensor[name] for name in names)
+    return sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas)

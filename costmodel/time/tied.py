@@ -1,0 +1,130 @@
+"""Stages that share a parameter: seconds and bytes of summing its gradients, once a step.
+
+A tied embedding of the first and the last stage has a copy on each; after the last backward the
+ranks that hold the same piece add up their sums (`planner.runtime.state.tied`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+
+from costmodel.time.communication import MASTER_FACTOR
+from costmodel.topology import axis_group
+from planner.graph import ModelGraph
+from planner.layout.placement import Placement, Shard
+from planner.plan import Plan, Precision
+from planner.runtime.step.wiring import block_placements, param_placements
+from profiles import Profile
+
+COPIES = 8
+"""Bytes that cross memory for each byte of a gradient: a sum of copies is made, laid beside
+others in one message, and written back."""
+
+
+def tied_seconds(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[float, ...]:
+    """Return what each pp rank spends on it."""
+    spent = [0.0] * plan.pp
+    ranks_of_one = plan.world_size // plan.pp
+    for first, second, num_bytes in _shared(plan, graph):
+        seconds = exchange_seconds(
+            profile, num_bytes=num_bytes, ranks_apart=abs(second - first) * ranks_of_one
+        )
+        spent[first] += seconds
+        spent[second] += seconds
+    return tuple(spent)
+
+
+def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int) -> float:
+    """Return the sum over two ranks of a gradient of so many local bytes."""
+    group = axis_group(profile.cluster, size=2, stride=ranks_apart)
+    message = profile.collective_seconds("all_reduce", num_bytes, group).seconds
+    return message + COPIES * num_bytes / profile.cluster.memory_bytes_per_s
+
+
+def gradient_bytes(param_bytes: float, *, precision: Precision, shards: int) -> float:
+    """Return the local bytes of a gradient's sum."""
+    return param_bytes * (MASTER_FACTOR if precision == "bf16" else 1) / shards
+
+
+def tied_stages(plan: Plan, graph: ModelGraph) -> dict[str, list[int]]:
+    """Return the stages that use each trained parameter of several stages."""
+    firsts = [stage.first_block for stage in plan.stages]
+    found = {}
+    for name in _trained(graph):
+        users = graph.shared_params[name]
+        stages = list(dict.fromkeys(bisect_right(firsts, index) - 1 for index in users))
+        if len(stages) > 1:
+            found[name] = stages
+    return found
+
+
+def tied_sum_bytes(
+    plan: Plan, graph: ModelGraph, tied: Mapping[str, Sequence[int]], pp_rank: int
+) -> int:
+    """Bytes that a rank needs beside the gradients of copies on several stages, as given by
+    `tied_stages`, to sum those: their sum here, and the message that goes round.
+    """
+    total = 0
+    for name, stages in tied.items():
+        here = [stage for stage in stages if plan.stages[stage].pp_rank == pp_rank]
+        if not here:
+            continue
+        stage, tp = here[0], plan.stage_tp(here[0])
+        block = next(i for i in graph.shared_params[name] if i in plan.stages[stage].blocks)
+        _, params, _ = block_placements(graph, plan, block, stage)
+        placed = params[graph.blocks[block].params.index(name)].tp
+        size = graph.tensor[name].bytes_at(1) // (tp if isinstance(placed, Shard) else 1)
+        total += size * (1 if len(here) == len(stages) else 2)
+    return total
+
+
+def check_copies(plan: Plan, graph: ModelGraph) -> None:
+    """Raise LayoutError where blocks of one pp rank that share a parameter place it differently."""
+    firsts = [stage.first_block for stage in plan.stages]
+    for name, users in graph.shared_params.items():
+        found: dict[int, Placement] = {}
+        for index in users:
+            stage = bisect_right(firsts, index) - 1
+            _, params, _ = block_placements(graph, plan, index, stage)
+            placed = params[graph.blocks[index].params.index(name)].tp
+            rank = plan.stages[stage].pp_rank
+            if found.setdefault(rank, placed) != placed:
+                param_placements(graph, plan, rank)  # raises
+
+
+def _trained(graph: ModelGraph) -> list[str]:
+    """The trained parameters of several blocks."""
+    metas = [graph.tensor[name] for name in graph.shared_params]
+    return [meta.name for meta in metas if meta.kind == "param" and meta.requires_grad]
+
+
+def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
+    """Yield (pp rank, pp rank of the next block with it, local gradient bytes) of what two
+    blocks share; one message has all of it.
+    """
+    uses = sorted(
+        (index, graph.blocks[index].params.index(name), name)
+        for name in _trained(graph)
+        for index in graph.shared_params[name]
+    )
+    firsts = [stage.first_block for stage in plan.stages]
+    last_user: dict[str, tuple[int, int]] = {}
+    shared: dict[tuple[int, int], tuple[int, int, float]] = {}
+    for index, position, name in uses:
+        stage = bisect_right(firsts, index) - 1
+        rank = plan.stages[stage].pp_rank
+        before, its_rank = last_user.get(name, (index, rank))
+        if its_rank != rank:
+            tp = plan.stage_tp(stage)
+            layout = plan.layout(graph.blocks[index].class_index, axis="tp", tp=tp)
+            sharded = layout is not None and layout.params[position].startswith("S")
+            size = gradient_bytes(
+                graph.tensor[name].bytes_at(1) // (tp if sharded else 1),
+                precision=plan.precision,
+                shards=plan.stage_dp(stage) * plan.cp if plan.zero_stage else 1,
+            )
+            known = shared.get((before, index), (0, 0, 0.0))[2]
+            shared[before, index] = (its_rank, rank, known + size)
+        last_user[name] = index, rank
+    yield from shared.values()

@@ -1,0 +1,333 @@
+"""Two forwards run as they stand, on tensors without values, before a model is captured.
+
+A capture sees one forward. What a model does beside computing, it can't see: a counter that
+grows, a tensor kept for the next forward, a parameter frozen on the way, a choice drawn by
+Python. So the module runs twice, and each run's loss is followed back by value numbering: a
+tensor's number is a digest of the op that made it and of the numbers of what the op read
+(Cocke and Schwartz, "Programming Languages and Their Compilers", 1970). A model that computes
+the same in each forward gives both losses one number, however much it caches on the way; what
+is left changed in the module must be the same after both. What autograd would reach from the
+loss is read off, too: a parameter that no gradient reaches has none in training.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from planner.capture.checks.functions import AutogradFunction
+from planner.capture.checks.on_meta import OnMeta
+from planner.capture.diagnose import calling_line
+from planner.errors import CaptureError
+
+_STANDARD = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+_DEPTH, _LENGTH = 6, 10_000
+"""So far into nested objects, and into containers of so many items, state is compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What two forwards showed.
+
+    `reached` names the parameters that a gradient reaches; `functions` are the autograd
+    functions of Python on the way, whose backward is not that of the ops in their forward.
+    """
+
+    reached: frozenset[str]
+    functions: frozenset[AutogradFunction]
+
+
+def rehearse(
+    run: nn.Module,
+    module: nn.Module,
+    inputs: tuple[Tensor, ...],
+    made: OnMeta,
+    *,
+    faked: bool = False,
+) -> Rehearsal:
+    """Run `run(*inputs)`, which is `module` with its loss, twice, and compare.
+
+    Tensors are on the meta device, `faked` as torch.export fakes them or plain; `made` is the mode
+    that `run` enters. The module is spent
+    afterwards: it keeps what its forward leaves. Raises CaptureError where the second forward
+    computes something else than the first, or would in time; whatever the forward itself raises
+    passes through.
+    """
+    numbers = _Numbers(module, made)
+    before, draws = _state_of(module), _python_draws()
+    fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
+    with _compiling_state_context(), fakes:
+        first = numbers.of_loss(run, _like(inputs))
+        after_first = _state_of(module)
+        found = _walk_back(first.loss, module)
+        numbers.forget_batch()
+        second = numbers.of_loss(run, _like(inputs))
+    if _python_draws() != draws:
+        raise CaptureError(
+            "forward draws random numbers from Python or NumPy, and a captured model would repeat "
+            "one draw in every step; draw with torch (torch.rand, torch.where)"
+        )
+    is_same = first.number == second.number and not second.reads_old_batch
+    _refuse_evolving(before, after_first, _state_of(module), is_same=is_same)
+    return found
+
+
+def _like(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in inputs)
+
+
+def _python_draws() -> tuple[Any, ...]:
+    return random.getstate(), repr(np.random.get_state(legacy=False))
+
+
+def _refuse_evolving(
+    before: _State, after_first: _State, after_second: _State, *, is_same: bool
+) -> None:
+    """Refuse a module that is not the same in each step."""
+    changed = [name for name, value in after_first.items() if value != before.get(name)]
+    flags = [name for name in changed if name.endswith((".requires_grad", ".training"))]
+    if flags:
+        owner, _, flag = flags[0].rpartition(".")
+        raise CaptureError(
+            f"forward sets {flag} of {owner} to {after_first[flags[0]]}, so the second step "
+            "computes something else than the first; set it before training begins"
+        )
+    moved = [name for name, value in after_second.items() if value != after_first.get(name)]
+    counted = [name for name in moved if not isinstance(after_second[name], _Same)]
+    if is_same and not counted:
+        return
+    blamed = counted or moved or changed
+    if not blamed:
+        raise CaptureError(
+            "the second forward computes something else than the first, and nothing in the module "
+            "says why (a global, a closure, the time?); a captured model repeats one forward in "
+            "every step; pass what changes with the batch"
+        )
+    values = f" ({after_first.get(counted[0])}, then {after_second[counted[0]]})" if counted else ""
+    more = f" and {len(blamed) - 1} more" if len(blamed) > 1 else ""
+    raise CaptureError(
+        f"forward changes {blamed[0]}{values}{more} and a captured model repeats one forward in "
+        "every step; keep it in a buffer that is updated in place, or pass it with the batch"
+    )
+
+
+# -- the state of a module ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Something that is compared by identity; held, so that its id stays its own."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_State = Mapping[str, Any]
+"""What a module holds beside weights, by path: numbers and text as they are, the rest `_Same`."""
+
+
+def _state_of(module: nn.Module) -> _State:
+    state: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, part in module.named_modules():
+        state[f"{name or 'the model'}.training"] = part.training
+        inner = f"{name}." if name else ""
+        for key, value in vars(part).items():
+            if key not in _STANDARD:
+                _note(f"{inner}{key}", value, state, seen, _DEPTH)
+        for key, buffer in part._buffers.items():
+            state[f"{inner}{key}"] = _Same(buffer)
+    for name, param in module.named_parameters():
+        state[f"{name}.requires_grad"] = param.requires_grad
+    return state
+
+
+def _note(path: str, value: Any, state: dict[str, Any], seen: set[int], depth: int) -> None:
+    if value is None or isinstance(value, bool | int | float | str | bytes | np.generic):
+        state[path] = repr(value)
+        return
+    if isinstance(value, np.ndarray):
+        state[path] = (value.shape, value.tobytes())
+        return
+    state[path] = _Same(value)
+    opaque = Tensor | nn.Module | type | ModuleType | FunctionType | MethodType | torch.dtype
+    if isinstance(value, opaque) or id(value) in seen or not depth:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        items: Any = value.items()
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        # Containers of one type that hold the same are the same, made anew or not.
+        items = enumerate(value)
+        state[path] = type(value).__name__
+    elif hasattr(value, "__dict__"):
+        items = vars(value).items()
+    else:  # an iterator prints where it is
+        state[path] = repr(value)
+        return
+    if not hasattr(value, "__len__") or len(value) <= _LENGTH:
+        for key, item in list(items):
+            _note(f"{path}.{key}", item, state, seen, depth - 1)
+
+
+# -- what autograd reaches ----------------------------------------------------------------
+
+
+def _walk_back(loss: Tensor, module: nn.Module) -> Rehearsal:
+    names = {id(param): name for name, param in module.named_parameters()}
+    reached: set[str] = set()
+    functions: set[AutogradFunction] = set()
+    seen: set[Any] = set()
+    queue = [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in names:
+            reached.add(names[id(leaf)])
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            functions.add(type(node)._forward_cls)
+        queue.extend(following for following, _ in node.next_functions)
+    return Rehearsal(reached=frozenset(reached), functions=frozenset(functions))
+
+
+# -- value numbering ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A forward's loss, its number, and whether an earlier forward's batch went into it."""
+
+    loss: Tensor
+    number: int
+    reads_old_batch: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What a tensor is worth: a number equal for equal computations, and what it comes from."""
+
+    number: int
+    from_batch: bool = False
+    from_old_batch: bool = False
+
+    def aged(self) -> _Value:
+        """Return the value for a forward that has another batch."""
+        old = self.from_batch or self.from_old_batch
+        return _Value(self.number, from_old_batch=old)
+
+
+class _Numbers(TorchDispatchMode):
+    """Numbers tensors as ops make them. Mutable: it grows with each op.
+
+    Tensors are known by identity, and held so that an id stays their own. A write in place
+    changes what its storage, and so each view of it, is worth.
+    """
+
+    def __init__(self, module: nn.Module, made: OnMeta) -> None:
+        super().__init__()
+        self._module, self._made = module, made
+        self._own = {id(t): t for t in chain(module.parameters(), module.buffers())}
+        self._params = {id(param): name for name, param in module.named_parameters()}
+        self._tensors: dict[int, tuple[Tensor, _Value]] = {}
+        self._storages: dict[int, _Value] = {}
+
+    def of_loss(self, run: nn.Module, inputs: tuple[Tensor, ...]) -> _Run:
+        """Run a forward and return its loss with its number."""
+        for name, tensor in chain(self._module.named_parameters(), self._module.named_buffers()):
+            if id(tensor) not in self._own:
+                continue  # a buffer that a forward put in the place of another
+            # What a forward writes into a buffer, a graph keeps: it starts as itself again.
+            self._set(tensor, _Value(hash(name)))
+            self._storages.pop(tensor.untyped_storage()._cdata, None)
+        for index, tensor in enumerate(inputs):
+            self._set(tensor, _Value(hash(index), from_batch=True))
+        with self:
+            loss = run(*inputs)
+        value = self._value(loss)
+        return _Run(loss=loss, number=value.number, reads_old_batch=value.from_old_batch)
+
+    def forget_batch(self) -> None:
+        """From now on, what came from a batch comes from an old one."""
+        self._tensors = {
+            key: (tensor, value.aged()) for key, (tensor, value) in self._tensors.items()
+        }
+        self._storages = {key: value.aged() for key, value in self._storages.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        parts: list[Any] = [str(func)]
+        # What is drawn is this forward's, like its batch.
+        from_batch, from_old = torch.Tag.nondeterministic_seeded in func.tags, False
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                value = self._value(leaf)
+                parts.append(value.number)
+                from_batch |= value.from_batch
+                from_old |= value.from_old_batch
+            else:
+                parts.append(repr(leaf))
+        for index, leaf in enumerate(tree_leaves(made)):
+            if isinstance(leaf, Tensor):
+                self._set(leaf, _Value(hash((*parts, index)), from_batch, from_old))
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+        named |= kwargs or {}
+        for argument in func._schema.arguments:
+            if argument.alias_info is None:
+                continue
+            for leaf in tree_leaves(named.get(argument.name)):
+                param = self._params.get(id(leaf))
+                if argument.alias_info.is_write:
+                    written = _Value(hash(tuple(parts)), from_batch, from_old)
+                    self._storages[leaf.untyped_storage()._cdata] = written
+                    if param is not None:
+                        raise CaptureError(
+                            f"forward writes in place into parameter {param}{calling_line()}; "
+                            "parameters of a plan change by the optimizer alone: compute with a "
+                            "changed copy (weight.clamp(...)), or change it between steps"
+                        )
+                elif param is not None:  # a view of a parameter is that parameter
+                    self._params |= {id(t): param for t in tree_leaves(made)}
+        return made
+
+    def _set(self, tensor: Tensor, value: _Value) -> None:
+        self._tensors[id(tensor)] = (tensor, value)
+
+    def _value(self, tensor: Tensor) -> _Value:
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            data = self._made.values_of(tensor)
+            with _disable_current_modes():
+                held = "" if data is None else repr(data.tolist())
+            known = tensor, _Value(hash((tuple(tensor.shape), str(tensor.dtype), held)))
+            self._tensors[id(tensor)] = known
+        written = self._storages.get(tensor.untyped_storage()._cdata)
+        if written is None:
+            return known[1]
+        return _Value(
+            hash((known[1].number, written.number)),
+            known[1].from_batch or written.from_batch,
+            known[1].from_old_batch or written.from_old_batch,
+        )

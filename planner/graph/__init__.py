@@ -1,0 +1,45 @@
+"""The captured model as plain data, free of torch.
+
+In: a captured list of ops (`planner.capture`). Out: a `ModelGraph`, whose sizes are affine in the
+microbatch size, cut into a preamble and a chain of blocks grouped by class. Read `model_graph`
+first, then `blocks`; `batch` and `batch_split` describe batches, `capture_cache` keeps graphs on
+disk and `model_file` reads the user's ``model.py``.
+"""
+
+from planner.graph.model_graph import (
+    Affine,
+    Arg,
+    Block,
+    ModelGraph,
+    Op,
+    Program,
+    Ref,
+    Size,
+    Symbol,
+    TensorMeta,
+    bind_arg,
+    from_json,
+    iter_refs,
+    map_refs,
+    size_at,
+    to_json,
+)
+
+__all__ = [
+    "Affine",
+    "Arg",
+    "Block",
+    "ModelGraph",
+    "Op",
+    "Program",
+    "Ref",
+    "Size",
+    "Symbol",
+    "TensorMeta",
+    "bind_arg",
+    "from_json",
+    "iter_refs",
+    "map_refs",
+    "size_at",
+    "to_json",
+]

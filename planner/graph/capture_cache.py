@@ -1,0 +1,157 @@
+"""Captured graphs kept on disk, so that a second search of a model needs no torch at all.
+
+An entry names every local file the model's meaning depends on (the model file, modules it
+imports, files it reads while it is loaded, built and captured, those it looked for in vain) with
+their digests, the environment variables that such code read meanwhile, and the versions of all
+libraries that were loaded. Any difference means a fresh capture. What compiled code reads, the
+variables that libraries read, the names in a folder, the clock and the network are not seen: pass
+``use_cache=False`` for a model file that depends on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ModelError
+from planner.graph import ModelGraph, from_json, to_json
+from planner.plan import Precision
+from planner.units import MIB
+
+_FORMAT = 2
+_ALWAYS_READ = ("CUDA_VISIBLE_DEVICES",)  # by CUDA itself, which is not seen
+_MAX_DIGESTED_BYTES = 64 * MIB
+
+
+def cache_dir() -> Path:
+    """Return ``$XDG_CACHE_HOME/planner`` (``~/.cache/planner`` without it)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "planner"
+
+
+def load_graph(
+    path: str | os.PathLike[str], *, precision: Precision = "model", use_cache: bool = True
+) -> ModelGraph:
+    """Return the graph of a model file, captured now or kept from an equal earlier capture.
+
+    Raises ModelError or CaptureError as `planner.capture` does. A cache that can't be read
+    or written is only slower, never an error.
+    """
+    file = Path(path)
+    if not file.is_file():
+        kind = "is a directory" if file.is_dir() else "does not exist"
+        raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
+    key = _digest(f"{file.resolve()} {precision}".encode())
+    entry = cache_dir() / "captures" / f"{key[:32]}.json"
+    if use_cache and (graph := _read(entry)) is not None:
+        return graph
+    from planner.capture import capture_source, load_model_file  # imports torch
+    from planner.graph.model_file import local_modules, recorded_reads
+
+    with recorded_reads() as reads:
+        source = load_model_file(path)
+        graph = capture_source(source, precision=precision)
+    if use_cache:
+        files = {*source.dependencies, *reads.files, *local_modules()}
+        folder = os.getcwd() if reads.is_relative else None
+        _write(entry, graph, files, {*_ALWAYS_READ, *reads.variables}, folder)
+    return graph
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _file_digest(file: Path) -> str | None:
+    """A digest of what a file holds, of a large one its size and date; None: it is not there."""
+    try:
+        facts = file.stat()
+        if facts.st_size > _MAX_DIGESTED_BYTES:
+            return f"{facts.st_size} {facts.st_mtime_ns}"
+        return _digest(file.read_bytes())
+    except OSError:
+        return None
+
+
+def _variable_digest(name: str) -> str | None:
+    """A digest of an environment variable, which may be a secret; None: it is not set."""
+    value = os.environ.get(name)
+    return None if value is None else _digest(value.encode("utf-8", "surrogateescape"))
+
+
+def _own_versions() -> dict[str, str]:
+    return {"python": sys.version.split()[0], "graph": _own_digest()}
+
+
+def _loaded_versions() -> dict[str, str]:
+    """Versions of the installed libraries that this process has loaded, by their names."""
+    loaded = {name.partition(".")[0] for name in list(sys.modules)}
+    found = metadata.packages_distributions()
+    return {
+        library: metadata.version(library)
+        for name in loaded & found.keys()
+        for library in found[name]
+    }
+
+
+def _own_digest() -> str:
+    """Digest of the modules that decide what a capture looks like."""
+    here = Path(__file__).parent
+    files = sorted([*here.glob("*.py"), *(here.parent / "capture").rglob("*.py")])
+    return _digest(b"".join(file.read_bytes() for file in files))[:16]
+
+
+def _read(entry: Path) -> ModelGraph | None:
+    try:
+        data: dict[str, Any] = json.loads(entry.read_text())
+        if data["format"] != _FORMAT or data["versions"] != _own_versions():
+            return None
+        for name, digest in data["variables"].items():
+            if _variable_digest(name) != digest:
+                return None
+        if data["folder"] not in (None, os.getcwd()):
+            return None
+        for name, digest in data["files"].items():
+            if _file_digest(Path(name)) != digest:
+                return None
+        for library, version in data["libraries"].items():
+            if metadata.version(library) != version:
+                return None
+        graph = from_json(data["graph"])
+    except (OSError, ValueError, KeyError, TypeError, metadata.PackageNotFoundError):
+        return None
+    return graph if isinstance(graph, ModelGraph) else None
+
+
+def _write(
+    entry: Path,
+    graph: ModelGraph,
+    files: Iterable[Path],
+    variables: Iterable[str],
+    folder: str | None,
+) -> None:
+    """`folder` is the working directory, where it matters."""
+    data = {
+        "format": _FORMAT,
+        "versions": _own_versions(),
+        "libraries": _loaded_versions(),
+        "variables": {name: _variable_digest(name) for name in variables},
+        "folder": folder,
+        "files": {str(file): _file_digest(file) for file in files},
+        "graph": to_json(graph),
+    }
+    scratch = entry.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(data, separators=(",", ":")))
+        os.replace(scratch, entry)
+    except OSError:
+        with suppress(OSError):  # nor is there a folder, maybe
+            scratch.unlink()

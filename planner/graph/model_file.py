@@ -1,0 +1,207 @@
+"""Loading a user's ``model.py``: model(), batch(size) and perhaps loss(output, batch)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import site
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """What a model file defines, and the local files that were read to load it."""
+
+    path: Path
+    build: Callable[[], Any]
+    batch: Callable[[int], Any]
+    loss: Callable[[Any, Any], Any] | None
+    dependencies: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        """The file's stem."""
+        return self.path.stem
+
+
+def load_model_file(path: str | os.PathLike[str]) -> ModelSource:
+    """Execute a model file and return what it defines.
+
+    Raises ModelError, in one line, when the file is missing, fails while it is executed,
+    or lacks model() or batch().
+    """
+    file = Path(path)
+    if not file.is_file():
+        kind = "is a directory" if file.is_dir() else "does not exist"
+        raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
+    file = file.resolve()
+    digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"planner_user_{file.stem}_{digest}", file)
+    if spec is None or spec.loader is None:
+        raise ModelError(f"{path} is not a Python file; give a .py file that defines model()")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        with _import_from(file.parent), recorded_reads() as reads:
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ModelError(f"{path} failed to load: {_where(error, file)}{_brief(error)}") from error
+    for name, use in (("model", "returns an nn.Module"), ("batch", "takes a number of samples")):
+        if not callable(getattr(module, name, None)):
+            raise ModelError(f"{path} defines no {name}(); add a function {name} that {use}")
+    return ModelSource(
+        path=file,
+        build=module.model,
+        batch=module.batch,
+        loss=getattr(module, "loss", None),
+        dependencies=tuple(sorted({file} | reads.files | local_modules())),
+    )
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _where(error: BaseException, file: Path) -> str:
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}: "
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
+    return f"line {lines[-1]}: " if lines else ""
+
+
+@contextlib.contextmanager
+def _import_from(folder: Path) -> Iterator[None]:
+    """Let the model file import its neighbours, after everything installed."""
+    entry = str(folder)
+    if entry in sys.path:
+        yield
+        return
+    sys.path.append(entry)
+    # The entry stays: functions of the file may import lazily when they are called.
+    yield
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read while a model file was loaded and its model built; mutable, as it grows.
+
+    `files` are local ones (neither installed nor part of Python); those that were not there, and
+    names of `variables` of the environment, count where local code looked for them.
+    `is_relative`: a file was named relative to the working directory.
+    """
+
+    files: set[Path] = field(default_factory=set)
+    variables: set[str] = field(default_factory=set)
+    is_relative: bool = False
+
+
+_recorders: list[Reads] = []
+_hooked = False
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    if not _recorders or event != "open" or not isinstance(args[0], str):
+        return
+    if args[2] & (os.O_WRONLY | os.O_CREAT) or not _is_local(args[0]):
+        return
+    if os.path.isfile(args[0]) or _is_asked_by_local_code():
+        for reads in _recorders:
+            reads.files.add(Path(args[0]).resolve())
+            reads.is_relative |= not os.path.isabs(args[0])
+
+
+_Environment: Any = type(os.environ)
+_get_variable = _Environment.__getitem__
+
+
+def _recorded_variable(environment: Any, name: str) -> str:
+    """As ``os.environ[name]``, by which every other way to read a variable goes."""
+    if _is_asked_by_local_code():
+        for reads in _recorders:
+            reads.variables.add(name)
+    return _get_variable(environment, name)
+
+
+def _is_asked_by_local_code() -> bool:
+    """Whether the innermost code outside Python's own library is neither installed nor ours."""
+    frame = sys._getframe(2)
+    while frame is not None and _is_of_python(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and _is_local(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_of_python(code_file: str) -> bool:
+    packages = (*site.getsitepackages(), sysconfig.get_paths()["purelib"])
+    return code_file.startswith("<") or (
+        code_file.startswith(sysconfig.get_paths()["stdlib"] + os.sep)
+        and not code_file.startswith(tuple(packages))
+    )
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[Reads]:
+    """Collect what is read inside, so that a cached capture notices what has changed.
+
+    What compiled code reads is not seen: variables, and files such as weights in safetensors.
+    """
+    global _hooked  # audit hooks can't be removed: one is added, once
+    if not _hooked:
+        sys.addaudithook(_audit)
+        _hooked = True
+    reads = Reads()
+    _recorders.append(reads)
+    _Environment.__getitem__ = _recorded_variable
+    try:
+        yield reads
+    finally:
+        _recorders.pop()
+        if not _recorders:
+            _Environment.__getitem__ = _get_variable
+
+
+_INSTALLED = tuple(
+    str(Path(p).resolve()) + os.sep
+    for p in {
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        str(Path(__file__).parents[1]),
+    }
+)
+
+
+def _is_local(name: str) -> bool:
+    path = str(Path(name).resolve()) if name else ""
+    return (
+        bool(path)
+        and not path.startswith((*_INSTALLED, "/proc/", "/sys/", "/dev/"))
+        and not path.endswith((".pyc", ".so"))
+        and not os.path.isdir(path)
+    )
+
+
+def local_modules() -> set[Path]:
+    """Source files of imported modules that are neither installed nor part of Python."""
+    files = (getattr(m, "__file__", None) for m in list(sys.modules.values()))
+    own = Path(__file__).resolve().parents[2]
+    names = ("planner", "profiles", "costmodel", "search", "cli")
+    rooms = tuple(str(own / name) + os.sep for name in names)
+    return {
+        Path(f).resolve()
+        for f in files
+        if f and _is_local(f) and not str(Path(f).resolve()).startswith(rooms)
+    }

@@ -1,0 +1,182 @@
+"""Propagation: layouts of whole blocks and models, chosen without a solver.
+
+Fixed placements (pins of the user, shared parameters, block boundaries) are given; the
+rest follows with the least redistribution and the least replicated work (`beam`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from planner.errors import LayoutError
+from planner.graph import Affine, ModelGraph, Program
+from planner.layout.beam import BeamSearch
+from planner.layout.pins import Pin, class_pins
+from planner.layout.placement import Placement, Replicate, Shard
+from planner.ops.call import divides
+from planner.plan import ClassLayout
+
+
+def propagate_layout(
+    class_index: int,
+    program: Program,
+    axis_size: int,
+    *,
+    pins: Mapping[str, Placement] | None = None,
+    at_rest: Mapping[str, Placement] | None = None,
+    inputs: Sequence[Placement] | None = None,
+    outputs: Sequence[Placement] | None = None,
+    whole_params: bool = False,
+    may_lie: Callable[[str, Placement], bool] = lambda name, placement: True,
+) -> ClassLayout:
+    """Choose the layout of a bound block program on an axis of `axis_size` ranks.
+
+    `pins` fixes tensors of the program by name: every op they touch must take or yield them
+    so. `at_rest` only fixes where params lie, from where they may be redistributed. `inputs`
+    and `outputs` are the placements at the block's boundary, Replicate by default.
+    `whole_params` pins every param Replicate: the axis divides the data only, and gradients
+    are summed over it once a step (`lower` with `sum_later`). `may_lie` says of tensors of
+    the program which placements to consider. Raises
+    LayoutError when a pin names nothing, does not divide, or no op can honour it.
+    """
+    replicated = Replicate()
+    pins = dict(pins or {})
+    if whole_params:
+        pins |= dict.fromkeys(program.params, replicated)
+    fixed = dict(at_rest or {}) | pins
+    _check_fits(program, fixed, axis_size)
+    inputs = tuple(inputs or (replicated,) * len(program.inputs))
+    outputs = tuple(outputs or (replicated,) * len(program.outputs))
+    _check_fits(program, dict(zip(program.inputs, inputs, strict=True)), axis_size)
+    _check_fits(program, dict(zip(program.outputs, outputs, strict=True)), axis_size)
+    placement: dict[str, Placement] = dict(zip(program.inputs, inputs, strict=True))
+    for name in program.params:
+        if name in fixed or program.tensor[name].kind != "param":
+            placement[name] = fixed.get(name, replicated)
+    search = BeamSearch(
+        program=program,
+        axis_size=axis_size,
+        pins=pins,
+        sum_later=whole_params,
+        may_lie=may_lie,
+    )
+    best = search.run(placement, dict(zip(program.outputs, outputs, strict=True)))
+    placement |= dict(best.params)
+    return ClassLayout(
+        class_index=class_index,
+        inputs=tuple(map(str, inputs)),
+        params=tuple(str(placement.get(name, replicated)) for name in program.params),
+        outputs=tuple(map(str, outputs)),
+        ops=tuple(
+            (name, str(sharding))
+            for name, sharding in best.history()
+            if any(p != replicated for p in (*sharding.inputs, *sharding.outputs))
+        ),
+    )
+
+
+def propagate_graph(
+    graph: ModelGraph,
+    *,
+    microbatch_size: int,
+    axis_size: int,
+    pins: Sequence[Pin] = (),
+    boundary: Placement | None = None,
+    programs: Sequence[Program] | None = None,
+    sequences_only: bool = False,
+) -> tuple[ClassLayout, ...]:
+    """Choose a layout for every block class.
+
+    Tensors between blocks are Replicate, or placed `boundary` where their sizes divide: with
+    Shard(1) the residual stream is sharded along the sequence (sequence parallelism). A
+    parameter shared by several classes (a tied embedding) has one placement at rest: the
+    class nearest the loss, which multiplies by it, decides.
+
+    `programs` are the classes' programs where they are not the graph's own, for example
+    already lowered on another axis. With `sequences_only` and a Shard(1) boundary the axis is
+    one of context parallelism: every rank has all weights and a part of every sample.
+    """
+    used_by: dict[str, set[int]] = {}
+    for block in graph.blocks:
+        for name in block.params:
+            used_by.setdefault(name, set()).add(block.class_index)
+    pinned = class_pins(graph, pins)
+    decided: dict[str, Placement] = {}
+    layouts: dict[int, ClassLayout] = {}
+    for block in reversed(graph.blocks):
+        index = block.class_index
+        if index in layouts:
+            continue
+        program = programs[index] if programs else graph.classes[index].bind(microbatch_size)
+        names = dict(zip(block.params, program.params, strict=True))
+        layouts[index] = propagate_layout(
+            index,
+            program,
+            axis_size,
+            whole_params=sequences_only,
+            may_lie=(
+                _keeps_samples(graph.classes[index], microbatch_size)
+                if sequences_only
+                else lambda name, placement: True
+            ),
+            pins=pinned.get(index),
+            at_rest={local: decided[name] for name, local in names.items() if name in decided},
+            inputs=_at_boundary(graph, program, block.inputs, program.inputs, boundary, axis_size),
+            outputs=_at_boundary(
+                graph, program, block.outputs, program.outputs, boundary, axis_size
+            ),
+        )
+        for name, placement in zip(block.params, layouts[index].param_placements, strict=True):
+            if len(used_by[name]) > 1:
+                decided[name] = placement
+    return tuple(layouts[index] for index in sorted(layouts))
+
+
+def _keeps_samples(program: Program, microbatch_size: int) -> Callable[[str, Placement], bool]:
+    """Tell placements that give every rank a part of every sample from those that don't.
+
+    `program` still has sizes that depend on the microbatch size: a cut of such a dim must
+    fall inside the samples, so each of its segments is (a part of) one.
+    """
+
+    def keeps(name: str, placement: Placement) -> bool:
+        meta = program.tensor.get(name)
+        if meta is None or not isinstance(placement, Shard) or placement.dim >= len(meta.shape):
+            return True
+        counts_samples = isinstance(meta.shape[placement.dim], Affine)
+        return not counts_samples or placement.segments % microbatch_size == 0
+
+    return keeps
+
+
+def _at_boundary(
+    graph: ModelGraph,
+    program: Program,
+    names: tuple[str, ...],
+    local_names: tuple[str, ...],
+    boundary: Placement | None,
+    axis_size: int,
+) -> tuple[Placement, ...]:
+    """Place what one block hands to another; batch inputs and side inputs stay replicated."""
+    placed: list[Placement] = []
+    for name, local in zip(names, local_names, strict=True):
+        meta = program.tensor[local]
+        # Of classes used several times, what one block hands on must suit every other.
+        fits = name in graph.producer and name != graph.loss and meta.requires_grad
+        fits = fits and boundary is not None and divides(boundary, meta.shape_at(1), axis_size)
+        placed.append(boundary if fits and boundary is not None else Replicate())
+    return tuple(placed)
+
+
+def _check_fits(program: Program, fixed: Mapping[str, Placement], axis_size: int) -> None:
+    for name, placement in fixed.items():
+        if name not in program.tensor:
+            raise LayoutError(f"pin {name}: {placement} names no tensor of {program.name}")
+        meta = program.tensor[name]
+        if not divides(placement, meta.shape_at(1), axis_size):
+            shape = list(meta.shape_at(1))
+            fitting = [f"S({d})" for d, size in enumerate(shape) if size % axis_size == 0]
+            raise LayoutError(
+                f"{meta.fqn or name} of shape {shape} can't be placed {placement} on {axis_size} "
+                f"ranks; use {' or '.join([*fitting, 'R'])}"
+            )

@@ -1,0 +1,108 @@
+"""Redistribution on one mesh axis: which collectives change one placement into another.
+
+Gradients follow the values: the gradient of a Replicate value is Replicate, of a Shard(d)
+value Shard(d), of a Partial value Replicate. An op that runs on shards leaves the gradient
+of each Replicate input as a sum over ranks still to be taken (Partial), so a
+redistribution to Replicate says with `grad_partial` which gradient it will be given.
+
+    from   to     forward          backward
+    R      R      -                all-reduce if grad_partial
+    R      S(d)   local slice      all-gather
+    R      P      first rank only  -
+    S(d)   R      all-gather       reduce-scatter if grad_partial, else local slice
+    S(a)   S(b)   all-to-all       all-to-all
+    S(d)   P      zeros around     local slice
+    P      R      all-reduce       all-reduce if grad_partial
+    P      S(d)   reduce-scatter   all-gather
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from planner.graph import Arg, Op, Ref, TensorMeta
+from planner.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.units import DTYPE_BYTES
+
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+REDISTRIBUTE = "planner.redistribute"
+"""Target of the op; args (Ref, axis name, source, destination, grad_partial)."""
+
+
+def collectives(
+    src: Placement, dst: Placement, grad_partial: bool = False
+) -> tuple[CollectiveKind | None, CollectiveKind | None]:
+    """Return the collectives of the forward and of the backward pass; None is local work."""
+    if isinstance(dst, Replicate):
+        if isinstance(src, Shard):
+            return "all_gather", "reduce_scatter" if grad_partial else None
+        forward: CollectiveKind | None = "all_reduce" if isinstance(src, Partial) else None
+        return forward, "all_reduce" if grad_partial else None
+    if isinstance(dst, Shard):
+        if isinstance(src, Shard):
+            if src == dst:
+                return None, None
+            # Pieces of other segments of the same dim: gathered, then cut again.
+            return ("all_gather",) * 2 if src.dim == dst.dim else ("all_to_all",) * 2
+        return ("reduce_scatter" if isinstance(src, Partial) else None), "all_gather"
+    return None, None
+
+
+def payload_bytes(tensor: TensorMeta) -> int:
+    """Return a collective's size: the bytes of the FULL tensor, whichever placements meet.
+
+    That is what is reduced by an all-reduce, what a reduce-scatter starts from, what an
+    all-gather ends with and what an all-to-all moves around among all ranks. The tensor's
+    sizes must be numbers.
+    """
+    return tensor.bytes_at(1)
+
+
+def redistribute_op(
+    source: str, target: str, *, axis: str, src: Placement, dst: Placement, grad_partial: bool
+) -> Op:
+    """Return the op that makes `target`, placed `dst`, of `source`, placed `src`."""
+    args: tuple[Arg, ...] = (Ref(source), axis, str(src), str(dst), grad_partial)
+    return Op(name=target, target=REDISTRIBUTE, args=args, outputs=(target,))
+
+
+def op_collectives(
+    op: Op, tensor: dict[str, TensorMeta], axis_size: int
+) -> tuple[tuple[CollectiveKind | None, CollectiveKind | None], int]:
+    """Return a redistribute op's (forward, backward) collectives and its payload in bytes.
+
+    `tensor` holds the LOCAL metas of a lowered program.
+    """
+    _, _, src, dst, grad_partial = op.args
+    source, target = parse_placement(str(src)), parse_placement(str(dst))
+    local = tensor[op.outputs[0]]
+    numel = local.numel_at(1) * (axis_size if isinstance(target, Shard) else 1)
+    kinds = collectives(source, target, bool(grad_partial))
+    return kinds, numel * DTYPE_BYTES[local.dtype]
+
+
+def inner_collectives(
+    op: Op, tensor: dict[str, TensorMeta]
+) -> tuple[tuple[CollectiveKind, int], ...]:
+    """Return (kind, payload bytes) of the collectives inside an op of ours.
+
+    All count as forward, though the last of a log-softmax is its backward's. `tensor` holds
+    the LOCAL metas. Other ops have none.
+    """
+    if op.target == "planner.divide_by_count":
+        return (("all_reduce", DTYPE_BYTES["int64"]),)
+    if op.target == "planner.vocab_cross_entropy":
+        logits = tensor[op.inputs[0]]
+        shape = logits.shape_at(1)
+        samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
+        size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
+        return (("all_reduce", size), ("all_reduce", 3 * size))
+    if op.target == "planner.vocab_log_softmax":
+        meta = tensor[op.outputs[0]]
+        size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]
+        return (("all_reduce", size),) * 3
+    if op.target == "planner.batch_norm_by_channel":
+        running = tensor[op.inputs[-1]]
+        return (("all_gather", 2 * running.bytes_at(1)),)
+    return ()

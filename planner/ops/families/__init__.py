@@ -1,0 +1,1 @@
+"""Op families: one file each, which registers its sharding rules when it is imported."""

@@ -1,0 +1,131 @@
+"""Gather, scatter and indexing: dims that are not indexed can be sharded.
+
+Indices count from the start of a dim, so an indexed dim stays whole; the dims of the
+indices themselves can be sharded when they only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.graph import Ref
+from planner.layout.placement import OpSharding
+from planner.ops.call import Call, P, R, Shape, normal_dim
+from planner.ops.letters import Letters, broadcast, by_letters
+from planner.ops.registry import rule
+
+
+@rule("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def along_dim(call: Call) -> Iterator[OpSharding]:
+    """Tensor, dim, index and perhaps source: the other dims go together where sizes agree."""
+    rank = len(call.inputs[0])
+    dim = normal_dim(int(call.op.args[1]), rank)  # type: ignore[arg-type]
+    shapes = (*call.inputs, *call.outputs)
+    letters: Letters = [
+        d if d != dim and len({shape[d] for shape in shapes}) == 1 else None for d in range(rank)
+    ]
+    if call.packet == "aten.gather":
+        # Entries along the dim are looked up one by one: the index can be sharded there.
+        index: Letters = ["i" if d == dim else letter for d, letter in enumerate(letters)]
+        yield from by_letters([letters, index], [index])
+        yield OpSharding(inputs=(P, R), outputs=(P,))
+        return
+    yield from by_letters([letters] * len(call.inputs), [letters])
+    if call.packet == "aten.scatter_add":
+        yield OpSharding(inputs=(P, R, P), outputs=(P,))
+
+
+@rule("aten.index_select")
+def index_select(call: Call) -> Iterator[OpSharding]:
+    """Tensor, dim, index [k]."""
+    rank = len(call.inputs[0])
+    dim = normal_dim(int(call.op.args[1]), rank)  # type: ignore[arg-type]
+    letters: Letters = [None if d == dim else d for d in range(rank)]
+    out: Letters = ["i" if d == dim else d for d in range(rank)]
+    yield from by_letters([letters, ["i"]], [out])
+    yield OpSharding(inputs=(P, R), outputs=(P,))
+
+
+@rule("aten.index_add", "aten.index_copy", "aten.index_fill")
+def index_write(call: Call) -> Iterator[OpSharding]:
+    """Tensor, dim, index [k] and source."""
+    rank = len(call.inputs[0])
+    dim = normal_dim(int(call.op.args[1]), rank)  # type: ignore[arg-type]
+    letters: Letters = [None if d == dim else d for d in range(rank)]
+    rest: list[Letters] = [letters if len(s) == rank else [] for s in call.inputs[2:]]
+    yield from by_letters([letters, [None], *rest], [letters])
+
+
+@rule("aten.slice_scatter", "aten.select_scatter")
+def part_scatter(call: Call) -> Iterator[OpSharding]:
+    """Tensor, source, dim: the tensor with a part along one dim replaced."""
+    rank = len(call.inputs[0])
+    dim = normal_dim(call.arg(2, "dim", 0), rank)
+    letters: Letters = [None if d == dim else d for d in range(rank)]
+    narrow = call.packet == "aten.select_scatter"
+    source = [letter for letter in letters if letter is not None] if narrow else letters
+    yield from by_letters([letters, source], [letters])
+    yield OpSharding(inputs=(P, P), outputs=(P,))
+
+
+@rule("aten.index")
+def index(call: Call) -> Iterator[OpSharding]:
+    """Tensor and an index (or None) for each of its leading dims, as in x[:, i, j]."""
+    found = _indexed(call)
+    if found is None:
+        return
+    letters, kept, index_shape, where = found
+    new: Letters = [f"i{d}" for d in range(len(index_shape))]
+    out: Letters = [*kept[:where], *new, *kept[where:]]
+    indices = [_aligned(shape, index_shape, new) for shape in call.inputs[1:]]
+    yield from by_letters([letters, *indices], [out])
+    yield OpSharding(inputs=(P, *(R,) * len(indices)), outputs=(P,))
+
+
+@rule("aten.index_put", "aten._unsafe_index_put")
+def index_put(call: Call) -> Iterator[OpSharding]:
+    """Tensor, indices, values: x[:, i, j] = values. Indexed dims and indices stay whole."""
+    found = _indexed(call)
+    if found is None:
+        return
+    letters, kept, index_shape, where = found
+    target: Letters = [*kept[:where], *[None] * len(index_shape), *kept[where:]]
+    sizes = [call.inputs[0][d] for d in kept]
+    target_shape = (*sizes[:where], *index_shape, *sizes[where:])
+    values = _aligned(call.inputs[-1], target_shape, target)
+    count = len(call.inputs) - 2
+    whole: list[Letters] = [[None] * len(shape) for shape in call.inputs[1 : 1 + count]]
+    yield from by_letters([letters, *whole, values], [letters])
+
+
+def _indexed(call: Call) -> tuple[list[int | None], list[int], Shape, int] | None:
+    """Return what an op indexes: letters of the tensor's dims, None for the indexed ones; the
+    others; the indices' common shape; and where it goes in the output.
+
+    None for masks, whose result has a size that depends on values.
+    """
+    indices = call.op.args[1]
+    assert isinstance(indices, tuple)
+    refs = [(d, ref) for d, ref in enumerate(indices) if isinstance(ref, Ref)]
+    if not refs or any(call.tensor[ref.name].dtype in ("bool", "uint8") for _, ref in refs):
+        return None
+    dims = [d for d, _ in refs]
+    shapes = [call.shape(ref) for _, ref in refs]
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    common = tuple(max(sizes) for sizes in zip(*padded, strict=True)) if rank else ()
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    kept = [d for d in range(len(call.inputs[0])) if d not in dims]
+    letters = [d if d in kept else None for d in range(len(call.inputs[0]))]
+    return letters, kept, common, dims[0] if adjacent else 0
+
+
+def _aligned(shape: Shape, whole: Shape, letters: Letters) -> Letters:
+    return [None if i is None else letters[i] for i in broadcast(shape, whole)]
+
+
+@rule("aten.one_hot")
+def one_hot(call: Call) -> Iterator[OpSharding]:
+    """Indices […] to […, classes]."""
+    letters: Letters = list(range(len(call.inputs[0])))
+    yield from by_letters([letters], [[*letters, None]])

@@ -1,0 +1,67 @@
+"""Which ops a stage of recompute "selective" runs again: those cheap beside what they free.
+
+Products, convolutions and attention do many operations for each byte they make, and
+collectives wait for other ranks; their results are kept. Everything else is bound by
+memory: running it again costs about as much as reading its result back (Korthikanti et
+al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from planner.graph import Op, Program
+from planner.ops.flops import ATTENTION, CONVOLUTIONS, MATMULS, packet_of
+
+_PRODUCTS = frozenset(
+    ("grouped_mm", "_grouped_mm", "_scaled_mm", "bilinear", "cdist", "lstm", "gru")
+)
+_SEARCHES = frozenset(
+    ("topk", "sort", "argsort", "kthvalue", "median", "unique_dim", "searchsorted")
+)
+_WITH_COLLECTIVES = frozenset(
+    (
+        "redistribute",
+        "vocab_cross_entropy",
+        "vocab_log_softmax",
+        "divide_by_count",
+        "batch_norm_by_channel",
+    )
+)
+_KEPT = MATMULS | ATTENTION | CONVOLUTIONS | _PRODUCTS | _SEARCHES | _WITH_COLLECTIVES
+
+
+def default_ops(program: Program) -> tuple[str, ...]:
+    """Return the names of the ops whose results are made again, in program order.
+
+    `program` is a class's or a lowered one, bound or not. Ops of libraries other than ATen
+    are kept: nothing is known of what they cost.
+    """
+    return tuple(op.name for op in program.ops if is_cheap(op))
+
+
+def ops_made_again(
+    program: Program, lowered: Program, chosen: Iterable[str] | None
+) -> frozenset[str]:
+    """Return the ops of a class's lowered program that run again in the backward.
+
+    `chosen` are names of ops of the class's own `program`, None for the default choice.
+    What lowering added follows the default: a collective's result is kept.
+    """
+    if chosen is None:
+        return frozenset(default_ops(lowered))
+    own = {op.name for op in program.ops}
+    added = {op.name for op in lowered.ops if op.name not in own and is_cheap(op)}
+    return frozenset(chosen) | added
+
+
+def is_cheap(op: Op) -> bool:
+    """Whether running an op again costs little: time in proportion to the bytes it touches."""
+    target = op.target
+    if target == "planner.with_own_random_stream":  # its first argument is the op it runs
+        target = str(op.args[0])
+    library = target.partition(".")[0]
+    if library not in ("aten", "planner"):
+        return False
+    packet = packet_of(target)
+    return packet not in _KEPT and not packet.startswith(("linalg_", "fft_"))

@@ -1,0 +1,60 @@
+"""Which products of a program make weight gradients that can wait; free of torch.
+
+The runtime puts the weight gradients of these products aside (`planner.runtime.stage.weight_grads`)
+and the cost model prices what is put aside, so both ask here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.graph import Program, Ref
+
+LARGE_BYTES = 2**20
+"""From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
+takes gradients elsewhere (`planner.runtime.stage.weight_grads`)."""
+
+
+ProductArgs = tuple[Ref, Ref, Ref | None, bool]
+"""What a product multiplies: x, weight and bias, and whether the weight is transposed."""
+
+
+def deferrable_products(program: Program) -> dict[str, ProductArgs]:
+    """Return (x, weight, bias, transposed) of each op that multiplies by a trained weight.
+
+    A weight is a parameter or made from parameters only (a transpose, a cast). A product
+    whose x never needs a gradient counts too: its weight gradient is as much work.
+    """
+    from_params = {
+        t.name for t in program.tensors if t.name in program.params and t.kind == "param"
+    }
+    found = {}
+    for op in program.ops:
+        if op.inputs and from_params.issuperset(op.inputs):
+            from_params.update(op.outputs)
+            continue
+        product = _as_product(op.target, op.args, dict(op.kwargs))
+        if product is None:
+            continue
+        x, weight, bias, _ = product
+        is_trained = weight.name in from_params and program.tensor[weight.name].requires_grad
+        two_dims = len(program.tensor[weight.name].shape) == 2
+        bias_is_ours = bias is None or bias.name in from_params
+        if is_trained and two_dims and bias_is_ours and x.name not in from_params:
+            found[op.name] = product
+    return found
+
+
+def _as_product(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductArgs | None:
+    if kwargs or not all(isinstance(arg, Ref) or arg is None for arg in args):
+        return None
+    match target, args:
+        case "aten.linear.default", (x, weight):
+            return x, weight, None, True
+        case "aten.linear.default", (x, weight, bias):
+            return x, weight, bias, True
+        case "aten.addmm.default", (bias, x, weight):
+            return x, weight, bias, False
+        case (("aten.mm.default" | "aten.matmul.default"), (x, weight)):
+            return x, weight, None, False
+    return None

@@ -1,0 +1,314 @@
+"""A plan for people: what `planner show` prints. Torch-free; with the graph, blocks have names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from planner.graph import ModelGraph
+from planner.ops.registry import ops_without_rule
+from planner.plan import ClassLayout, Plan, StagePlan, validate_model
+from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
+from planner.timeline import RankBubble, RankTimeline, bubbles
+from planner.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from planner.runtime.check.dryrun import DryRun, Moment
+    from planner.runtime.check.verify import Difference, VerifyReport
+
+MAX_MOMENTS = 40
+"""Parts of a step that a dry run lists; of more, only those that set a new height."""
+
+LINE_WIDTH = 84
+"""Characters of jobs in a line of a timetable; the jobs beyond are counted, not drawn."""
+
+
+def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[RenderableType]:
+    """Return the plan's summary, stages, layouts, timetable and estimate, ready to print.
+
+    Raises PlanError when `graph` is another model than the plan's.
+    """
+    if graph is not None:
+        validate_model(plan, graph)
+    parts: list[RenderableType] = [_summary(plan), _stages(plan, graph)]
+    if plan.layouts:
+        parts += _layouts(plan, graph)
+        if graph is not None:
+            parts.append(_without_rule(graph))
+    if plan.pp > 1:
+        parts.append(draw_timetable(schedule_of(plan)))
+    if plan.estimate:
+        parts += describe_estimate(plan.estimate, cluster=plan.cluster.name)
+    return parts
+
+
+def _summary(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    axes = (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp), ("vpp", plan.vpp))
+    for name, value in (
+        ("model", f"{plan.model.name} ({plan.model.fingerprint[:12]}) from {plan.model.file}"),
+        ("cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"),
+        ("ranks", f"{plan.world_size} = " + " · ".join(f"{axis} {n}" for axis, n in axes)),
+        (
+            "batch",
+            f"{plan.global_batch} samples = dp {plan.dp} x {plan.num_microbatches} microbatches "
+            f"of {plan.microbatch_size}",
+        ),
+        ("schedule", plan.schedule),
+        ("ZeRO stage", str(plan.zero_stage)),
+        *([("on the host", "optimizer and its state")] if plan.optimizer_on_host else []),
+    ):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
+    table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
+    has_meshes = any(stage.tp for stage in plan.stages)
+    has_trips = any(stage.activations_on_host for stage in plan.stages)
+    if has_meshes:
+        table.add_column("mesh")
+    if has_trips:
+        table.add_column("activations wait")
+    if graph is not None:
+        table.add_column("parameters", justify="right")
+    for index, stage in enumerate(plan.stages):
+        row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
+        if has_meshes:
+            row.append(f"dp {plan.stage_dp(index)} · tp {plan.stage_tp(index)}")
+        if has_trips:
+            row.append("on the host" if stage.activations_on_host else "on the device")
+        if graph is not None:
+            row.append(f"{_num_params(stage, graph):,}")
+        table.add_row(*row)
+    return table
+
+
+def _block_names(stage: StagePlan, graph: ModelGraph | None) -> str:
+    first, last = stage.first_block, stage.last_block
+    numbers = f"{first}" if first == last else f"{first}..{last}"
+    if graph is None:
+        return numbers
+    names = graph.blocks[first].name, graph.blocks[last].name
+    return f"{numbers} ({names[0]})" if first == last else f"{numbers} ({names[0]} .. {names[1]})"
+
+
+def _num_params(stage: StagePlan, graph: ModelGraph) -> int:
+    names = {name for block in stage.blocks for name in graph.blocks[block].params}
+    tensors = (graph.tensor[name] for name in names)
+    return sum(tensor.numel_at(1) for tensor in tensors if tensor.kind == "param")
+
+
+def _layouts(plan: Plan, graph: ModelGraph | None) -> list[RenderableType]:
+    """One table for each axis, and for each tp degree that stages have."""
+    found: dict[tuple[str, int], list[ClassLayout]] = {}
+    for layout in plan.layouts:
+        found.setdefault((layout.axis, layout.tp or plan.tp), []).append(layout)
+    tables: list[RenderableType] = []
+    for (axis, tp), layouts in found.items():
+        title = f"Layouts over {axis} {tp if axis == 'tp' else plan.cp}"
+        if axis == "cp" and any(stage.tp for stage in plan.stages):
+            title += f" of stages with tp {tp}"
+        table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
+        for layout in layouts:
+            table.add_row(*_layout_row(layout, graph))
+        tables.append(table)
+    return tables
+
+
+def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str, str]:
+    if graph is None:
+        placements = Counter(layout.params)
+        held = ", ".join(f"{count} x {text}" for text, count in placements.items())
+        return str(layout.class_index), str(len(layout.ops)), held
+    program = graph.classes[layout.class_index]
+    uses = [block for block in graph.blocks if block.class_index == layout.class_index]
+    split: dict[str, list[str]] = {}
+    for name, placement in zip(uses[0].params, layout.params, strict=True):
+        if placement != "R":
+            fqn = graph.tensor[name].fqn or name
+            split.setdefault(placement, []).append(fqn.removeprefix(f"{uses[0].name}."))
+    held = "\n".join(f"{placement}: {', '.join(names)}" for placement, names in split.items())
+    return (
+        f"{program.name} x {len(uses)}",
+        # (On cp the layout is of the program as lowered on tp, which has more ops.)
+        f"{len({op.name for op in program.ops} & {n for n, _ in layout.ops})} of "
+        f"{len(program.ops)}",
+        held or "all replicated",
+    )
+
+
+def _without_rule(graph: ModelGraph) -> Text:
+    counts: Counter[str] = Counter()
+    for block in graph.blocks:
+        counts.update(ops_without_rule(graph.classes[block.class_index]))
+    if not counts:
+        return Text("Every op has a sharding rule.")
+    named = ", ".join(f"{target} x {count}" for target, count in counts.most_common())
+    return Text(f"{counts.total()} ops have no sharding rule and run replicated: {named}")
+
+
+def draw_timetable(schedule: Schedule, times: StageTimes | None = None) -> Text:
+    """Return a schedule's picture over time, cut to the width of a line."""
+    last = schedule.num_microbatches - 1
+    with_stage = schedule.num_stages > schedule.pp
+    label = f"{schedule.num_stages - 1}F{last}" if with_stage else f"F{last}"
+    picture = draw_schedule(schedule, times=times, max_columns=LINE_WIDTH // (len(label) + 1))
+    return Text(picture)
+
+
+_BASES = {
+    "measured": "measurements of",
+    "shipped": "the shipped description, not on measurements here, of",
+}
+
+
+def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[RenderableType]:
+    """Return the expected step time and memory, each in its named parts.
+
+    `estimate` is the JSON form that the search stored in the plan; parts it does not know
+    are shown by their key, zero ones are left out.
+    """
+    share = Table("part", "time", "share", title="Step time", title_justify="left")
+    step_s = estimate["step_s"]
+    for name, seconds in estimate["time"].items():
+        if seconds:
+            share.add_row(_label(name), format_seconds(seconds), f"{seconds / step_s:.0%}")
+    share.add_row("step", format_seconds(step_s), "100%", style="bold")
+
+    ranks = [
+        {name: value for name, value in rank.items() if not name.startswith("total")}
+        for rank in estimate["memory"]
+    ]
+    memory = Table("part", title="Memory of one device", title_justify="left")
+    for index in range(len(ranks)):
+        memory.add_column(f"pp rank {index}", justify="right")
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        if any(rank.get(name) for rank in ranks):
+            memory.add_row(_label(name), *(format_bytes(rank.get(name, 0)) for rank in ranks))
+    totals = (format_bytes(sum(rank.values())) for rank in ranks)
+    memory.add_row("total", *totals, style="bold")
+
+    error = estimate.get("relative_error")
+    basis = f"Based on {_BASES.get(estimate['source'], estimate['source'])} {cluster}"
+    if error is not None:
+        basis += f"; expected to be within {error:.0%}"
+    return [share, memory, Text(basis)]
+
+
+def describe_timeline(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
+    """Return how long each rank's steps were and how much of them it waited."""
+    by_rank: dict[int, list[RankBubble]] = {}
+    for bubble in bubbles(timeline):
+        by_rank.setdefault(bubble.rank, []).append(bubble)
+    table = Table("rank", "pp rank", "steps", "median step", "in jobs", "bubble")
+    for rank, found in sorted(by_rank.items()):
+        table.add_row(
+            str(rank),
+            str(found[0].pp_rank),
+            str(len(found)),
+            format_seconds(median(bubble.step_s for bubble in found)),
+            format_seconds(median(bubble.compute_s for bubble in found)),
+            f"{median(bubble.bubble_fraction for bubble in found):.1%}",
+        )
+    return [table]
+
+
+def describe_dry_run(run: DryRun) -> list[RenderableType]:
+    """Return a rank's bytes after each part of a step, and where they are highest."""
+    table = Table("part of the step", "bytes at its end", "highest inside")
+    offloads = bool(run.host_peak_bytes)
+    if offloads:
+        table.add_column("on the host")
+    top = max((moment.peak_bytes for moment in run.moments), default=0)
+    shown = run.moments if len(run.moments) <= MAX_MOMENTS else _new_heights(run.moments)
+    for moment in shown:
+        table.add_row(
+            Text(moment.name),
+            format_bytes(moment.end_bytes),
+            format_bytes(moment.peak_bytes),
+            *([format_bytes(moment.host_bytes)] if offloads else []),
+            style="bold" if moment.peak_bytes == top else None,
+        )
+    left_out = len(run.moments) - len(shown)
+    return [
+        table,
+        *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
+        Text(
+            f"rank {run.rank} (pp rank {run.pp_rank}) holds {format_bytes(run.rest_bytes)} between "
+            f"steps and {format_bytes(run.peak_bytes)} at the height of one, in tensors: the "
+            "framework's own memory and what its allocator rounds up come on top"
+        ),
+        *(
+            [
+                Text(
+                    f"on the host it holds {format_bytes(run.host_rest_bytes)} between steps and "
+                    f"at most {format_bytes(run.host_peak_bytes)} in one"
+                )
+            ]
+            if offloads
+            else []
+        ),
+    ]
+
+
+def _new_heights(moments: Sequence[Moment]) -> list[Moment]:
+    """Return the moments that reached higher than all before them, and the last."""
+    kept: list[Moment] = []
+    for moment in moments:
+        if not kept or moment.peak_bytes > kept[-1].peak_bytes:
+            kept.append(moment)
+    return kept if kept[-1] is moments[-1] else [*kept, moments[-1]]
+
+
+def describe_verification(report: VerifyReport) -> list[RenderableType]:
+    """Return how far a plan's training is from one process's, and the verdict."""
+    from planner.runtime.check.verify import KINDS, ROUNDINGS
+
+    table = Table("", "difference", "rounding", "times rounding", "in", "at step")
+    for kind in KINDS:
+        found: Difference = getattr(report, kind)
+        if not found.name:  # a model without buffers
+            continue
+        table.add_row(
+            kind,
+            f"{found.relative:.2e}",
+            f"{found.rounding:.2e}",
+            f"{found.times:.3g}",
+            Text(found.name),
+            str(found.step),
+        )
+    worst = report.worst
+    if report.passed:
+        verdict = (
+            f"the same as one process: no difference is beyond {ROUNDINGS:.0f} times its rounding"
+        )
+    else:
+        verdict = (
+            f"NOT the same as one process: {worst.name} differs by {worst.relative:.2e}, "
+            f"{worst.times:.3g} times its rounding ({ROUNDINGS:.0f} are allowed)"
+        )
+    return [
+        table,
+        Text(
+            "difference: the worst of each kind, relative to the largest entry of that kind; "
+            "rounding: how far the one process comes apart from itself in the same tensor, with "
+            "its weights moved by one unit in the last place and its samples in another order"
+        ),
+        *(Text(f"note: {note}") for note in report.notes),
+        Text(
+            f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
+            f"largest, in fp64 over {report.steps} steps"
+        ),
+    ]
+
+
+def _label(key: str) -> str:
+    """Return a part's key as words: ``tp_comm_s`` becomes ``tp comm``."""
+    return key.removesuffix("_s").removesuffix("_bytes").replace("_", " ")

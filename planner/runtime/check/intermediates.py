@@ -1,0 +1,194 @@
+"""Values inside a model in training, whole: what an op made of a global batch, on one device.
+
+A block is run as usual, by its own local program with the watched tensors as further
+outputs, so what is seen is what training computes. Pieces are then put together over cp
+and tp (sums taken), and over replicas and microbatches along the samples.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.layout.lowering import local_program, made_as
+from planner.layout.placement import Partial, Placement, Shard
+from planner.runtime.stage.collectives import run_step
+from planner.runtime.stage.program_fx import to_graph_module
+from planner.runtime.stage.programs import Run
+from planner.runtime.step.wiring import Placements, stage_of
+from planner.schedule.jobs import JobKind
+
+if TYPE_CHECKING:
+    from planner.runtime.stage.stage import BlockModule
+    from planner.runtime.step.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A tensor of a block's program, by the name a user gives: ``BLOCK/TENSOR``."""
+
+    name: str
+    block: int
+    tensor: str
+    meta: TensorMeta
+
+
+def intermediate_names(graph: ModelGraph) -> tuple[str, ...]:
+    """Return the name of everything an op of a block makes, in order."""
+    return tuple(
+        f"{block.name}/{name}"
+        for block in graph.blocks
+        for op in graph.classes[block.class_index].ops
+        for name in op.outputs
+    )
+
+
+def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return named values of one forward pass over a global batch, whole, on rank 0's CPU.
+
+    Other ranks get {}; all of them call it. A value without a dim that counts samples comes
+    stacked, one for each microbatch and replica. Raises PlanError for a name that
+    `intermediate_names` does not list.
+    """
+    wanted = [_find(engine.graph, name) for name in dict.fromkeys(names)]
+    seen: dict[tuple[str, int], Tensor] = {}
+    with _watching(engine, wanted, seen):
+        engine.evaluate(batch)
+    mesh = engine.mesh
+    mine: list[tuple[str, int, int, Tensor]] = []
+    for watched in wanted:
+        placed = _made_as(engine, watched)
+        for microbatch in range(engine.plan.num_microbatches):
+            if (watched.name, microbatch) not in seen:
+                continue
+            value = seen.pop((watched.name, microbatch))
+            # cp cut the finer pieces, so they are put together first.
+            for axis, placement in (("cp", placed.cp), ("tp", placed.tp)):
+                value = _whole(value, placement, mesh.group_name(axis))
+            if mesh.rank("cp") == mesh.rank("tp") == 0:
+                mine.append((watched.name, microbatch, mesh.rank("dp"), value.cpu()))
+    return _on_rank_0(mine, wanted, mesh.control)
+
+
+def _find(graph: ModelGraph, name: str) -> Watched:
+    block_name, _, tensor = name.rpartition("/")
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        if block.name == block_name and any(tensor in op.outputs for op in program.ops):
+            return Watched(name, block.index, tensor, program.tensor[tensor])
+    near = difflib.get_close_matches(name, intermediate_names(graph), n=1, cutoff=0.0)
+    raise PlanError(
+        f"no op makes {name!r}; names are BLOCK/TENSOR as intermediate_names lists them, for "
+        f"example {near[0]}"
+    )
+
+
+@contextmanager
+def _watching(
+    engine: Engine, wanted: Iterable[Watched], seen: dict[tuple[str, int], Tensor]
+) -> Iterator[None]:
+    """Run the blocks with watched tensors by programs that hand those out too."""
+    by_block: dict[int, list[Watched]] = {}
+    for watched in wanted:
+        by_block.setdefault(watched.block, []).append(watched)
+    changed: list[tuple[BlockModule, Callable[..., Any]]] = []
+    try:
+        for index, here in by_block.items():
+            stage = stage_of(engine.plan, index)
+            if stage in engine.stages:
+                position = index - engine.plan.stages[stage].first_block
+                block: Any = engine.stages[stage].blocks[position]
+                changed.append((block, block._program))
+                block._program = _handing_out(engine, stage, index, here, seen)
+        yield
+    finally:
+        for block, program in changed:
+            block._program = program
+
+
+def _handing_out(
+    engine: Engine,
+    stage: int,
+    block_index: int,
+    watched: list[Watched],
+    seen: dict[tuple[str, int], Tensor],
+) -> Callable[[int], Run]:
+    """Return what gives, by number of samples, a program that notes the watched tensors."""
+    mesh = engine.mesh
+
+    @cache
+    def program_of(num_samples: int) -> tuple[Run, int]:
+        program = local_program(
+            engine.graph,
+            engine.plan,
+            engine.graph.blocks[block_index].class_index,
+            tp=mesh.size("tp"),
+            microbatch_size=num_samples,
+            watched=tuple(w.tensor for w in watched),
+        )
+        groups = {axis: mesh.group(axis) for axis in ("tp", "cp")}
+        return to_graph_module(program, groups, mesh.device), len(program.outputs) - len(watched)
+
+    jobs = engine.schedule.jobs[mesh.rank("pp")]
+    order = iter(
+        [j.microbatch_index for j in jobs if j.kind is JobKind.FORWARD and j.stage_index == stage]
+    )
+
+    def noted(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        made = run(*tensors)
+        microbatch = next(order)
+        for one, value in zip(watched, made[count:], strict=True):
+            seen[one.name, microbatch] = value
+        return made[:count]
+
+    return lambda num_samples: partial(noted, *program_of(num_samples))
+
+
+def _made_as(engine: Engine, watched: Watched) -> Placements:
+    plan = engine.plan
+    tp = plan.stage_tp(stage_of(plan, watched.block))
+    program = engine.graph.classes[engine.graph.blocks[watched.block].class_index]
+    class_index = engine.graph.blocks[watched.block].class_index
+    layouts = (plan.layout(class_index, axis=axis, tp=tp) for axis in ("tp", "cp"))
+    return Placements(*(made_as(program, layout, watched.tensor) for layout in layouts))
+
+
+def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
+    if not group:
+        return value
+    if isinstance(placement, Partial):
+        return run_step(value, group, ("all_reduce", 0, 0))
+    if isinstance(placement, Shard):
+        is_bool = value.dtype == torch.bool  # which gloo does not know
+        sent = value.to(torch.uint8) if is_bool else value
+        gathered = run_step(sent, group, ("all_gather", placement, 0))
+        return gathered.bool() if is_bool else gathered
+    return value
+
+
+def _on_rank_0(
+    mine: list[tuple[str, int, int, Tensor]], wanted: list[Watched], control: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    is_first = dist.get_rank() == 0
+    everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
+    dist.gather_object(mine, everyone if is_first else None, dst=0, group=control)
+    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for name, microbatch, dp_rank, value in (part for rank in everyone for part in rank):
+        parts.setdefault(name, []).append((microbatch, dp_rank, value))
+    return {w.name: _joined(w.meta, parts[w.name]) for w in wanted} if is_first else {}
+
+
+def _joined(meta: TensorMeta, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    values = [value for _, _, value in sorted(parts, key=lambda part: part[:2])]
+    counts_samples = [d for d, size in enumerate(meta.shape) if isinstance(size, Affine)]
+    return torch.cat(values, counts_samples[0]) if counts_samples else torch.stack(values)

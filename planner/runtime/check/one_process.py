@@ -1,0 +1,160 @@
+"""The one process that `planner verify` compares with: the user's module, trained alone.
+
+It knows nothing of lowering, schedules or collectives, and of the capture two things: which
+dims of the batch count samples, and whether the model computes across them. It is trained a
+few times side by side: as it is, and with its weights moved by one unit in the last place
+and its samples in another order, which nothing but rounding tells from the first. How far
+these come apart is the rounding of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from planner.graph.batch import call_with_batch, loss_of
+from planner.graph.model_file import ModelSource
+from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
+from planner.runtime.step.feed import CutBatch
+
+Step = dict[str, dict[str, Tensor]]
+"""What one step of training made, by kind: ``loss``, ``gradient``, ``parameter``, ``buffer``.
+
+Tensors are whole and by the user's names. A parameter that no gradient reaches has zeros.
+Buffers are those of the state dict, after the step, as the first replica has them.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Samples that the model sees at once, and the replica whose buffers they move."""
+
+    replica: int
+    samples: range
+
+
+class OneProcess:
+    """A module of the user's own in training. Mutable: weights, buffers, optimizer state.
+
+    It goes through the batch by the pieces it is given. Each replica has its own buffers,
+    as in a plan, moved by the pieces of that replica alone.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        values: nn.Module,
+        *,
+        optimizer: Callable[[Any], torch.optim.Optimizer],
+        own: torch.dtype,
+        draws: Callable[[], AbstractContextManager[Any]],
+        moved: int | None = None,
+        backwards: bool = False,
+    ) -> None:
+        """The module is built anew, as the user builds it, with the values of `values` in fp64.
+
+        `own` is the dtype that fp64 stands for; `draws` is entered around forward and backward.
+        `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
+        through the samples in another order.
+        """
+        torch.manual_seed(0)
+        self.module = source.build()
+        promote_module(self.module, values)
+        self._source, self._draws, self._backwards = source, draws, backwards
+        self._own, self._numbers = own, torch.get_default_dtype()
+        if moved is not None:
+            _move(self.module, moved)
+        self._optimizer = optimizer(self.module.parameters())
+        self._buffers: dict[int, dict[str, Tensor]] = {}
+
+    def step(self, cut: CutBatch, pieces: Sequence[Piece]) -> Step:
+        """Train on a batch, piece by piece; a piece's loss counts by its share of the samples.
+
+        The default dtype is fp64 meanwhile.
+        """
+        if self._backwards:
+            cut, pieces = _reordered(cut, pieces)
+        self._optimizer.zero_grad()
+        replicas = sorted({piece.replica for piece in pieces})
+        if not self._buffers and len(replicas) > 1:
+            self._buffers = {replica: self._held_buffers() for replica in replicas}
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in pieces:
+            self._write_buffers(self._buffers.get(piece.replica, {}))
+            batch = cut.part(piece.samples)
+            # Compiled parts run as they are written: a compiler sees neither draws nor dtypes.
+            eager = torch.compiler.set_stance("force_eager")
+            with eager, self._draws(), ReferenceMode(self._own, self._numbers):
+                output = call_with_batch(self.module, batch)
+                loss = loss_of(output, batch, self._source.loss)
+                loss = loss * (len(piece.samples) / cut.split.num_samples)
+                _backward(loss)
+            total += loss.detach()
+            if len(replicas) > 1:
+                self._buffers[piece.replica] = self._held_buffers()
+        self._write_buffers(self._buffers.get(replicas[0], {}))
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for n, p in named.items()
+            if p.requires_grad
+        }
+        self._optimizer.step()
+        persistent = self.module.state_dict().keys()
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        return {
+            "loss": {"loss": total},
+            "gradient": gradients,
+            "parameter": {n: p.detach().clone() for n, p in named.items()},
+            "buffer": {n: b.detach().clone() for n, b in buffers if n in persistent},
+        }
+
+    def _held_buffers(self) -> dict[str, Tensor]:
+        """Return copies of all the module holds that is no parameter."""
+        return {
+            name: tensor.detach().clone()
+            for name, tensor in held_tensors(self.module).items()
+            if not isinstance(tensor, nn.Parameter)
+        }
+
+    def _write_buffers(self, values: Mapping[str, Tensor]) -> None:
+        held = held_tensors(self.module)
+        for name, value in values.items():
+            held[name].data = value.clone()
+
+
+def _backward(loss: Tensor) -> None:
+    """``loss.backward()``, inside which function modes would stand aside.
+
+    The user's own autograd functions compute there.
+    """
+    Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
+
+
+def _move(module: nn.Module, seed: int) -> None:
+    """Move each weight up or down by one unit in the last place, or none."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in module.parameters():
+        if param.is_floating_point() or param.is_complex():
+            by = torch.randint(-1, 2, param.shape, generator=generator).to(param.dtype)
+            param.data.mul_(1 + torch.finfo(param.dtype).eps * by)
+
+
+def _reordered(cut: CutBatch, pieces: Sequence[Piece]) -> tuple[CutBatch, Sequence[Piece]]:
+    """Return a batch in an order that makes the same sums, added up another way.
+
+    Where one piece is the whole batch, its samples are reversed. Of several, the replicas
+    are: within one, buffers may move with each piece, in the plan's order.
+    """
+    if len(pieces) == 1:
+        return cut.reversed(), pieces
+    return cut, sorted(pieces, key=lambda piece: -piece.replica)

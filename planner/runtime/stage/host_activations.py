@@ -1,0 +1,226 @@
+"""Activations that wait on the host between their forward and their backward.
+
+Inside a forward, autograd gives what it saves to `Parcel`, which notes each storage once.
+While the next job runs, the storages are copied to the host and then let go; while the job
+before the backward runs, they are copied back (`planner.schedule.trips` says which and
+when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
+the batch. Anything else that still refers to a storage, such as a message on its way, keeps
+it alive as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+from planner.runtime.state.host import Host, Ticket
+from planner.schedule.jobs import Job
+from planner.schedule.trips import Trip, trips
+
+
+class ActivationsOnHost:
+    """The activations of one rank's microbatches that make a trip. Mutable: those on one.
+
+    `current` is the parcel that the forward under way packs into.
+    """
+
+    def __init__(self, host: Host, row: Sequence[Job], stages: Iterable[int]) -> None:
+        """`stages` are those of the rank that send theirs to the host, `row` its jobs."""
+        self.current: Parcel | None = None
+        self._host = host
+        self._parcels: dict[Trip, Parcel] = {}
+        found = trips(row, frozenset(stages))
+        self._trips = {(trip.stage_index, trip.microbatch_index): trip for trip in found}
+        self._at: dict[str, dict[int, list[Trip]]] = {}
+        for moment in ("forward", "leaving", "arriving", "backward"):
+            self._at[moment] = {}
+            for trip in found:
+                self._at[moment].setdefault(getattr(trip, moment), []).append(trip)
+
+    def travels(self, job: Job) -> bool:
+        """Whether what this forward saves makes a trip."""
+        return (job.stage_index, job.microbatch_index) in self._trips
+
+    @contextmanager
+    def packing(self, job: Job, held: Iterable[Tensor]) -> Iterator[None]:
+        """Take what autograd saves inside; `held` is not to be moved."""
+        trip = self._trips[job.stage_index, job.microbatch_index]
+        parcel = self._parcels[trip] = self.current = Parcel(self._host, str(job))
+        parcel.hold(held)
+        try:
+            with saved_tensors_hooks(parcel.pack, parcel.unpack):
+                yield
+        finally:
+            self.current = None
+
+    def hold(self, tensors: Iterable[Tensor | None]) -> None:
+        """Leave the storages of these tensors where they are, if a forward packs."""
+        if self.current is not None:
+            self.current.hold(tensors)
+
+    def before(self, position: int) -> None:
+        """Do what comes before the job at a position: arrivals, and the next ones' departure."""
+        for trip in self._at["backward"].get(position, ()):
+            self._parcels.pop(trip).arrive()
+        for trip in self._at["arriving"].get(position, ()):
+            self._parcels[trip].fetch()
+
+    def after(self, position: int) -> None:
+        """Do what comes after the job at a position."""
+        for trip in self._at["leaving"].get(position, ()):
+            self._parcels[trip].let_go()
+        for trip in self._at["forward"].get(position, ()):
+            self._parcels[trip].leave()
+
+
+class _Load:
+    """One storage that autograd saved. Mutable: it is on the device, on the host, or both.
+
+    Both are flat, in the dtype of the first tensor saved of it. `uses` counts the saved
+    tensors that were not asked for yet; with the last one the device's is let go.
+    """
+
+    __slots__ = ("on_device", "on_host", "uses")
+
+    def __init__(self, on_device: Tensor) -> None:
+        self.on_device: Tensor | None = on_device
+        self.on_host: Tensor | None = None
+        self.uses = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd saved: a view of a storage."""
+
+    load: _Load
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Parcel:
+    """What autograd saved in one forward, by storage. Mutable."""
+
+    def __init__(self, host: Host, name: str) -> None:
+        self._host, self._name = host, name
+        self._held: set[int] = set()
+        self._loads: dict[int, _Load] = {}
+        self._ticket: Ticket | None = None
+
+    def hold(self, tensors: Iterable[Tensor | None]) -> None:
+        """Leave the storages of these tensors where they are."""
+        for tensor in tensors:
+            if tensor is not None and not isinstance(tensor, DTensor):
+                self._held.add(tensor.untyped_storage()._cdata)
+
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
+        """Note a tensor that autograd saves."""
+        if isinstance(tensor, DTensor):
+            return tensor
+        key = tensor.untyped_storage()._cdata
+        if key in self._held:
+            return tensor
+        load = self._loads.get(key)
+        if load is None:
+            load = self._loads[key] = _Load(_whole_storage(tensor))
+        load.uses += 1
+        offset = int(tensor.storage_offset())
+        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), offset)
+
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
+        """Give autograd a tensor back."""
+        if isinstance(saved, Tensor):
+            return saved
+        load = saved.load
+        flat = load.on_device
+        assert flat is not None, f"activations of {self._name} are asked for while on the host"
+        load.uses -= 1
+        if not load.uses:
+            load.on_device = None
+        return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def leave(self) -> None:
+        """Begin to copy everything to the host."""
+        pairs = []
+        for load in self._loads.values():
+            assert load.on_device is not None
+            load.on_host = self._host.empty(
+                load.on_device.shape, load.on_device.dtype, is_copied=True
+            )
+            pairs.append((load.on_device, load.on_host))
+        self._ticket = self._host.down(pairs, f"activations {self._name}")
+
+    def let_go(self) -> None:
+        """Let the device's memory go, which is reused only after the copies are done."""
+        self._wait()
+        for load in self._loads.values():
+            load.on_device = None
+
+    def fetch(self) -> None:
+        """Begin to copy everything back."""
+        pairs = []
+        for load in self._loads.values():
+            assert load.on_host is not None
+            load.on_device = torch.empty_like(load.on_host, device=self._host.device)
+            pairs.append((load.on_host, load.on_device))
+        self._ticket = self._host.up(pairs, f"activations {self._name}")
+
+    def arrive(self) -> None:
+        """Let what the device does from now on use what came back."""
+        self._wait()
+        for load in self._loads.values():
+            load.on_host = None
+        self._loads.clear()  # From here on autograd alone holds them.
+
+    def _wait(self) -> None:
+        assert self._ticket is not None
+        self._ticket.hold_device()
+        self._ticket = None
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, flat, in its dtype."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+class Incoming:
+    """Where the gradient of a stage's input is left, without holding the input itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._empty = tensor.new_empty(0)
+        self._shape = tensor.shape
+        self.grad: Tensor | None = None
+
+    def entering(self, tensor: Tensor) -> Tensor:
+        """Return the input as autograd is to see it."""
+        entered: Tensor = _Enter.apply(self._empty.requires_grad_(), tensor, self)
+        return entered
+
+    def zeros(self) -> Tensor:
+        """Return a gradient of zeros."""
+        return self._empty.detach().new_zeros(self._shape)
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, whose backward leaves the gradient with `Incoming`: a leaf would be held by
+    the graph until its backward, and its memory with it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, incoming: Incoming) -> Tensor:
+        ctx.incoming = incoming
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.incoming.grad = grad
+        return None, None, None

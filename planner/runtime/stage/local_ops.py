@@ -1,0 +1,243 @@
+"""Ops of ours whose local work depends on the rank: targets ``planner.<name>`` in a program.
+
+Each takes the name of the process group of its axis as the argument `group` (in the
+program, the axis itself); the empty name is an axis of size one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planner.runtime.stage import collectives
+from planner.runtime.stage.own_random import own_attention, stream_of, with_own_random_stream
+
+__all__ = [
+    "batch_norm_by_channel",
+    "causal_attention",
+    "divide_by_count",
+    "vocab_cross_entropy",
+    "vocab_embedding",
+    "vocab_log_softmax",
+    "vocab_nll_loss",
+    "with_own_random_stream",
+]
+
+_NONE, _MEAN = 0, 1
+
+
+def vocab_embedding(weight: Tensor, indices: Tensor, padding_idx: int, group: str) -> Tensor:
+    """Look up the rows of `weight` this rank holds; rows of other ranks come out as zero.
+
+    `weight` is [vocabulary / ranks, hidden], `indices` count over the whole vocabulary. The
+    sum over ranks of the results is the embedding.
+    """
+    first = collectives.rank(group) * weight.shape[0]
+    local = indices - first
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    padding = padding_idx - first
+    rows = F.embedding(
+        local.masked_fill(elsewhere, 0), weight, padding if 0 <= padding < len(weight) else None
+    )
+    return rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+
+def vocab_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    group: str,
+) -> Tensor:
+    """Cross entropy of logits whose classes are divided among the ranks.
+
+    `logits` is [samples, classes / ranks, …] or [classes / ranks]; `target` holds indices
+    over all classes; `reduction` is ATen's number. Ranks exchange the largest logit and
+    a few sums of each sample, never the logits; the result is equal on all ranks.
+    """
+    losses = _VocabCrossEntropy.apply(logits, target, ignore_index, label_smoothing, group)
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == _MEAN else total
+
+
+def vocab_nll_loss(
+    log_probabilities: Tensor, target: Tensor, reduction: int, ignore_index: int, group: str
+) -> Tensor:
+    """Return one rank's term of the negative log likelihood, where classes are divided.
+
+    `log_probabilities` is [samples, classes / ranks, …] or [classes / ranks]; `target` holds
+    indices over all classes. Targets of other ranks' classes count as zero.
+    """
+    dim = min(1, log_probabilities.dim() - 1)
+    num_local = log_probabilities.shape[dim]
+    local = target - collectives.rank(group) * num_local
+    counts = target != ignore_index
+    is_here = (local >= 0) & (local < num_local) & counts
+    picked = log_probabilities.gather(dim, local.masked_fill(~is_here, 0).unsqueeze(dim))
+    losses = -picked.squeeze(dim).masked_fill(~is_here, 0.0)
+    if reduction == _NONE:
+        return losses
+    return losses.sum() / counts.sum() if reduction == _MEAN else losses.sum()
+
+
+def vocab_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, group: str) -> Tensor:
+    """Log-softmax over a dim that is divided among the ranks."""
+    x = x if dtype is None else x.to(dtype)
+    largest = _reduce(x.detach().amax(dim, keepdim=True), group, "max")
+    shifted = x - largest
+    total = shifted.exp().sum(dim, keepdim=True)
+    return shifted - collectives.redistribute(total, group, "P", "R", True).log()
+
+
+def batch_norm_by_channel(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+    group: str,
+) -> Tensor:
+    """BatchNorm in training of one rank's channels: `x` is [n, channels / ranks, …].
+
+    The running statistics are whole on every rank, and stay equal.
+    """
+    num_local = x.shape[1]
+    first = collectives.rank(group) * num_local
+    # Copies, because autograd keeps what the kernel is given, and the whole is written below.
+    mean, var = (t.narrow(0, first, num_local).clone() for t in (running_mean, running_var))
+    y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, cudnn_enabled)
+    moved = torch.stack([mean, var])
+    if group:
+        moved = collectives.run_step(moved, group, ("all_gather", 1, 0))
+    running_mean.copy_(moved[0])
+    running_var.copy_(moved[1])
+    return y
+
+
+def divide_by_count(total: Tensor, target: Tensor, ignore_index: int, group: str) -> Tensor:
+    """Divide one rank's sum of losses by the number of targets on all ranks.
+
+    Counted are the targets that are not `ignore_index`; the sum over ranks of the results
+    is the mean loss.
+    """
+    count = (target != ignore_index).sum()
+    return total / (collectives.run_step(count, group, ("all_reduce", 0, 0)) if group else count)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float,
+    scale: float | None,
+    enable_gqa: bool,
+    segments: int,
+    group: str,
+    outer_group: str = "",
+) -> Tensor:
+    """Causal attention of one rank's queries [b, h, q / ranks, d] to all keys [b, h, k, d].
+
+    The queries are this rank's piece of each of `segments` equal parts of the sequence.
+    Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
+    """
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    piece = num_queries // segments
+    first = collectives.rank(group) * piece
+    starts = torch.arange(segments, device=query.device) * (piece * collectives.size(group)) + first
+    positions = (starts.unsqueeze(-1) + torch.arange(piece, device=query.device)).flatten()
+    mask = positions.unsqueeze(-1) >= torch.arange(num_keys, device=query.device)
+    stream = stream_of(group, outer_group)
+    attend = partial(own_attention, stream) if dropout_p > 0 else F.scaled_dot_product_attention
+    return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    """Losses by sample, zero where ignored. With p the softmax over all classes and e the
+    smoothing, the gradient of a loss by logit c is p[c] - (1 - e) [c is target] - e / C.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, group: str
+    ) -> Tensor:
+        dim = min(1, logits.dim() - 1)
+        x = logits.movedim(dim, -1)
+        x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        num_local = x.shape[-1]
+        num_classes = num_local * collectives.size(group)
+        largest = _reduce(x.amax(-1), group, "max")
+        shifted = x - largest.unsqueeze(-1)
+        local = target - collectives.rank(group) * num_local
+        is_here = (local >= 0) & (local < num_local) & (target != ignore_index)
+        local = local.masked_fill(~is_here, 0)
+        exponentials = shifted.exp()
+        at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~is_here, 0)
+        parts = torch.stack([exponentials.sum(-1), at_target, shifted.sum(-1)])
+        denominator, at_target, total = _reduce(parts, group, "sum").unbind(0)
+        kept = target != ignore_index
+        losses = denominator.log() - (1 - smoothing) * at_target - smoothing / num_classes * total
+        probabilities = exponentials / denominator.unsqueeze(-1)
+        ctx.save_for_backward(probabilities, local, is_here, kept)
+        ctx.dim, ctx.smoothing, ctx.num_classes, ctx.dtype = (
+            dim,
+            smoothing,
+            num_classes,
+            logits.dtype,
+        )
+        return losses.masked_fill(~kept, 0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, local, is_here, kept = ctx.saved_tensors
+        taken = is_here.to(probabilities.dtype) * (ctx.smoothing - 1)
+        slopes = probabilities - ctx.smoothing / ctx.num_classes
+        slopes = slopes.scatter_add(-1, local.unsqueeze(-1), taken.unsqueeze(-1))
+        scaled = slopes * grad.masked_fill(~kept, 0).unsqueeze(-1)
+        return scaled.movedim(-1, ctx.dim).to(ctx.dtype), None, None, None, None
+
+
+def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each run of rows by its own matrix, in any dtype: for verification, not speed.
+
+    `rows` is [n, k], `weights` [groups, k, m]; `ends` [groups] says where each run ends.
+    """
+    positions = torch.arange(len(rows), device=rows.device)
+    owner = torch.searchsorted(ends.long(), positions, right=True)
+    return torch.einsum("nk,nkm->nm", rows, weights[owner])
+
+
+def _reduce(x: Tensor, group: str, how: str) -> Tensor:
+    if not group:
+        return x
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), how, group))
+
+
+def count_gradient_once(x: Tensor, group: str) -> Tensor:
+    """Return `x`; its gradient, the same on every rank, is kept on the first one only.
+
+    For a parameter whose gradient is later summed over the ranks.
+    """
+    return _CountOnce.apply(x, group) if group else x
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad if collectives.rank(ctx.group) == 0 else torch.zeros_like(grad), None

@@ -1,0 +1,196 @@
+"""Program → torch.fx.GraphModule: plain ATen calls and our collectives, nothing else.
+
+The module has no state: parameters are arguments, so all blocks of a class share one
+module and whoever holds the parameters (a plain stage, FSDP2) passes what it likes.
+`torch.compile` takes the result as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+
+from planner.errors import LayoutError
+from planner.graph import Affine, Op, Program, Ref, Symbol
+from planner.graph.blocks import is_random
+from planner.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.ops.weight_products import deferrable_products
+from planner.runtime.stage import collectives, local_ops
+from planner.runtime.stage.autograd_functions import autograd_function
+from planner.runtime.stage.bindings import BINDINGS
+from planner.runtime.stage.recompute import Keeper, KeptOp
+from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
+
+
+def to_graph_module(
+    program: Program,
+    groups: Mapping[str, ProcessGroup | None],
+    device: torch.device,
+    *,
+    weight_queue: WeightQueue | None = None,
+    keeper: Keeper | None = None,
+    made_again: frozenset[str] = frozenset(),
+) -> fx.GraphModule:
+    """Return a module called as ``gm(*inputs, *params) -> tuple(outputs)``.
+
+    `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
+    that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
+    on the whole tensor. With a `weight_queue`, products with trained weights add their
+    weight gradients to the sums themselves, and can put them aside in it. With a `keeper`, the
+    results of all ops but those named in `made_again` can be kept where a block is recomputed.
+    Raises LayoutError for an op of ours that does not exist or an axis without a group.
+    """
+    graph = fx.Graph()
+    root = torch.nn.Module()
+    products = {}
+    if weight_queue is not None:
+        products = deferrable_products(program)
+        root.add_module("linear", WeightProduct(weight_queue, transposed=True))
+        root.add_module("matmul", WeightProduct(weight_queue, transposed=False))
+    env = {name: graph.placeholder(_identifier(name)) for name in program.inputs}
+    env |= {name: graph.placeholder(_identifier(name)) for name in program.params}
+    calls = {}
+    for op in program.ops:
+        if op.name in products:
+            x, weight, bias, transposed = products[op.name]
+            node = graph.call_module(
+                "linear" if transposed else "matmul",
+                tuple(env[ref.name] for ref in (x, weight, bias) if ref is not None),
+            )
+            env[op.outputs[0]] = node
+        elif op.target.startswith("planner."):
+            node = _emit_own(graph, op, env, groups, device)
+        else:
+            node = _emit_aten(graph, op, env, device)
+        calls[op.name] = node
+    if keeper is not None:
+        _keep_results(program, root, calls, env, keeper, made_again)
+    graph.output(tuple(env[name] for name in program.outputs))
+    graph.lint()
+    return fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
+
+
+def aten_overload(target: str) -> torch._ops.OpOverload:
+    """Return the overload a target such as ``aten.linear.default`` names."""
+    namespace, packet, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def _keep_results(
+    program: Program,
+    root: torch.nn.Module,
+    calls: Mapping[str, fx.Node],
+    env: Mapping[str, fx.Node],
+    keeper: Keeper,
+    made_again: frozenset[str],
+) -> None:
+    """Make each op that does not run again a `KeptOp`; `calls` are the ops' nodes."""
+    repeated = [op for op in program.ops if op.name in made_again]
+    makes = {env[name] for op in repeated for name in op.outputs}
+    reads = {name for op in repeated for name in op.inputs}
+    for index, op in enumerate(op for op in program.ops if op.name not in made_again):
+        node = calls[op.name]
+        leaves = tree_leaves((node.args, node.kwargs))
+        root.add_module(
+            f"kept_{index}",
+            KeptOp(
+                keeper,
+                root.get_submodule(node.target) if isinstance(node.target, str) else node.target,
+                made_again=frozenset(i for i, leaf in enumerate(leaves) if leaf in makes),
+                is_read=tuple(name in reads for name in op.outputs),
+                is_random=is_random(op),
+            ),
+        )
+        node.op, node.target = "call_module", f"kept_{index}"
+
+
+def _emit_aten(graph: fx.Graph, op: Op, env: dict[str, fx.Node], device: torch.device) -> fx.Node:
+    target = aten_overload(op.target)
+    node = graph.call_function(
+        BINDINGS.get(op.target, target),
+        tuple(_fx_arg(arg, env, device) for arg in op.args),
+        {key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
+    )
+    returns = target._schema.returns
+    many = len(returns) > 1 or isinstance(returns[0].type, torch.ListType)
+    _name_outputs(graph, op, node, env, many=many)
+    return node
+
+
+def _emit_own(
+    graph: fx.Graph,
+    op: Op,
+    env: dict[str, fx.Node],
+    groups: Mapping[str, ProcessGroup | None],
+    device: torch.device,
+) -> fx.Node:
+    """Call one of our functions; an argument named for a group carries the axis in the IR."""
+    name = op.target.removeprefix("planner.")
+    function = _OWN.get(name) or getattr(local_ops, name, None)
+    if function is None:
+        raise LayoutError(f"op {op.name} has the unknown target {op.target!r}")
+    bound = _signature(function).bind(
+        *(_fx_arg(arg, env, device) for arg in op.args),
+        **{key: _fx_arg(arg, env, device) for key, arg in op.kwargs},
+    )
+    for argument in ("group", "outer_group"):
+        axis = bound.arguments.get(argument)
+        if axis is None:
+            continue
+        if axis not in groups:
+            raise LayoutError(f"op {op.name} runs on axis {axis!r}; groups given: {sorted(groups)}")
+        group = groups[axis]
+        bound.arguments[argument] = "" if group is None else group.group_name
+    node = graph.call_function(function, bound.args, bound.kwargs)
+    _name_outputs(graph, op, node, env, many=len(op.outputs) > 1)
+    return node
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "redistribute": collectives.redistribute,
+    AUTOGRAD_FUNCTION.removeprefix("planner."): autograd_function,
+}
+
+
+@cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _name_outputs(
+    graph: fx.Graph, op: Op, node: fx.Node, env: dict[str, fx.Node], *, many: bool
+) -> None:
+    if not many:
+        env[op.outputs[0]] = node
+        return
+    for index, name in enumerate(op.outputs):
+        env[name] = graph.call_function(operator.getitem, (node, index))
+
+
+def _fx_arg(arg: Any, env: Mapping[str, fx.Node], device: torch.device) -> Any:
+    if isinstance(arg, Ref):
+        return env[arg.name]
+    if isinstance(arg, tuple):
+        return [_fx_arg(item, env, device) for item in arg]
+    if isinstance(arg, Symbol):
+        return device if arg.kind == "device" else getattr(torch, arg.value)
+    if isinstance(arg, Affine):
+        raise LayoutError("the program still depends on the microbatch size; bind it first")
+    return arg
+
+
+def _words(name: str) -> list[str]:
+    cleaned = "".join(c if c.isalnum() else " " for c in name)
+    return ["Program", *(word.capitalize() for word in cleaned.split())]
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -1,0 +1,84 @@
+"""The programs a rank runs: one for each block class and number of samples.
+
+All blocks of a class share its program. A batch that does not divide evenly brings
+microbatches of two sizes; the program of a size is made when the size is first met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from torch import Tensor
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.layout.lowering import local_program
+from planner.ops.recompute_choice import ops_made_again
+from planner.plan import Plan
+from planner.runtime.stage.program_fx import to_graph_module
+from planner.runtime.stage.recompute import Keeper
+from planner.runtime.stage.weight_grads import WeightQueue
+from planner.runtime.start.mesh import Mesh
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+class Programs:
+    """Makes and keeps the programs of one rank. Mutable: sizes are met as batches come."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        keeper: Keeper,
+        weight_queue: WeightQueue | None,
+    ) -> None:
+        self._graph, self._plan, self._mesh = graph, plan, mesh
+        selective = any(stage.recompute == "selective" for stage in plan.stages)
+        self._keeper = keeper if selective else None
+        self._weight_queue = weight_queue
+        self._full_size = plan.dp * plan.microbatch_size // mesh.size("dp")
+        self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
+        self._of_class: dict[int, Callable[[int], Run]] = {}
+
+    def of_class(self, class_index: int) -> Callable[[int], Run]:
+        """Return what gives a class's program for a number of samples.
+
+        Raises LayoutError now if the class can't run on a full microbatch as planned, and
+        later if it can't run on another number.
+        """
+        if class_index not in self._of_class:
+            made = cache(lambda num_samples: self._make(class_index, num_samples))
+            made(self._full_size)
+            self._of_class[class_index] = made
+        return self._of_class[class_index]
+
+    def _make(self, class_index: int, num_samples: int) -> Run:
+        try:
+            program = local_program(
+                self._graph,
+                self._plan,
+                class_index,
+                tp=self._mesh.size("tp"),
+                microbatch_size=num_samples,
+            )
+        except LayoutError as error:
+            if num_samples == self._full_size:
+                raise
+            raise LayoutError(
+                f"a microbatch of {num_samples} instead of {self._full_size} samples a rank "
+                f"can't be run as planned ({error}); give batches of {self._plan.global_batch}"
+            ) from error
+        whole = self._graph.classes[class_index]
+        module = to_graph_module(
+            program,
+            {axis: self._mesh.group(axis) for axis in ("tp", "cp")},
+            self._mesh.device,
+            weight_queue=self._weight_queue,
+            keeper=self._keeper,
+            made_again=ops_made_again(whole, program, self._chosen.get(class_index)),
+        )
+        return module.forward

@@ -1,0 +1,299 @@
+"""The nn.Module of one stage: its blocks, each a shared program with its own parameters.
+
+Blocks run on local tensors. Parameters are registered per block under attribute names
+free of dots (`fqns` maps them back), because that is where FSDP2 shards and gathers them;
+those that several blocks of the stage share are registered on the stage. With FSDP2 a
+parameter in use may be a DTensor over tp; its local tensor is taken, and autograd carries
+the gradient back with the parameter's own placement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planner.graph import ModelGraph
+from planner.graph.blocks import is_random, written_buffers
+from planner.layout.placement import Placement, Replicate, Shard
+from planner.plan import StagePlan
+from planner.runtime.stage.collectives import redistribute
+from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.programs import Programs, Run
+from planner.runtime.stage.recompute import Keeper, Recomputed
+from planner.runtime.step.wiring import BlockPlacements, Placements, StageWiring
+
+
+def attribute(fqn: str) -> str:
+    """Return the attribute a parameter is registered under."""
+    return fqn.replace(".", "__")
+
+
+class BlockModule(nn.Module):
+    """One block: the class's program called with this block's parameters.
+
+    `program` gives the class's program for a number of samples. `slots` gives, for each of
+    its params, the attribute holding it here, or the position of a tensor that the stage
+    passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
+    that the program reads and writes. `recomputed` makes a run one that
+    keeps little; `away` takes activations to the host, and no parameters.
+    `params_are_dtensors` is set by whoever makes them so.
+    """
+
+    def __init__(
+        self,
+        program: Callable[[int], Run],
+        slots: tuple[str | int, ...],
+        *,
+        written: frozenset[int] = frozenset(),
+        recomputed: Callable[[Run], Recomputed] | None = None,
+        away: ActivationsOnHost | None = None,
+    ) -> None:
+        super().__init__()
+        self._program, self._slots, self._away = program, slots, away
+        self._written = written
+        self.params_are_dtensors = False
+        self.recomputed = None if recomputed is None else recomputed(self._with_params)
+
+    def forward(
+        self,
+        inputs: tuple[Tensor, ...],
+        passed: tuple[Tensor, ...],
+        num_samples: int,
+        keep_all: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Run the block on local tensors; with `keep_all` there is no recomputation."""
+        if self.recomputed is not None and not keep_all:
+            # The second run reads what the first one read: other microbatches have written since.
+            found = {position: passed[position].clone() for position in self._written}
+            return self.recomputed(num_samples, passed, found, *inputs)
+        return self._with_params(num_samples, passed, {}, *inputs)
+
+    def _with_params(
+        self,
+        num_samples: int,
+        passed: tuple[Tensor, ...],
+        found: Mapping[int, Tensor],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        # Parameters are looked up here and not by the caller: when a block is recomputed
+        # under FSDP2, the gathered parameter of that moment is the one to use.
+        again = self.recomputed is not None and self.recomputed.again
+        if again or not torch.is_grad_enabled():
+            # Neither a second run nor an evaluation may move running statistics.
+            before = (found.get(position, t) for position, t in enumerate(passed))
+            passed = tuple(t if isinstance(t, nn.Parameter) else t.clone() for t in before)
+        # (The dict is what FSDP2 swaps them in; attribute access would cost more than an op.)
+        own = self._parameters
+        params = [passed[slot] if isinstance(slot, int) else own[slot] for slot in self._slots]
+        if self.params_are_dtensors:
+            params = [_local(param) for param in params]
+        if self._away is not None:
+            self._away.hold(params)
+        return self._program(num_samples)(*inputs, *params)
+
+
+def _local(tensor: Tensor | None) -> Tensor | None:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStep:
+    """How a stage calls one block.
+
+    `inputs` are (tensor, its placements so far, those the block takes); `passed`
+    the stage's own tensors that go to the block's integer slots; `free` the values no
+    later block nor the stage's outputs need.
+    """
+
+    inputs: tuple[tuple[str, Placements, Placements], ...]
+    passed: tuple[str, ...]
+    outputs: tuple[str, ...]
+    free: tuple[str, ...]
+
+
+class StageModule(nn.Module):
+    """A stage, called with its incoming tensors, then its side inputs, in wiring order.
+
+    Returns the tensors of `wiring.outputs`, then the loss if the stage has it. `passed`
+    holds its local buffers and constants by graph name; `is_recomputed` says that not all its
+    activations are kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph: ModelGraph,
+        plan: StagePlan,
+        wiring: StageWiring,
+        placements: Callable[[int], BlockPlacements],
+        programs: Programs,
+        tensors: Mapping[str, Tensor],
+        groups: tuple[str, str],
+        keeper: Keeper,
+        away: ActivationsOnHost | None = None,
+    ) -> None:
+        """`tensors` holds local weights by name, `groups` the names of the tp and cp groups;
+        with selective recomputation the programs' kept ops listen to `keeper`. `away` is for
+        plans with activations on the host.
+        """
+        super().__init__()
+        self.wiring = wiring
+        self.is_recomputed = plan.recompute != "none"
+        self._keeps_last = not plan.recompute_last
+        self._groups = groups
+        self.fqns: dict[str, str] = {}
+        self._placement_of = {e.tensor: e.taken for e in wiring.incoming}
+        self._placement_of |= dict.fromkeys(wiring.side_inputs, Placements())
+        uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
+        self.passed: dict[str, Tensor] = {}
+        self._shared: dict[str, str] = {}
+        for name in uses:
+            meta = graph.tensor[name]
+            if meta.kind != "param":
+                self.passed[name] = tensors[name]
+            elif uses[name] > 1:
+                self._shared[name] = attribute(meta.fqn)
+                self._register(self, meta.fqn, tensors[name], meta.requires_grad, "")
+        self.blocks = nn.ModuleList()
+        steps = []
+        for position, index in enumerate(plan.blocks):
+            block = graph.blocks[index]
+            own = [n for n in block.params if graph.tensor[n].kind == "param" and uses[n] == 1]
+            passed = tuple(dict.fromkeys(n for n in block.params if n not in own))
+            slots = tuple(
+                attribute(graph.tensor[n].fqn) if n in own else passed.index(n)
+                for n in block.params
+            )
+            recomputed = None
+            if plan.recompute != "none":
+                recomputed = partial(
+                    Recomputed,
+                    device=next(iter(tensors.values())).device,
+                    keeper=keeper if plan.recompute == "selective" else None,
+                    away=away,
+                    draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
+                )
+            program = programs.of_class(block.class_index)
+            names = dict(zip(graph.classes[block.class_index].params, block.params, strict=True))
+            written = frozenset(
+                passed.index(names[name])
+                for name in written_buffers(graph.classes[block.class_index])
+            )
+            module = BlockModule(program, slots, written=written, recomputed=recomputed, away=away)
+            for n in dict.fromkeys(own):
+                meta = graph.tensor[n]
+                self._register(
+                    module, meta.fqn, tensors[n], meta.requires_grad, f"blocks.{position}."
+                )
+            self.blocks.append(module)
+            takes, _, makes = placements(index)
+            steps.append(
+                BlockStep(
+                    inputs=tuple(
+                        (n, self._placement_of[n], p)
+                        for n, p in zip(block.inputs, takes, strict=True)
+                    ),
+                    passed=passed,
+                    outputs=block.outputs,
+                    free=(),
+                )
+            )
+            self._placement_of |= dict(zip(block.outputs, makes, strict=True))
+        results = [*wiring.outputs, *([(graph.loss, Placements())] if wiring.has_loss else [])]
+        self._results = tuple((n, self._placement_of[n], p) for n, p in results)
+        self._steps = _with_frees(steps, {n for n, _ in results})
+        self._inputs = (*(e.tensor for e in wiring.incoming), *wiring.side_inputs)
+
+    def _register(
+        self, module: nn.Module, fqn: str, tensor: Tensor, requires_grad: bool, prefix: str
+    ) -> None:
+        module.register_parameter(attribute(fqn), nn.Parameter(tensor, requires_grad=requires_grad))
+        self.fqns[prefix + attribute(fqn)] = fqn
+
+    def forward(
+        self,
+        *inputs: Tensor,
+        num_samples: int,
+        is_last: bool = False,
+        after_first: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run the stage on one microbatch, of which this rank has `num_samples`; `is_last` says
+        that it is the step's last. `after_first` is called when the first block has run.
+        """
+        keep_all = is_last and self._keeps_last
+        values = dict(zip(self._inputs, inputs, strict=True))
+        del inputs
+        held = dict(self.passed)
+        held |= {name: getattr(self, attr) for name, attr in self._shared.items()}
+        for block, step in zip(self.blocks, self._steps, strict=True):
+            taken = tuple(self._as(values[name], src, dst) for name, src, dst in step.inputs)
+            made = block(taken, tuple(held[name] for name in step.passed), num_samples, keep_all)
+            del taken
+            values.update(zip(step.outputs, made, strict=True))
+            for name in step.free:
+                del values[name]
+            if after_first is not None:
+                after_first()
+                after_first = None
+        return tuple(self._as(values[name], src, dst) for name, src, dst in self._results)
+
+    def _as(self, tensor: Tensor, src: Placements, dst: Placements) -> Tensor:
+        """Redistribute between blocks. Where both axes cut one dim, cp cuts finer pieces, and
+        the coarse cut can't change under them.
+        """
+        if src == dst:
+            return tensor
+        on_tp, on_cp = self._groups
+        between = src.cp
+        if src.tp != dst.tp:
+            if _cut_one_dim(src.tp, src.cp) or _cut_one_dim(dst.tp, src.cp):
+                between = Replicate()
+                tensor = redistribute(tensor, on_cp, str(src.cp), "R", False)
+            tensor = redistribute(tensor, on_tp, str(src.tp), str(dst.tp), False)
+        return redistribute(tensor, on_cp, str(between), str(dst.cp), False)
+
+    def take_again(self) -> Callable[[], None] | None:
+        """Return what makes the last block's tensors again: its backward will begin with it.
+
+        Call it right after `forward`. None where nothing is recomputed, or the block's
+        parameters are gathered (ZeRO 3) only when its backward begins.
+        """
+        block = self.blocks[-1]
+        assert isinstance(block, BlockModule)
+        return (
+            None
+            if block.recomputed is None or _is_sharded(block)
+            else (block.recomputed.take_latest())
+        )
+
+    def named_params(self) -> dict[str, nn.Parameter]:
+        """Return the stage's parameters by the user's own names."""
+        return {self.fqns[name]: param for name, param in self.named_parameters()}
+
+
+def _is_sharded(block: BlockModule) -> bool:
+    return any(isinstance(param, DTensor) for param in block.parameters())
+
+
+def _cut_one_dim(a: Placement, b: Placement) -> bool:
+    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
+
+
+def _with_frees(steps: list[BlockStep], kept: set[str]) -> tuple[BlockStep, ...]:
+    """Give each step the values that die after it."""
+    result: list[BlockStep] = []
+    later = set(kept)
+    for step in reversed(steps):
+        touched = dict.fromkeys((*(n for n, _, _ in step.inputs), *step.outputs))
+        free = tuple(n for n in touched if n not in later)
+        result.append(
+            BlockStep(inputs=step.inputs, passed=step.passed, outputs=step.outputs, free=free)
+        )
+        later.update(touched)
+    return tuple(reversed(result))

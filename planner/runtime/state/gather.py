@@ -1,0 +1,90 @@
+"""What is spread over the ranks, brought together on rank 0's CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planner.graph import ModelGraph, TensorMeta
+from planner.layout.placement import Placement, Shard
+from planner.plan import Plan
+from planner.runtime.stage.collectives import run_step
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.state.masters import rest_dtype
+from planner.runtime.step.wiring import local_shape, stage_params
+
+
+def gather(
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    wanted: Iterable[TensorMeta],
+    piece: Callable[[TensorMeta], tuple[Tensor, Placement]],
+) -> dict[str, Tensor]:
+    """Return whole tensors by the user's names on rank 0, {} elsewhere; all ranks call it.
+
+    `piece` gives this rank's local piece of a tensor it holds (a DTensor speaks for
+    itself) and its tp placement. Tensors go one at a time, from the first pp rank that
+    holds them; a tied parameter is returned under each of its names.
+    """
+    result: dict[str, Tensor] = {}
+    stages = stage_params(graph, plan)
+    for meta in wanted:
+        holders = [plan.stages[s].pp_rank for s, names in enumerate(stages) if meta.name in names]
+        if not holders:
+            continue
+        home = holders[0]
+        whole = _whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
+        dtype = rest_dtype(meta, plan.precision)
+        received = _to_rank_0(whole, meta, dtype, mesh.meshes[home].ranks[0], mesh)
+        if received is not None:
+            result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
+    return result
+
+
+def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = _over_data(tensor, placement, mesh)
+    tensor = tensor.to(mesh.device)  # from the host, if that holds it: groups are of devices
+    group = mesh.group("tp")
+    if group is None or not isinstance(placement, Shard):
+        return tensor
+    return run_step(tensor, group.group_name, ("all_gather", placement, 0))
+
+
+def _over_data(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
+    """Gather what FSDP2 cut along dim 0, as torch.chunk does: the last pieces may be short.
+
+    DTensor's own way gathers over tp first, which for a dim cut twice is the wrong order,
+    and warns about it.
+    """
+    shape = local_shape(tuple(tensor.shape), placement, mesh.size("tp"))
+    group = mesh.group("data")
+    assert group is not None, "FSDP2 is used only with replicas"
+    length = -(-shape[0] // mesh.size("data"))
+    local = tensor.to_local().to(mesh.device)
+    padded = local.new_zeros((length, *shape[1:]))
+    padded[: local.shape[0]] = local
+    return run_step(padded, group.group_name, ("all_gather", 0, 0))[: shape[0]]
+
+
+def _to_rank_0(
+    whole: Tensor | None, meta: TensorMeta, dtype: torch.dtype, source: int, mesh: Mesh
+) -> Tensor | None:
+    """Move a whole tensor from global rank `source` to rank 0."""
+    here = dist.get_rank()
+    if here == source:
+        assert whole is not None
+        if source == 0:
+            return whole.cpu().clone()
+        dist.send(whole.cpu().contiguous(), 0, group=mesh.control)
+    elif here == 0:
+        buffer = torch.empty(meta.shape_at(1), dtype=dtype)
+        dist.recv(buffer, source, group=mesh.control)
+        return buffer
+    return None

@@ -1,0 +1,155 @@
+"""Parameters with copies on several stages: who exchanges their gradients with whom.
+
+Where the pp ranks that hold copies have meshes of one shape, ranks at one place hold the
+same piece, and one all-reduce sums it. Between meshes of different shapes every rank is
+sent the parts of its own piece from the pieces of each other mesh, and adds them up in the
+order of the pp ranks, so that the copies stay equal to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph, TensorMeta
+from planner.layout.layout import Box, ProcessMesh, sizes, slices
+from planner.layout.placement import Placement, Shard
+from planner.layout.reshard import box_transfers
+from planner.plan import Plan
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.state.host_optimizer import HostMasters
+from planner.runtime.state.masters import MasterParams
+from planner.runtime.step.reduce import TiedCopies
+from planner.runtime.step.wiring import param_placements, stage_params
+
+Exchange = Callable[[list[Tensor]], list[Tensor]]
+
+
+def tied_copies(
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    owners: Mapping[int, StageModule | MasterParams | HostMasters],
+) -> list[TiedCopies]:
+    """Return this rank's parameters with copies on several stages, by the pp ranks that hold them.
+
+    `owners` name what is trained of each of this rank's stages. Every rank calls this and goes
+    through the groups in the same order. Raises LayoutError for a copy that can't be matched
+    with those on a mesh of another shape.
+    """
+    by_holders: dict[tuple[int, ...], list[TensorMeta]] = {}
+    for meta in graph.params:
+        users = [s for s, names in enumerate(stage_params(graph, plan)) if meta.name in names]
+        if meta.requires_grad and len(users) > 1:
+            holders = tuple(sorted({plan.stages[s].pp_rank for s in users}))
+            by_holders.setdefault(holders, []).append(meta)
+    result = []
+    for holders, metas in sorted(by_holders.items()):
+        exchange = _exchange(graph, plan, mesh, holders, metas)
+        if mesh.rank("pp") in holders:
+            named = [owner.named_params() for owner in owners.values()]
+            copies = [[p[meta.fqn] for p in named if meta.fqn in p] for meta in metas]
+            result.append(TiedCopies(copies, exchange))
+    return result
+
+
+def _exchange(
+    graph: ModelGraph,
+    plan: Plan,
+    mesh: Mesh,
+    holders: tuple[int, ...],
+    metas: Sequence[TensorMeta],
+) -> Exchange:
+    meshes = [mesh.meshes[pp_rank] for pp_rank in holders]
+    if len(holders) == 1:
+        return lambda totals: totals
+    if len({m.shape for m in meshes}) == 1:
+        group = mesh.open_group(zip(*(m.ranks for m in meshes), strict=True))
+        return partial(_all_reduce, group=group)
+    placements = [param_placements(graph, plan, pp_rank) for pp_rank in holders]
+    ways = []
+    for meta in metas:
+        boxes = [
+            {rank: _box(graph, plan, meta, at[meta.name], m, rank) for rank in m.ranks}
+            for at, m in zip(placements, meshes, strict=True)
+        ]
+        ways.append(boxes)
+    return partial(_add_across, ways=ways)
+
+
+def _all_reduce(totals: list[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    flat = torch.cat([total.reshape(-1) for total in totals])
+    dist.all_reduce(flat, group=group)
+    pieces = flat.split([total.numel() for total in totals])
+    return [piece.view_as(total) for piece, total in zip(pieces, totals, strict=True)]
+
+
+def _box(
+    graph: ModelGraph,
+    plan: Plan,
+    meta: TensorMeta,
+    placement: Placement,
+    mesh: ProcessMesh,
+    rank: int,
+) -> Box:
+    """Return the part of a parameter's gradient that a rank holds."""
+    if isinstance(placement, Shard) and placement.segments > 1:
+        users = [block.name for block in graph.blocks if meta.name in block.params]
+        raise LayoutError(
+            f"blocks {users[0]} and {users[-1]} share {meta.fqn}, which lies as {placement} on tp, "
+            "and their stages have different tp; give both stages the same tp, or pin it to R"
+        )
+    dp_rank, cp_rank, tp_rank = mesh.coordinate(rank)
+    dp, cp, tp = mesh.shape
+    box = [(0, size) for size in meta.shape_at(1)]
+    if isinstance(placement, Shard):
+        length = box[placement.dim][1] // tp
+        box[placement.dim] = (tp_rank * length, (tp_rank + 1) * length)
+    if plan.zero_stage and dp * cp > 1:  # as torch.chunk cuts: the last may be short or empty
+        start, stop = box[0]
+        length = -(-(stop - start) // (dp * cp))
+        first = min(stop, start + (dp_rank * cp + cp_rank) * length)
+        box[0] = (first, min(stop, first + length))
+    return tuple(box)
+
+
+def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[Tensor]:
+    """Return the sums over all meshes of each parameter's gradient, for this rank's box.
+
+    `ways` gives, for each parameter and mesh, which box of it each rank holds.
+    """
+    here = dist.get_rank()
+    jobs = []
+    sums: list[tuple[Box, list[tuple[Box, Tensor]]]] = []
+    for total, meshes in zip(totals, ways, strict=True):
+        mine = next(boxes for boxes in meshes if here in boxes)
+        terms = []
+        for other in meshes:
+            if other is mine:
+                terms.append((mine[here], total))
+                continue
+            for way in box_transfers(mine, other):
+                if way.src_rank == here:
+                    part = total[slices(way.box, mine[here])].contiguous()
+                    jobs.append(dist.P2POp(dist.isend, part, way.dst_rank))
+            for way in box_transfers(other, mine):
+                if way.dst_rank == here:
+                    part = total.new_empty(sizes(way.box))
+                    jobs.append(dist.P2POp(dist.irecv, part, way.src_rank))
+                    terms.append((way.box, part))
+        sums.append((mine[here], terms))
+    for work in dist.batch_isend_irecv(jobs) if jobs else []:
+        work.wait()
+    result = []
+    for total, (held, terms) in zip(totals, sums, strict=True):
+        summed = torch.zeros_like(total)
+        for box, term in terms:
+            summed[slices(box, held)] += term
+        result.append(summed)
+    return result

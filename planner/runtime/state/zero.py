@@ -1,0 +1,104 @@
+"""ZeRO 1, 2 and 3 with FSDP2: what is sharded over dp and cp, when it is gathered and reduced.
+
+    zero_stage   parameters in a step            gradients
+    1            gathered once, kept             whole, reduce-scattered after the last microbatch
+    2            gathered once, kept             reduce-scattered every microbatch, kept as shards
+    3            gathered for every F and B      reduce-scattered every microbatch, kept as shards
+
+Optimizer state follows the parameters, which are sharded between steps in all three. With
+precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
+fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
+shards rest: they are copied up to be gathered, and their gradients down once reduced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from planner.layout.placement import Placement, Shard
+from planner.plan import Precision
+from planner.runtime.stage.stage import BlockModule, StageModule
+from planner.runtime.start.mesh import Mesh
+
+
+def torch_placement(placement: Placement) -> TorchPlacement:
+    """Return the DTensor form of a parameter's placement."""
+    return TorchShard(placement.dim) if isinstance(placement, Shard) else TorchReplicate()
+
+
+def shard_stage(
+    stage: StageModule,
+    mesh: Mesh,
+    zero_stage: int,
+    placements: Mapping[str, Placement],
+    precision: Precision,
+    *,
+    on_host: bool = False,
+) -> None:
+    """Shard a stage over dp in place, one FSDP2 unit per block and one for shared parameters.
+
+    `placements` gives the tp placement of each parameter by the user's name.
+    """
+    device_mesh = mesh.device_mesh()
+    if mesh.size("tp") > 1:
+        _over_tp(stage, device_mesh["tp"], placements)
+    dp_mesh = device_mesh["data"]
+    # Inputs are cast by the programs, where the capture says so.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if precision == "bf16":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+    )
+    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    for block in stage.blocks:
+        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, **policies)
+    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, **policies)
+    # A block's program writes into nothing that another handed on: capture made all writes pure.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for module in stage.modules():
+        # The loss carries the 1/dp, as it does without ZeRO; the sum over dp stays a sum.
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None:
+    """Tell FSDP2 what to do in the backward that comes; `is_last` is the stage's last one."""
+    assert isinstance(stage, FSDPModule)
+    stage.set_requires_gradient_sync(zero_stage > 1 or is_last)
+    stage.set_reshard_after_backward(zero_stage == 3 or is_last)
+    stage.set_is_last_backward(is_last)
+
+
+def _over_tp(stage: StageModule, tp_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    for block in stage.blocks:
+        assert isinstance(block, BlockModule)
+        block.params_are_dtensors = True
+    for path, fqn in stage.fqns.items():
+        owner, _, name = path.rpartition(".")
+        module = stage.get_submodule(owner)
+        param = module.get_parameter(name)
+        local = DTensor.from_local(
+            param.detach(), tp_mesh, [torch_placement(placements[fqn])], run_check=False
+        )
+        module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))

@@ -1,0 +1,408 @@
+"""Engine: a model trained as its plan says, from the outside like one device.
+
+Every rank builds the engine with the same model and calls `step` with the same global
+batch; the engine takes its part of both. One device is the plan dp = tp = pp = 1 and
+takes the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.errors import PlanError
+from planner.graph import ModelGraph, TensorMeta
+from planner.graph.blocks import is_random
+from planner.layout.placement import Placement
+from planner.plan import Plan
+from planner.plan.batch_statistics import batch_norms, deferred
+from planner.runtime.check.recorder import start_recorder
+from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.stage.host_activations import ActivationsOnHost
+from planner.runtime.stage.programs import Programs
+from planner.runtime.stage.recompute import Keeper
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.stage.weight_grads import WeightQueue
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.state import zero
+from planner.runtime.state.gather import gather
+from planner.runtime.state.host import Host
+from planner.runtime.state.host_optimizer import HostMasters
+from planner.runtime.state.masters import MasterParams, cast_params
+from planner.runtime.state.untouched import Untouched
+from planner.runtime.state.weights import local_piece, synced_tensors
+from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.executor import Executor, Hooks
+from planner.runtime.step.feed import Feed, Preamble, cut_batch
+from planner.runtime.step.loss_weights import LossWeight, LossWeights
+from planner.runtime.step.p2p import Post
+from planner.runtime.step.randomness import RandomStream
+from planner.runtime.step.trained import Owner, TrainedParams
+from planner.runtime.step.wiring import (
+    block_placements,
+    build_edges,
+    param_placements,
+    stage_params,
+    wire_stage,
+)
+from planner.schedule import schedule_of
+
+
+class Engine:
+    """A rank's part of a model in training. Mutable: weights and optimizer state.
+
+    `optimizer` is over this rank's parameters (None when it holds none that train);
+    `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
+    last step's gradients before clipping, when they are clipped.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: ModelGraph,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        optimizer: Any = None,
+        max_grad_norm: float | None = None,
+        deferred_batch_norm: bool = False,
+        loss_weight: LossWeight | None = None,
+        host: Host | None = None,
+    ) -> None:
+        """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
+        what the plan puts there (None: this machine's memory).
+        """
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
+        if plan.stages[-1].last_block != len(graph.blocks) - 1:
+            raise PlanError(
+                f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
+                f"{len(graph.blocks)}; search again"
+            )
+        captured = graph
+        if deferred_batch_norm:
+            graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
+        self.plan, self.graph, self.mesh = plan, graph, mesh
+        used = {name for names in stage_params(graph, plan) for name in names}
+        held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
+        # What no block uses (the preamble's buffers) no step changes.
+        self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
+        self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
+        self.schedule = schedule_of(plan)
+        # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
+        self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
+        # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
+        self._weight_queue = None if self._zero_stage else WeightQueue()
+        self._keeper = Keeper()
+        self._host = host or Host(mesh.device)
+        self._away = self._activations_on_host()
+        self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
+        edges = build_edges(graph, plan)
+        self.stages: dict[int, StageModule] = {}
+        owners = self._build_stages(model, edges)
+        self._preambles = self._build_preambles(model)
+        self._trained = TrainedParams(
+            graph,
+            plan,
+            mesh,
+            owners,
+            self._param_placements,
+            sharded=self._zero_stage > 0,
+            host=self._host if plan.optimizer_on_host else None,
+        )
+        self.optimizer = self._trained.build_optimizer(optimizer, model)
+        self._max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor | None = None
+        self._statistics = (
+            DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
+        )
+        self._recorder = self._host.recorder = start_recorder(mesh)
+        self._executor = Executor(
+            schedule=self.schedule,
+            pp_rank=mesh.rank("pp"),
+            stages=self.stages,
+            edges=edges,
+            post=Post(mesh, self.schedule, edges, plan),
+            weight_queue=self._weight_queue,
+            lookahead=plan.receive_ahead,
+            recorder=self._recorder,
+            away=self._away,
+            hooks=Hooks(
+                after_forward=self._after_forward,
+                before_backward=self._before_backward,
+                after_gradients=self._trained.start_sums,
+            ),
+        )
+        random = any(is_random(op) for program in graph.classes for op in program.ops)
+        self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
+        start_watchdog(self._executor.status)
+        self._untouched: Untouched | None = None
+        self._has_modes = random or bool(batch_norms(captured))
+        self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
+        self._loss_weights = LossWeights(
+            mesh,
+            dtype=self._loss_dtype,
+            has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+            count=loss_weight,
+        )
+
+    # -- building -----------------------------------------------------------------------
+
+    def _build_stages(self, model: nn.Module, edges: tuple[Any, ...]) -> dict[int, Owner]:
+        """Make this rank's stages; return, by stage, who names what is trained of it."""
+        plan, graph, mesh = self.plan, self.graph, self.mesh
+        mine = self.schedule.stages_of(mesh.rank("pp"))
+        names = stage_params(graph, plan)
+        wanted = {n for s in mine for n in names[s]}
+        whole = synced_tensors(graph, model, mesh, wanted, precision=plan.precision)
+        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
+        owners: dict[int, Owner] = {}
+        for index in mine:
+            metas = [graph.tensor[n] for n in names[index]]
+            pieces = {
+                meta.name: local_piece(
+                    whole[meta.name],
+                    self._param_placements[meta.name],
+                    mesh.size("tp"),
+                    mesh.rank("tp"),
+                    meta.fqn,
+                )
+                for meta in metas
+            }
+            # FSDP2 keeps shards in fp32 and casts what it gathers.
+            in_fp32 = plan.precision == "bf16" and self._zero_stage > 0
+            stage = StageModule(
+                graph=graph,
+                plan=plan.stages[index],
+                wiring=wire_stage(graph, plan, edges, index),
+                placements=lambda b: block_placements(graph, plan, b),
+                programs=programs,
+                tensors=pieces if in_fp32 else cast_params(pieces, metas),
+                groups=(mesh.group_name("tp"), mesh.group_name("cp")),
+                keeper=self._keeper,
+                away=self._away,
+            )
+            self.stages[index] = owners[index] = stage
+            if self._zero_stage:
+                by_fqn = {meta.fqn: self._param_placements[meta.name] for meta in metas}
+                zero.shard_stage(
+                    stage,
+                    mesh,
+                    self._zero_stage,
+                    by_fqn,
+                    plan.precision,
+                    on_host=plan.optimizer_on_host,
+                )
+                continue
+            values = {meta.fqn: pieces[meta.name] for meta in metas if meta.kind == "param"}
+            if plan.optimizer_on_host:
+                owners[index] = HostMasters(stage.named_params(), values, self._host)
+            elif plan.precision == "bf16":
+                owners[index] = MasterParams(stage.named_params(), values)
+        return owners
+
+    def _activations_on_host(self) -> ActivationsOnHost | None:
+        pp_rank = self.mesh.rank("pp")
+        stages = [
+            s for s in self.schedule.stages_of(pp_rank) if self.plan.stages[s].activations_on_host
+        ]
+        if not stages:
+            return None
+        return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
+
+    def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
+        graph, mesh = self.graph, self.mesh
+        tensors = synced_tensors(graph, model, mesh, graph.preamble.params)
+        return {
+            index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
+            for index, stage in self.stages.items()
+        }
+
+    # -- running ------------------------------------------------------------------------
+
+    def watch(self, module: nn.Module) -> None:
+        """Refuse steps from now on when the user's module is no longer what it is."""
+        self._untouched = Untouched(module)
+
+    def step(self, batch: Any) -> Tensor:
+        """Train on one global batch; return its mean loss, equal on every rank.
+
+        It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
+        and replica; each counts the same, however unevenly they are cut. Raises ModelError
+        for a batch that the plan can't take, PlanError when the module that the plan was applied
+        to was changed since (a parameter frozen, a hook set, evaluation mode).
+        """
+        if self._untouched is not None:
+            self._untouched.check()
+        feed = self._feed(batch)
+        self._trained.zero_gradients()
+        if self._statistics is not None:
+            self._statistics.begin()
+        with self._drawn():
+            losses = self._executor.train(feed)
+        loss, shared = self._share_loss(losses, feed)
+        with self._recorded("REDUCE"):
+            if self._statistics is not None:
+                self._statistics.finish()
+            self._trained.finish_sums()
+            if self._max_grad_norm is not None:
+                self.grad_norm = self._trained.clip(self._max_grad_norm)
+        with self._recorded("OPTIMIZE"):
+            self._trained.step(self.optimizer)
+        if shared is not None:
+            shared.wait()
+        if self._recorder is not None:
+            self._recorder.end_step()
+        return loss
+
+    def _recorded(self, kind: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
+
+    def evaluate(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch without training on it.
+
+        The model is in the mode it was captured in, which is training; no buffer changes.
+        Raises PlanError after ``model.eval()`` when that would give another loss.
+        """
+        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
+            raise PlanError(
+                "the model is in another mode (train or eval) than when the plan was applied, and "
+                "its dropout or batch statistics run as they were captured; leave the mode alone, "
+                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
+            )
+        with self._drawn():
+            feed = self._feed(batch)
+            loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
+        if shared is not None:
+            shared.wait()
+        return loss
+
+    def _drawn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._random is None else self._random.drawn()
+
+    def _feed(self, batch: Any) -> Feed:
+        cut = cut_batch(batch, self.graph, self.plan)
+        dp, dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
+        parts = [cut.split.part(m, dp, dp_rank) for m in range(cut.split.num_microbatches)]
+        wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
+        metas = [self.graph.tensor[name] for name in sorted(wanted)]
+        microbatches = [
+            {
+                meta.name: cut.tensor(meta.fqn, samples).to(
+                    self.mesh.device, getattr(torch, meta.dtype), non_blocking=True
+                )
+                for meta in metas
+            }
+            for samples in parts
+        ]
+
+        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
+            names = self.stages[stage_index].wiring.side_inputs
+            values = self._preambles[stage_index](
+                microbatches[microbatch_index], len(parts[microbatch_index])
+            )
+            return tuple(values[name] for name in names)
+
+        return Feed(
+            split=cut.split,
+            num_samples=tuple(map(len, parts)),
+            side_inputs=side_inputs,
+            loss_weights=self._loss_weights.of(cut),
+        )
+
+    def _after_forward(self, stage_index: int, num_samples: int) -> None:
+        if self._statistics is not None:
+            self._statistics.add(stage_index, num_samples)
+
+    def _before_backward(self, stage_index: int, is_last: bool) -> None:
+        if self._zero_stage:
+            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+
+    def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
+        """Return the mean loss, and what to wait for until it is that of all ranks."""
+        total = torch.zeros((), dtype=self._loss_dtype, device=self.mesh.device)
+        if losses and self.mesh.rank("tp") == self.mesh.rank("cp") == 0:
+            weights = torch.stack(tuple(feed.loss_weights))
+            # A part in which nothing counts has no mean: its loss may be NaN.
+            shares = torch.where(weights == 0, weights, torch.stack(losses) * weights)
+            total = shares.sum()
+        alone = self.plan.world_size == 1
+        return total, None if alone else dist.all_reduce(total, async_op=True)
+
+    def intermediates(self, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return values inside the model for one global batch, whole, on rank 0's CPU.
+
+        `planner.runtime.check.intermediates` says what names there are; every rank calls this.
+        """
+        from planner.runtime.check.intermediates import intermediates
+
+        return intermediates(self, batch, names)
+
+    def close(self) -> None:
+        """Give the process groups made for this engine back; all ranks call it, last."""
+        self.mesh.close()
+
+    # -- what it holds ------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's parameters and buffers on rank 0's CPU; {} elsewhere.
+
+        Every rank calls it. Names are the user's, a tied parameter under each of its names.
+        With precision "bf16" the values are the fp32 copies that the optimizer trains.
+        """
+        wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
+        held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
+        whole = self._unused | held
+        if not held:
+            return {}
+        # A parameter that never trains may rest in a shorter dtype than the user's.
+        return {
+            name: whole[name].to(torch.promote_types(dtype, whole[name].dtype))
+            for name, dtype in self._state_dtypes.items()
+        }
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+
+        A parameter that got no gradient has zeros. Every rank calls it.
+        """
+        wanted = [t for t in self.graph.params if t.requires_grad]
+        return gather(
+            self.graph,
+            self.plan,
+            self.mesh,
+            wanted,
+            lambda meta: (
+                _grad_of(self._trained.by_name()[meta.fqn][0]),
+                self._param_placements[meta.name],
+            ),
+        )
+
+    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placement]:
+        placement = self._param_placements[meta.name]
+        if meta.kind == "param":
+            return self._param(meta), placement
+        return next(s.passed[meta.name] for s in self.stages.values() if meta.name in s.passed), (
+            placement
+        )
+
+    def _param(self, meta: TensorMeta) -> nn.Parameter:
+        return self._trained.stepped_by_name()[meta.fqn][0]
+
+
+def _shared_seed(mesh: Mesh) -> int:
+    """Rank 0's seed, on every rank."""
+    seed = [torch.initial_seed()]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(seed, src=0, group=mesh.control)
+    return seed[0]
+
+
+def _grad_of(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad

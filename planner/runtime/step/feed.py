@@ -1,0 +1,193 @@
+"""A global batch cut into this rank's microbatches, and the preamble run on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import ModelError
+from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.graph.batch import Tree, flatten_batch, plain_values, unflatten_batch
+from planner.graph.batch_split import BatchSplit
+from planner.plan import Plan
+from planner.runtime.stage.program_fx import to_graph_module
+
+SideInputs = Callable[[int, int], tuple[Tensor, ...]]
+"""From (stage, microbatch) to the stage's side inputs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """One step's batch as this rank takes it.
+
+    `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
+    mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
+    all microbatches and dp ranks they sum to one.
+    """
+
+    split: BatchSplit
+    num_samples: tuple[int, ...]
+    side_inputs: SideInputs
+    loss_weights: Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """A global batch found to be one the plan can take, and where it is cut."""
+
+    split: BatchSplit
+    tree: Tree
+    leaves: Mapping[str, Tensor]
+    metas: Mapping[str, TensorMeta]
+
+    def tensor(self, path: str, samples: range) -> Tensor:
+        """Return some samples of a tensor; one without a batch dim is in every part."""
+        return _piece(self.leaves[path], self.metas[path], samples)
+
+    def part(self, samples: range) -> Any:
+        """Return some samples as a batch of the user's own structure."""
+        return unflatten_batch(self.tree, {p: self.tensor(p, samples) for p in self.leaves})
+
+    def reversed(self) -> CutBatch:
+        """Return the same samples from the last to the first."""
+        leaves = {path: _reversed(t, self.metas[path]) for path, t in self.leaves.items()}
+        return replace(self, leaves=leaves)
+
+
+def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
+    """Return a batch with its cut into microbatches, whose sizes differ by at most one.
+
+    Every rank is given the same global batch, of up to ``plan.global_batch`` samples and at
+    least one for each microbatch and replica. Raises ModelError for another number, and for
+    a batch whose structure, plain values or shapes are not those of the captured one.
+    """
+    leaves, tree = flatten_batch(batch)
+    metas = {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
+    _check_structure(tree, leaves, graph.batch_tree, metas)
+    num_samples = _num_samples(leaves, metas, plan)
+    most_replicas = max(plan.stage_dp(index) for index in range(len(plan.stages)))
+    least = plan.num_microbatches * most_replicas
+    if not least <= num_samples <= plan.global_batch:
+        fitting = "" if least == plan.global_batch else f"{least} to "
+        raise ModelError(
+            f"the batch has {num_samples} samples; {plan.num_microbatches} microbatches on "
+            f"{most_replicas} replicas of at most {plan.microbatch_size} samples take "
+            f"{fitting}{plan.global_batch}; give batches of that size"
+        )
+    split = BatchSplit(num_samples=num_samples, num_microbatches=plan.num_microbatches)
+    return CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)
+
+
+def _check_structure(
+    tree: Tree, leaves: Iterable[str], captured: Tree, metas: Iterable[str]
+) -> None:
+    found, expected = set(leaves), set(metas)
+    if found != expected:
+        lacking, strange = sorted(expected - found), sorted(found - expected)
+        what = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(strange)} in addition"
+        raise ModelError(
+            f"the batch {what}; the plan was made with the tensors {', '.join(sorted(expected))}; "
+            "give batches of that structure, or search again with this one"
+        )
+    given, planned = plain_values(tree), plain_values(captured)
+    for path in sorted(given | planned):
+        if given.get(path) != planned.get(path):
+            raise ModelError(
+                f"batch value {path} is {given.get(path)!r} and the plan was made with "
+                f"{planned.get(path)!r}, which is part of the captured model; search again"
+            )
+
+
+def _num_samples(leaves: Mapping[str, Tensor], metas: Mapping[str, TensorMeta], plan: Plan) -> int:
+    """The number of samples that the shapes of all tensors agree on."""
+    first, found = "", plan.global_batch
+    for path, meta in metas.items():
+        shape = tuple(leaves[path].shape)
+        for dim, size in enumerate(meta.shape):
+            if isinstance(size, Affine) and not first and dim < len(shape):
+                first, found = path, (shape[dim] - size.fixed) // size.per_sample
+        if shape != meta.shape_at(found):
+            raise ModelError(
+                f"batch tensor {path} has shape {shape}; for {found} samples"
+                f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
+                f"{meta.shape_at(found)}"
+            )
+    return found
+
+
+def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
+    for dim, size in enumerate(meta.shape):
+        if isinstance(size, Affine):
+            if size.fixed:
+                raise ModelError(
+                    f"dim {dim} of batch tensor {meta.fqn} is {size.per_sample} per sample plus "
+                    f"{size.fixed}; it can't be cut into microbatches"
+                )
+            tensor = tensor.narrow(
+                dim, size.per_sample * samples.start, size.per_sample * len(samples)
+            )
+    return tensor
+
+
+def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:
+    for dim, size in enumerate(meta.shape):
+        if isinstance(size, Affine) and size.per_sample:
+            tensor = tensor.unflatten(dim, (-1, size.per_sample)).flip(dim).flatten(dim, dim + 1)
+    return tensor
+
+
+class Preamble:
+    """The parameter-free values a stage needs, computed where they are used.
+
+    Values that depend on no batch tensor are computed once for each number of samples and
+    kept. Mutable for that reason. `inputs` are the batch tensors the stage needs, by name.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        wanted: Iterable[str],
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> None:
+        wanted = tuple(wanted)
+        self._preamble, self._tensors, self._device = graph.preamble, tensors, device
+        self._made = tuple(name for name in wanted if name in graph.preamble.outputs)
+        direct = (name for name in wanted if name not in self._made)
+        self.inputs = tuple(dict.fromkeys((*direct, *graph.preamble.only(self._made).inputs)))
+        self._parts: dict[int, tuple[dict[str, Tensor], _Part | None]] = {}
+
+    def __call__(self, microbatch: Mapping[str, Tensor], num_samples: int) -> dict[str, Tensor]:
+        """Return the batch tensors of a microbatch and the values made from them."""
+        if num_samples not in self._parts:
+            self._parts[num_samples] = self._build(num_samples)
+        fixed, moving = self._parts[num_samples]
+        values = {**microbatch, **fixed}
+        if moving is not None:
+            values |= moving(microbatch)
+        return values
+
+    def _build(self, num_samples: int) -> tuple[dict[str, Tensor], _Part | None]:
+        program = self._preamble.bind(num_samples)
+        fixed = tuple(n for n in self._made if not program.only((n,)).inputs)
+        moving = tuple(n for n in self._made if n not in fixed)
+        return (
+            _Part(program.only(fixed), self._tensors, self._device)({}) if fixed else {},
+            _Part(program.only(moving), self._tensors, self._device) if moving else None,
+        )
+
+
+class _Part:
+    def __init__(self, program: Any, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._program = program
+        self._run = to_graph_module(program, {}, device)
+        self._params = [tensors[name] for name in program.params]
+
+    @torch.no_grad()
+    def __call__(self, microbatch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        inputs = [microbatch[name] for name in self._program.inputs]
+        return dict(zip(self._program.outputs, self._run(*inputs, *self._params), strict=True))

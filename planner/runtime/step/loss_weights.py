@@ -1,0 +1,65 @@
+"""What the mean loss of each part of a batch counts for in the mean loss of the whole.
+
+A part counts by its samples, or by what the user counts in it (`planner.count_tokens`). As
+every rank is given the whole batch, no rank needs to ask another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import ModelError
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.step.feed import CutBatch
+
+LossWeight = Callable[[Any], float]
+
+
+class LossWeights:
+    """Weighs one rank's microbatches. Mutable: weights by sample are kept by batch size.
+
+    `count` is the user's function from a part of the batch to how much of it counts.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, dtype: torch.dtype, has_loss: bool, count: LossWeight | None
+    ) -> None:
+        self._dp, self._dp_rank, self._device = mesh.size("dp"), mesh.rank("dp"), mesh.device
+        self._dtype, self._has_loss, self._count = dtype, has_loss, count
+        self._by_samples: dict[int, tuple[Tensor, ...]] = {}
+
+    def of(self, cut: CutBatch) -> tuple[Tensor, ...]:
+        """Return the weight of each of this rank's microbatches; () where no loss is."""
+        if not self._has_loss:
+            return ()
+        if self._count is not None:
+            return self._tensors(self._counted(cut, self._count))
+        num_samples = cut.split.num_samples
+        if num_samples not in self._by_samples:
+            weights = [len(own) / num_samples for own in self._parts(cut, self._dp_rank)]
+            self._by_samples[num_samples] = self._tensors(weights)
+        return self._by_samples[num_samples]
+
+    def _parts(self, cut: CutBatch, dp_rank: int) -> list[range]:
+        count = cut.split.num_microbatches
+        return [cut.split.part(index, self._dp, dp_rank) for index in range(count)]
+
+    def _counted(self, cut: CutBatch, count: LossWeight) -> list[float]:
+        counts = [
+            [float(count(cut.part(samples))) for samples in self._parts(cut, dp_rank)]
+            for dp_rank in range(self._dp)
+        ]
+        total = sum(map(sum, counts))
+        if not total > 0 or min(map(min, counts)) < 0:
+            raise ModelError(
+                f"loss_weight gave {counts} for the parts of the batch on each replica; they must "
+                "not be negative, nor all zero"
+            )
+        return [own / total for own in counts[self._dp_rank]]
+
+    def _tensors(self, weights: list[float]) -> tuple[Tensor, ...]:
+        return torch.tensor(weights, dtype=self._dtype, device=self._device).unbind()

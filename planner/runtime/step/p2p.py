@@ -1,0 +1,333 @@
+"""Tensors between pipeline ranks: posted early, never blocking, in an order both ends know.
+
+The job table tells every rank which messages each other rank will send it, in which order.
+Sender and receiver number the messages of a direction by that order, so gloo can match
+them by tag and NCCL (which has no tags) by order, and no message carries a header: shapes
+follow from the size of the microbatch. Between stages of different meshes a message is
+several parts (`routes`), from and to several ranks. A receive may be posted any time before
+it is needed; receives of a direction are posted in order. Between two stages on one rank a
+tensor is handed over in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.graph.batch_split import BatchSplit
+from planner.layout.layout import sizes, slices
+from planner.plan import Plan
+from planner.runtime.start import device as devices
+from planner.runtime.start.gloo_threads import give_way_to_sockets
+from planner.runtime.start.mesh import Mesh, default_group
+from planner.runtime.step.routes import Routes
+from planner.runtime.step.wiring import Edge
+from planner.schedule.jobs import Job, JobKind, Schedule
+
+_TAG_RANGE = 2**31 - 1
+
+
+class Message(NamedTuple):
+    """One tensor's one journey: an edge's value forward, or its gradient back."""
+
+    edge: int
+    microbatch: int
+    is_grad: bool
+
+
+def messages(job: Job, edges: Iterable[Edge], *, incoming: bool) -> list[Message]:
+    """Return what a job needs from other stages, or what it makes for them, in sending order.
+
+    Values arrive at a consumer's forward, gradients at a producer's backward.
+    """
+    if job.kind is JobKind.BACKWARD_WEIGHT:
+        return []
+    is_grad = job.kind is not JobKind.FORWARD
+    at_consumer = incoming is not is_grad
+    return [
+        Message(edge.index, job.microbatch_index, is_grad)
+        for edge in edges
+        if (edge.consumer if at_consumer else edge.producer) == job.stage_index
+        and (edge.requires_grad or not is_grad)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """What this rank sends to one other rank for a message, or gets from it.
+
+    `peer` is the other's number in `group`; `where` lies the part in the tensor this rank
+    has or needs, None if it is all of that.
+    """
+
+    rank: int
+    peer: int
+    group: dist.ProcessGroup
+    shape: tuple[int, ...]
+    where: tuple[slice, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """How messages of one edge, direction and size go from pp rank `source` to `target`.
+
+    `shape` is what this rank has or needs of the tensor.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    legs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A message on its way here: its shape, and the parts of it being received."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[dist.Work, Tensor, Leg], ...]
+
+    def wait(self) -> Tensor:
+        """Return the message's tensor when all of it is here.
+
+        On a GPU the waiting is the stream's. Buffers are allocated, waited for and used on one
+        stream, the one that jobs run on, so their memory can't be given away too early.
+        """
+        for work, _, _ in self.parts:
+            work.wait()
+        _, first, leg = self.parts[0]
+        if leg.where is None:
+            return first
+        whole = first.new_empty(self.shape)
+        for _, part, leg in self.parts:
+            whole[leg.where] = part
+        return whole
+
+
+class Sending(NamedTuple):
+    """A part of a message that may still be read: what it is of, and which rank gets it."""
+
+    work: dist.Work
+    part: Tensor
+    message: Message
+    rank: int
+
+
+class Post:
+    """Sends and receives the messages of one pp rank for one run through the table.
+
+    Mutable: it holds what is under way. `put` never blocks; `get` waits for one message.
+    `bytes_sent` counts what left for other ranks since it was made.
+
+    What was sent is kept until it has left. Gloo does not tell before it is waited for; but who
+    sends a message has what its own jobs up to that one needed, so with the message at hand
+    waiting for those is no waiting.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, edges: tuple[Edge, ...], plan: Plan) -> None:
+        self._mesh, self._edges = mesh, edges
+        self._here, self._rank = mesh.rank("pp"), dist.get_rank()
+        self._home = schedule.stage_to_pp_rank
+        self._routes = Routes(plan=plan)
+        self._full = BatchSplit(
+            num_samples=plan.global_batch, num_microbatches=plan.num_microbatches
+        )
+        self._sizes: tuple[int, ...] = ()
+        self._groups = _p2p_groups(mesh, edges, self._home, self._routes)
+        self._taken_at: dict[Message, int] = {}
+        self._made_at: dict[Message, int] = {}
+        self._orders = {
+            source: self._order(schedule, source)
+            for source in range(schedule.pp)
+            if source != self._here
+        }
+        self._waiting: dict[int, deque[Message]] = {}
+        self._posted: dict[Message, Arriving] = {}
+        self._sending: deque[Sending] = deque()
+        self._local: dict[Message, Tensor] = {}
+        self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
+        self._crossings: dict[tuple[int, bool, int], Crossing] = {}
+        self.waiting_for: Message | None = None
+        self.bytes_sent = 0
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def _order(self, schedule: Schedule, source: int) -> tuple[Message, ...]:
+        """What pp rank `source` sends here in one step, in order; notes at which of its jobs it
+        makes that, and takes what is sent from here.
+        """
+        order = []
+        for position, job in enumerate(schedule.jobs[source]):
+            for message in messages(job, self._edges, incoming=True):
+                if self._ends(message)[0] == self._here:
+                    self._taken_at[message] = position
+            for message in messages(job, self._edges, incoming=False):
+                if self._ends(message)[1] == self._here:
+                    self._made_at[message] = position
+                    order.append(message)
+        return tuple(order)
+
+    def _ends(self, message: Message) -> tuple[int, int]:
+        """The pp ranks a message goes from and to."""
+        edge = self._edges[message.edge]
+        ends = self._home[edge.producer], self._home[edge.consumer]
+        return ends[::-1] if message.is_grad else ends
+
+    def _crossing(self, message: Message) -> Crossing:
+        """Return how a message of this step goes, worked out once for each size."""
+        edge, microbatch, is_grad = message
+        key = (edge, is_grad, self._sizes[microbatch])
+        if key not in self._crossings:
+            self._crossings[key] = self._find_crossing(*key)
+        return self._crossings[key]
+
+    def _find_crossing(self, edge_index: int, is_grad: bool, num_samples: int) -> Crossing:
+        edge = self._edges[edge_index]
+        source, target = self._ends(Message(edge_index, 0, is_grad))
+        held = self._routes.box(edge, num_samples, self._rank)
+        legs = []
+        for a, b, box in self._routes.parts(edge, num_samples, is_grad=is_grad):
+            if source == target or self._rank not in (a, b):
+                continue
+            other, group = (b if a == self._rank else a), self._groups[source, target]
+            where = None if box == held else slices(box, held)
+            peer = dist.get_group_rank(group, other)
+            legs.append(Leg(rank=other, peer=peer, group=group, shape=sizes(box), where=where))
+        return Crossing(source=source, target=target, shape=sizes(held), legs=tuple(legs))
+
+    def open(self, *, with_grads: bool, split: BatchSplit | None = None) -> None:
+        """Begin a step; without gradients when it is forward only.
+
+        `split` is how the step's batch is cut; None for the plan's full batch.
+        """
+        split = split or self._full
+        self._sizes = tuple(len(split.microbatch(m)) for m in range(split.num_microbatches))
+        self._waiting = {
+            source: deque(m for m in order if with_grads or not m.is_grad)
+            for source, order in self._orders.items()
+        }
+
+    def expect(self, wanted: Iterable[Message]) -> None:
+        """Post the receives of what is wanted (and of what is due before it) unless posted."""
+        for message in wanted:
+            source, _ = self._ends(message)
+            if source == self._here:
+                continue
+            queue = self._waiting[source]
+            while message not in self._posted and queue:
+                self._receive(queue.popleft())
+
+    def _receive(self, message: Message) -> None:
+        crossing, parts = self._crossing(message), []
+        for leg in crossing.legs:
+            buffer = torch.empty(
+                leg.shape, dtype=self._dtypes[message.edge], device=self._mesh.device
+            )
+            tag = self._received[leg.rank] = (self._received[leg.rank] + 1) % _TAG_RANGE
+            parts.append((leg.group.recv([buffer], leg.peer, tag), buffer, leg))
+        self._posted[message] = Arriving(crossing.shape, tuple(parts))
+
+    def get(self, message: Message) -> Tensor:
+        """Return a message's tensor, waiting for it if it is not here yet."""
+        if message in self._local:
+            return self._local.pop(message)
+        if message not in self._posted:
+            self.expect((message,))
+        arriving = self._posted.pop(message)
+        self.waiting_for = message
+        try:
+            tensor = arriving.wait()
+        except RuntimeError as error:
+            error.add_note(f"waiting for {self.describe(message)}")
+            raise
+        self.waiting_for = None
+        self._forget(message, [leg.rank for _, _, leg in arriving.parts])
+        return tensor
+
+    def _forget(self, message: Message, ranks: Iterable[int]) -> None:
+        """Let go what `ranks` of one pp rank took before they sent a message."""
+        made_at = self._made_at[message]
+        for _ in range(len(self._sending)):
+            sending = self._sending.popleft()
+            if sending.rank in ranks and self._taken_at[sending.message] <= made_at:
+                sending.work.wait()
+            else:
+                self._sending.append(sending)
+
+    def describe(self, message: Message) -> str:
+        """Return what a message carries and who sends it, in words."""
+        edge, crossing = self._edges[message.edge], self._crossing(message)
+        what = f"{'the gradient of ' if message.is_grad else ''}{edge.tensor}"
+        what += f" {list(crossing.shape)} of microbatch {message.microbatch}"
+        senders = sorted(leg.rank for leg in crossing.legs)
+        ranks = f"rank{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}"
+        return f"{what} from {ranks} (pp rank {crossing.source})"
+
+    def put(self, message: Message, tensor: Tensor) -> None:
+        """Hand a tensor on; it is kept alive until it has left."""
+        while self._sending and self._sending[0].work.is_completed():
+            self._sending.popleft()
+        crossing = self._crossing(message)
+        if crossing.target == self._here:
+            self._local[message] = tensor
+            return
+        tensor = tensor.detach()
+        self._give_way()
+        for leg in crossing.legs:
+            part = (tensor if leg.where is None else tensor[leg.where]).contiguous()
+            tag = self._sent[leg.rank] = (self._sent[leg.rank] + 1) % _TAG_RANGE
+            work = leg.group.send([part], leg.peer, tag)
+            self._sending.append(Sending(work, part, message, leg.rank))
+            self.bytes_sent += part.nbytes
+        self._give_way()
+
+    def _give_way(self) -> None:
+        """Let gloo's threads read that the taker is ready, and write what it is ready for."""
+        if self._mesh.device.type == "cpu":
+            give_way_to_sockets()
+
+    def close(self) -> None:
+        """End a step: wait until everything sent has left. Everything posted was taken."""
+        while self._sending:
+            sending = self._sending.popleft()  # by name: its part must live until it has left
+            sending.work.wait()
+        assert not self._posted, f"received but not used: {list(self._posted)}"
+        assert not self._local, f"handed over but not used: {list(self._local)}"
+
+
+def _p2p_groups(
+    mesh: Mesh, edges: tuple[Edge, ...], home: tuple[int, ...], routes: Routes
+) -> Mapping[tuple[int, int], dist.ProcessGroup]:
+    """Return the group for each direction between two pp ranks that exchange tensors."""
+    pairs = {(home[e.producer], home[e.consumer]) for e in edges}
+    pairs |= {(b, a) for a, b in pairs}
+    directed = sorted((a, b) for a, b in pairs if a != b)
+    if not devices.p2p_needs_own_groups(mesh.device):
+        return dict.fromkeys(directed, default_group())
+    groups = {}
+    for a, b in directed:
+        group = mesh.open_group([(*mesh.meshes[a].ranks, *mesh.meshes[b].ranks)])
+        if group is not None:
+            groups[a, b] = group
+    # A communicator's first use waits for the peer; in a step that could be in a ring. Here
+    # all go through the pairs in one order.
+    greeting = torch.zeros(1, device=mesh.device)
+    here, place = dist.get_rank(), mesh.rank("pp")
+    for source, target in sorted({pair for e in edges for pair in routes.pairs(e)}):
+        if here == source:
+            (group,) = (
+                g for (a, b), g in groups.items() if a == place and target in mesh.meshes[b].ranks
+            )
+            dist.send(greeting, target, group=group)
+        elif here == target:
+            (group,) = (
+                g for (a, b), g in groups.items() if b == place and source in mesh.meshes[a].ranks
+            )
+            dist.recv(greeting, source, group=group)
+    return groups

@@ -1,0 +1,57 @@
+"""Random numbers of a step: equal on ranks of one replica and stage, different elsewhere.
+
+Ranks that differ on tp and cp only hold replicas of one computation and must draw the same
+dropout masks (ops on shards take streams of their own from there); other ranks work on
+other data or other layers. The stream is the engine's own: the script's generator, which it
+may use to choose equal batches on every rank, is put aside during a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from planner.runtime.start.mesh import Mesh
+
+_PRIME = 1_000_003
+
+
+class RandomStream:
+    """A rank's stream. Mutable: it advances with each step."""
+
+    def __init__(self, seed: int, mesh: Mesh) -> None:
+        """`seed` is the same on every rank."""
+        # The replica's first rank: pp ranks may number their replicas differently.
+        replica = mesh.rank("dp") * mesh.size("cp") * mesh.size("tp")
+        place = mesh.meshes[mesh.rank("pp")].ranks[replica]
+        self._device = mesh.device
+        with torch.random.fork_rng(devices=_gpus(self._device)):
+            torch.manual_seed((seed + _PRIME * place) % 2**63)
+            self._state = read_generators(self._device)
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Draw from the stream inside; the script's generators come back unchanged."""
+        with torch.random.fork_rng(devices=_gpus(self._device)):
+            write_generators(self._device, self._state)
+            yield
+            self._state = read_generators(self._device)
+
+
+def read_generators(device: torch.device) -> list[Tensor]:
+    """Return the states of the default generators of the CPU and, if it is one, of a GPU."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(device))]
+
+
+def write_generators(device: torch.device, states: list[Tensor]) -> None:
+    """Set the generators to what `read_generators` returned."""
+    torch.set_rng_state(states[0])
+    for gpu, state in zip(_gpus(device), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, gpu)
+
+
+def _gpus(device: torch.device) -> list[torch.device]:
+    return [device] if device.type == "cuda" else []

@@ -1,0 +1,108 @@
+"""Which rank sends which part of a tensor to which, between two stages; torch-free.
+
+Between meshes of one shape every rank sends what it holds to the rank at its own place of
+the other pp rank. Between meshes of different shapes each rank receives exactly the part
+it needs, from whoever holds pieces of it; every element once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from planner.errors import LayoutError
+from planner.graph import Affine, size_at
+from planner.graph.batch_split import BatchSplit
+from planner.layout.layout import Box, ProcessMesh
+from planner.layout.placement import Placement, Shard
+from planner.layout.reshard import box_transfers
+from planner.plan import Plan
+from planner.runtime.step.wiring import Edge
+
+
+class Part(NamedTuple):
+    """What one global rank sends to another: a box of the whole microbatch's tensor."""
+
+    source: int
+    target: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """The parts of every message, worked out once for each size of a microbatch."""
+
+    plan: Plan
+    _known: dict[tuple[int, int, bool], tuple[Part, ...]] = field(default_factory=dict)
+
+    def parts(self, edge: Edge, num_samples: int, *, is_grad: bool) -> tuple[Part, ...]:
+        """Return who sends what of a microbatch of `num_samples` over all replicas."""
+        key = (edge.index, num_samples, is_grad)
+        if key not in self._known:
+            self._known[key] = tuple(self._find(edge, num_samples, is_grad=is_grad))
+        return self._known[key]
+
+    def _find(self, edge: Edge, num_samples: int, *, is_grad: bool) -> list[Part]:
+        source, target = self._mesh(edge.producer), self._mesh(edge.consumer)
+        if is_grad:
+            source, target = target, source
+        held, needed = (
+            {rank: self.box(edge, num_samples, rank) for rank in mesh.ranks}
+            for mesh in (source, target)
+        )
+        if source.shape == target.shape:
+            pairs = zip(source.ranks, target.ranks, strict=True)
+            return [Part(a, b, held[a]) for a, b in pairs]
+        return [Part(t.src_rank, t.dst_rank, t.box) for t in box_transfers(held, needed)]
+
+    def box(self, edge: Edge, num_samples: int, rank: int) -> Box:
+        """Return the part of the whole microbatch that a rank of either end has or needs.
+
+        Of a piece of segments only the sizes mean something.
+        """
+        pp_rank = rank // (self.plan.world_size // self.plan.pp)
+        at_producer = pp_rank == self.plan.stages[edge.producer].pp_rank
+        mesh = self._mesh(edge.producer if at_producer else edge.consumer)
+        placements = edge.sent if at_producer else edge.taken
+        dp_rank, cp_rank, tp_rank = mesh.coordinate(rank)
+        dp, cp, tp = mesh.shape
+        split = BatchSplit(num_samples=num_samples, num_microbatches=1)
+        samples = split.part(0, dp, dp_rank)
+        box = []
+        for dim, size in enumerate(edge.shape):
+            span = (0, size_at(size, len(samples)))
+            if dim == edge.batch_dim:
+                assert isinstance(size, Affine)
+                # (Entries that are there for any number of samples go with every part.)
+                span = (size.per_sample * samples.start, size.at(samples.stop))
+            span = _cut(span, edge, dim, placements.tp, tp, tp_rank)
+            box.append(_cut(span, edge, dim, placements.cp, cp, cp_rank))
+        return tuple(box)
+
+    def pairs(self, edge: Edge) -> set[tuple[int, int]]:
+        """Return the ranks that ever send to each other over an edge, with direction."""
+        samples = self.plan.dp * self.plan.microbatch_size
+        ways = [False, True] if edge.requires_grad else [False]
+        return {
+            (part.source, part.target)
+            for is_grad in ways
+            for part in self.parts(edge, samples, is_grad=is_grad)
+        }
+
+    def _mesh(self, stage_index: int) -> ProcessMesh:
+        return self.plan.mesh(self.plan.stages[stage_index].pp_rank)
+
+
+def _cut(
+    span: tuple[int, int], edge: Edge, dim: int, placement: Placement, parts: int, rank: int
+) -> tuple[int, int]:
+    if not isinstance(placement, Shard) or placement.dim != dim or parts == 1:
+        return span
+    start, stop = span
+    length, rest = divmod(stop - start, parts)
+    if rest:
+        raise LayoutError(
+            f"dim {dim} of {edge.tensor} has {stop - start} entries on a replica and can't be "
+            f"cut in {parts} equal pieces to go from stage {edge.producer} to {edge.consumer}"
+        )
+    return start + rank * length, start + (rank + 1) * length

@@ -1,0 +1,151 @@
+"""What this rank trains, from a cleared gradient to the optimizer's step.
+
+The parameters are those of the rank's stages, or their copies where the plan makes some: in
+fp32 for precision "bf16", on the host for an optimizer there. Their gradients are summed
+over dp and cp replicas and over tied copies, and clipped by the norm over the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner.graph import ModelGraph
+from planner.layout.placement import Placement, Shard
+from planner.plan import Plan
+from planner.runtime.stage.stage import StageModule
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.state.host import Host
+from planner.runtime.state.host_optimizer import HostMasters, HostUpdates
+from planner.runtime.state.masters import MasterParams
+from planner.runtime.state.optimizer import build_optimizer
+from planner.runtime.state.tied import tied_copies
+from planner.runtime.step.clip import clip_gradients
+from planner.runtime.step.reduce import GradBuckets
+from planner.runtime.step.wiring import stage_params
+
+Owner = StageModule | MasterParams | HostMasters
+
+
+class TrainedParams:
+    """A rank's trained parameters by stage. Mutable: gradients, and sums under way.
+
+    `owners` has, for each of the rank's stages, whoever names what is trained of it.
+    `sharded` says that FSDP2 holds them, and sums their gradients itself.
+    """
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        plan: Plan,
+        mesh: Mesh,
+        owners: Mapping[int, Owner],
+        placements: Mapping[str, Placement],
+        *,
+        sharded: bool,
+        host: Host | None = None,
+    ) -> None:
+        """Every rank builds one at the same time: groups are made. `host` has the optimizer."""
+        self._graph, self._plan, self._mesh = graph, plan, mesh
+        self._owners, self._placements, self._sharded = owners, placements, sharded
+        self._buckets: dict[int, GradBuckets] = {}
+        group = mesh.group("data")
+        if group is not None and not sharded:
+            self._buckets = {
+                index: GradBuckets(list(owner.named_params().values()), group)
+                for index, owner in owners.items()
+            }
+        self._unbucketed = [
+            param
+            for index, owner in owners.items()
+            for param in owner.named_params().values()
+            if index not in self._buckets
+        ]
+        self._tied = tied_copies(graph, plan, mesh, owners)
+        self._host = host
+        self._updates: HostUpdates | None = None
+
+    def by_name(self) -> dict[str, list[nn.Parameter]]:
+        """Return what has the gradients, by the user's names; several where stages share one."""
+        return _by_name(owner.named_params() for owner in self._owners.values())
+
+    def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
+        """Return what the optimizer steps on, by the user's names."""
+        return _by_name(
+            owner.masters() if isinstance(owner, HostMasters) else owner.named_params()
+            for owner in self._owners.values()
+        )
+
+    def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
+        """Return the optimizer that `step` uses, see `planner.runtime.state.optimizer`."""
+        optimizer = build_optimizer(
+            given,
+            module,
+            self.stepped_by_name(),
+            is_cut=self._sharded or self._mesh.size("tp") > 1,
+        )
+        masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
+        if masters and optimizer is not None and self._host is not None:
+            trained = [one for owner in masters for one in owner.trained.values()]
+            self._updates = HostUpdates(trained, optimizer, self._host)
+        return optimizer
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of the step before."""
+        for buckets in self._buckets.values():
+            buckets.zero()
+        for param in self._unbucketed:
+            param.grad = None
+
+    def start_sums(self, stage_index: int) -> None:
+        """Begin summing a stage's gradients over the replicas; they must be complete."""
+        if stage_index in self._buckets:
+            self._buckets[stage_index].start()
+
+    def finish_sums(self) -> None:
+        """Wait for those sums, and add up those of tied copies."""
+        for buckets in self._buckets.values():
+            buckets.finish()
+        for tied in self._tied:
+            tied.sum()
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
+        return clip_gradients(self._shares(), max_norm, self._mesh)
+
+    def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
+        """Yield parameters with the share of each that counts for the gradient's norm."""
+        metas = {meta.fqn: meta for meta in self._graph.params}
+        users = stage_params(self._graph, self._plan)
+        replicas = 1 if self._sharded else self._mesh.size("data")
+        for index, owner in self._owners.items():
+            for fqn, param in owner.named_params().items():
+                name = metas[fqn].name
+                is_first_copy = not any(name in names for names in users[:index])
+                on_tp = isinstance(self._placements[name], Shard)
+                copies = replicas * (1 if on_tp else self._mesh.size("tp"))
+                yield param, is_first_copy / copies
+
+    def step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Let the optimizer step, and bring the parameters of the stages to what was trained."""
+        if self._updates is not None:
+            self._updates.step()
+        elif optimizer is not None and self._host is not None:
+            with self._host.working("update"):
+                optimizer.step()
+        elif optimizer is not None:
+            optimizer.step()
+        for owner in self._owners.values():
+            if isinstance(owner, MasterParams):
+                owner.write_back()
+
+
+def _by_name(stages: Iterable[Mapping[str, nn.Parameter]]) -> dict[str, list[nn.Parameter]]:
+    held: dict[str, list[nn.Parameter]] = {}
+    for named in stages:
+        for fqn, param in named.items():
+            held.setdefault(fqn, []).append(param)
+    return held

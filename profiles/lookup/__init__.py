@@ -1,0 +1,1 @@
+"""A profile's answers: the time of an op or a collective, measured, interpolated or fitted."""

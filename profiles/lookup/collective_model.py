@@ -1,0 +1,280 @@
+"""Time of a collective: measured on that group shape, else scaled from the nearest one.
+
+A ring or a switch moves, through each rank's link, a fixed share of the full tensor:
+
+    all_reduce               2 (n-1)/n
+    all_gather, reduce_scatter, all_to_all   (n-1)/n
+    broadcast, send_recv     1
+
+(the "bus bandwidth" factors of nccl-tests, doc/PERFORMANCE.md), so beta scales with the share
+and with the bandwidth that the group has. alpha scales with the number of dependent steps,
+taken as log2 n, twice for all_reduce.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log, log2, sqrt
+
+import numpy as np
+
+from planner.cluster import ClusterSpec
+from profiles.lookup.fit import levels_of, rising
+from profiles.records import CollectiveFit, CollectiveRecord, Group, Lookup, Piece
+
+UNMEASURED_GROUP_ERROR = 0.2
+"""Relative error added where a group shape stands in for another of the same level."""
+
+INTERPOLATION_ERROR = 0.1
+LINK_ERROR = 0.5
+
+
+class CollectiveModel:
+    """Answers for every kind, size and group from records, fits and the links.
+
+    What holds for a kind on a group, whatever the size, is worked out when first asked:
+    immutable but for that.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        records: Sequence[CollectiveRecord],
+        fits: Sequence[CollectiveFit],
+    ) -> None:
+        self._cluster = cluster
+        self._fits = tuple(fits)
+        self._records: dict[tuple[str, Group], list[CollectiveRecord]] = {}
+        for record in sorted(records, key=lambda r: r.num_bytes):
+            group = Group(ranks_per_node=record.ranks_per_node, num_nodes=record.num_nodes)
+            self._records.setdefault((record.kind, group), []).append(record)
+        self._curves: dict[tuple[str, Group], _Curve] = {}
+
+    def seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return the time of a collective whose full tensor has `num_bytes`.
+
+        Raises ValueError for an unknown kind.
+        """
+        curve = self._curve_of(kind, group)
+        if curve is None or num_bytes <= 0:
+            return _NOTHING
+        return curve.lookup(num_bytes)
+
+    def least_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
+        """Return seconds per byte that no collective of up to `most_bytes` goes below.
+
+        Raises ValueError for an unknown kind.
+        """
+        curve = self._curve_of(kind, group)
+        if curve is None or most_bytes <= 0:
+            return 0.0
+        return curve.least_per_byte(most_bytes)
+
+    def _curve_of(self, kind: str, group: Group) -> _Curve | None:
+        """Return the curve of a kind on a group; None where one rank is alone."""
+        curve = self._curves.get((kind, group))
+        if curve is None:
+            wire_share(kind, 2)  # refuses an unknown kind
+            if group.size == 1:
+                return None
+            curve = self._curves[kind, group] = self._curve(kind, group)
+        return curve
+
+    def _curve(self, kind: str, group: Group) -> _Curve:
+        measured = _Samples.of(self._records.get((kind, group), ()))
+        fit = self._nearest(kind, group)
+        if fit is None:
+            across = group.num_nodes > 1
+            link = self._cluster.inter_node if across else self._cluster.intra_node
+            piece = Piece(
+                min_bytes=0.0,
+                alpha_s=link.alpha_s * num_steps(kind, group.size),
+                beta_s_per_byte=link.beta_s_per_byte
+                * wire_share(kind, group.size)
+                / self._width(group),
+            )
+            source = f"data-sheet rate of {link.name}"
+            return _Curve.of((piece,), measured=measured, source=source, error=LINK_ERROR)
+        if fit.kind == kind and fit.group == group:
+            source = f"{fit.origin} for {kind} on {group}"
+            return _Curve.of(fit.pieces, measured=measured, source=source, error=fit.relative_error)
+        return _Curve.of(
+            self._scaled(fit, kind, group),
+            measured=measured,
+            source=f"scaled from {fit.origin} {fit.kind} on {fit.group}",
+            error=sqrt(fit.relative_error**2 + UNMEASURED_GROUP_ERROR**2),
+            least_s_per_byte=self._least_s_per_byte(kind, group),
+        )
+
+    def _nearest(self, kind: str, group: Group) -> CollectiveFit | None:
+        """Return the fit whose group is most like this one: level, kind, then size."""
+        across = group.num_nodes > 1
+        same_level = [fit for fit in self._fits if (fit.num_nodes > 1) == across]
+        if kind != "send_recv":
+            same_level = [fit for fit in same_level if fit.kind != "send_recv"] or same_level
+
+        def unlikeness(fit: CollectiveFit) -> tuple[bool, float]:
+            apart = abs(log2(fit.ranks_per_node / group.ranks_per_node))
+            return fit.kind != kind, apart + abs(log2(fit.num_nodes / group.num_nodes))
+
+        return min(same_level, key=unlikeness, default=None)
+
+    def _scaled(self, fit: CollectiveFit, kind: str, group: Group) -> tuple[Piece, ...]:
+        """Return the fit's pieces as they hold for the same bytes on each link."""
+        share = wire_share(kind, group.size) / self._width(group)
+        share /= wire_share(fit.kind, fit.group.size) / self._width(fit.group)
+        steps = num_steps(kind, group.size) / num_steps(fit.kind, fit.group.size)
+        return tuple(
+            piece.scaled(steps=steps, share=share).model_copy(
+                update={"min_bytes": piece.min_bytes / share}
+            )
+            for piece in fit.pieces
+        )
+
+    def _least_s_per_byte(self, kind: str, group: Group) -> float:
+        """Return what the wire alone takes when reductions are done on the way.
+
+        Switches that reduce (NVLink SHARP) beat the ring's share inside a node, and trees
+        beat it between nodes; a group without them, to which such a fit is scaled, does not.
+        """
+        if group.num_nodes == 1:
+            share = 1.0 if kind == "all_reduce" else wire_share(kind, group.size)
+            return share * self._cluster.intra_node.beta_s_per_byte
+        share = wire_share(kind, group.num_nodes) / self._width(group)
+        return share * self._cluster.inter_node.beta_s_per_byte
+
+    def _width(self, group: Group) -> float:
+        """Return how many inter-node links carry a group that spans nodes, at most."""
+        inside = self._cluster.intra_node.beta_s_per_byte
+        if group.num_nodes == 1 or inside == 0:
+            return 1.0
+        return min(float(group.ranks_per_node), self._cluster.inter_node.beta_s_per_byte / inside)
+
+
+_NOTHING = Lookup(seconds=0.0, source="nothing to send", relative_error=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """Time by size for one kind on one group: `levels[i]` is the least time from piece i on."""
+
+    measured: _Samples
+    starts: tuple[float, ...]
+    pieces: tuple[Piece, ...]
+    levels: tuple[float, ...]
+    least_s_per_byte: float
+    source: str
+    error: float
+
+    @classmethod
+    def of(
+        cls,
+        pieces: Sequence[Piece],
+        *,
+        measured: _Samples,
+        source: str,
+        error: float,
+        least_s_per_byte: float = 0.0,
+    ) -> _Curve:
+        return cls(
+            measured=measured,
+            starts=tuple(piece.min_bytes for piece in pieces),
+            pieces=tuple(pieces),
+            levels=levels_of(pieces),
+            least_s_per_byte=least_s_per_byte,
+            source=source,
+            error=error,
+        )
+
+    def lookup(self, num_bytes: float) -> Lookup:
+        """Return what was measured there or around, else what was fitted."""
+        return self.measured.at(num_bytes) or self.at(num_bytes)
+
+    def least_per_byte(self, most_bytes: float) -> float:
+        """Return the least of seconds over bytes among sizes up to `most_bytes`.
+
+        Within a piece, and between two samples, that falls as the size rises, so it is least at
+        their ends, or at `most_bytes`.
+        """
+        sizes = self.measured.sizes
+        least = self.lookup(most_bytes).seconds / most_bytes
+        for size, seconds in zip(sizes, self.measured.seconds, strict=True):
+            if size <= most_bytes:
+                least = min(least, seconds / size, self.at(size).seconds / size)
+        for start, reached in zip(self.starts, self.levels, strict=True):
+            if 0 < start <= most_bytes and not (sizes and sizes[0] < start <= sizes[-1]):
+                least = min(least, max(reached / start, self.least_s_per_byte))
+        return least
+
+    def at(self, num_bytes: float) -> Lookup:
+        index = max(bisect_right(self.starts, num_bytes) - 1, 0)
+        piece = self.pieces[index]
+        seconds = max(
+            self.levels[index],
+            piece.seconds(num_bytes),
+            num_bytes * self.least_s_per_byte,
+        )
+        return Lookup(seconds=seconds, source=self.source, relative_error=self.error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Samples:
+    """Measured sizes in rising order; noise that falls with size is levelled out."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    errors: tuple[float, ...]
+
+    @classmethod
+    def of(cls, records: Sequence[CollectiveRecord]) -> _Samples:
+        seconds = rising(np.array([r.seconds for r in records])) if records else ()
+        return cls(
+            sizes=tuple(record.num_bytes for record in records),
+            seconds=tuple(float(s) for s in seconds),
+            errors=tuple(record.standard_error for record in records),
+        )
+
+    def at(self, num_bytes: float) -> Lookup | None:
+        """Return the record, or log-log interpolation; None outside the measured sizes."""
+        index = bisect_left(self.sizes, num_bytes)
+        if index == len(self.sizes):
+            return None
+        if self.sizes[index] == num_bytes:
+            return Lookup(
+                seconds=self.seconds[index],
+                source="measured",
+                relative_error=self.errors[index],
+            )
+        if index == 0:
+            return None
+        low, high = self.sizes[index - 1], self.sizes[index]
+        part = log(num_bytes / low) / log(high / low)
+        below, above = self.seconds[index - 1], self.seconds[index]
+        return Lookup(
+            seconds=exp((1 - part) * log(below) + part * log(above)),
+            source="interpolated",
+            relative_error=INTERPOLATION_ERROR,
+        )
+
+
+def wire_share(kind: str, size: int) -> float:
+    """Return the share of the full tensor that crosses each rank's link."""
+    if kind == "all_reduce":
+        return 2 * (size - 1) / size
+    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
+        return (size - 1) / size
+    if kind in ("broadcast", "send_recv"):
+        return 1.0
+    raise ValueError(
+        f"collective {kind!r} is unknown; use all_reduce, all_gather, reduce_scatter, "
+        "all_to_all, broadcast or send_recv"
+    )
+
+
+def num_steps(kind: str, size: int) -> float:
+    """Return the number of dependent messages, which is what alpha counts."""
+    if kind == "send_recv":
+        return 1.0
+    return (2 if kind == "all_reduce" else 1) * max(log2(size), 1.0)

@@ -1,0 +1,135 @@
+"""Measure this machine, or a cluster, into a profile directory.
+
+Each probe runs in worker ranks that all run it at once, and is visited several times
+(`rounds`). After every visit the records so far are written, so a kill loses at most the visit
+in flight, and the same call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.errors import ProfileError
+from planner.graph import ModelGraph
+from profiles.lookup.topology import groups_to_measure
+from profiles.measure.grid import base_probes, collective_probes, standard_grid
+from profiles.measure.launchers import ClusterLauncher, Launcher, LocalLauncher, cluster_rank, serve
+from profiles.measure.probes import OpProbe
+from profiles.measure.rounds import VISIT_TIMEOUT_S, Asked, Progress, Rounds
+from profiles.measure.session import THREADS, Ranks, Session
+from profiles.measure.signatures import blocks, signatures
+from profiles.measure.summary import summarize
+from profiles.measure.timing.surroundings import measure_again, measure_surroundings
+from profiles.measure.workers import ProbeFailed, WorkerGroup
+from profiles.profile import Profile
+from profiles.store import PROFILE_FILE, check_writable, remove_session, write_profile_file
+
+MESSAGE_SHARE = 32
+"""Messages grow up to 1 GiB, or to this part of a rank's memory."""
+
+
+def measure_profile(
+    out: str | Path,
+    *,
+    nproc: int,
+    device: str = "cpu",
+    models: Sequence[ModelGraph] = (),
+    gpus: int | None = None,
+    grid: bool = False,
+    budget_s: float | None = None,
+    compiled: bool | None = None,
+    progress: Progress | None = None,
+) -> Profile | None:
+    """Measure with `nproc` ranks on this machine, write the profile to `out`, return it.
+
+    Under torchrun, srun or mpirun every process calls this: rank 0 measures with one worker
+    per rank, whatever `nproc` says; the others serve until it is done and return None.
+
+    With models, measures each distinct op signature that a search of them on `gpus`
+    devices (default: the ranks) can ask for, and whole blocks, also `compiled` (default: on
+    GPUs); without, or if `grid` asks for it too, a standard grid. Records already in `out`
+    are kept. Raises ProfileError
+    when `out` holds another machine's records, can't be written, or the workers can't start.
+    """
+    place = cluster_rank(os.environ)
+    if place is not None and place.rank > 0:
+        serve(place)
+        return None
+    if nproc < 1:
+        raise ProfileError(f"nproc={nproc} is not a number of processes; use at least 1")
+    began = time.monotonic()
+    directory = Path(out)
+    check_writable(directory)
+    launcher: Launcher = (
+        LocalLauncher(nproc, device=device, threads=THREADS)
+        if place is None
+        else ClusterLauncher(place, device=device, threads=THREADS)
+    )
+    with WorkerGroup(launcher) as workers:
+        try:
+            about = workers.call({"task": "describe"}, timeout_s=VISIT_TIMEOUT_S)
+        except ProbeFailed as error:
+            raise ProfileError(f"can't measure on {device}: {error}") from None
+        ranks = Ranks(about=tuple(about))
+        session = Session.open(directory, ranks, device_type=device)
+        run = Rounds(
+            session=session,
+            workers=workers,
+            began=began,
+            deadline=None if budget_s is None else began + budget_s,
+            progress=progress or (lambda fraction, doing: None),
+        )
+        wanted: list[OpProbe] = [*base_probes()]
+        if models:
+            wanted += signatures(models, num_devices=gpus or len(about))
+        if grid or not models:
+            wanted += standard_grid(device, float8=all(answer["float8"] for answer in about))
+        # Compiling a block for a CPU takes longer than measuring all its ops.
+        whole = blocks(models, compiled=device == "cuda" if compiled is None else compiled)
+        asked = Asked.of(
+            _distinct(wanted),
+            blocks=whole,
+            collectives=collective_probes(
+                groups_to_measure(ranks.nodes), most_bytes=ranks.memory_bytes / MESSAGE_SHARE
+            ),
+            session=session,
+        )
+        if not asked and (directory / PROFILE_FILE).exists():
+            remove_session(directory)
+            return _loaded(directory)
+        before = time.monotonic()
+        try:
+            surroundings = measure_surroundings(workers, session, run.report)
+        except ProbeFailed as error:
+            raise ProfileError(f"can't measure the memory of a process: {error}") from None
+        if run.deadline is not None:  # most of it comes once more
+            run.deadline -= time.monotonic() - before
+        complete = run.measure(asked)
+        surroundings = measure_again(surroundings, workers, session, run.report)
+    file = summarize(
+        session,
+        surroundings,
+        blocks=whole,
+        complete=complete,
+        stragglers=run.stragglers(),
+    )
+    write_profile_file(directory, file)
+    remove_session(directory)
+    return Profile(file, tuple(session.ops.values()), tuple(session.collectives.values()))
+
+
+def _loaded(directory: Path) -> Profile:
+    from profiles.catalog import load_profile
+
+    return load_profile(directory)
+
+
+def _distinct(probes: Sequence[OpProbe]) -> list[OpProbe]:
+    """Return the first probe of every signature."""
+    found: dict[tuple, OpProbe] = {}
+    for probe in probes:
+        found.setdefault(probe.key, probe)
+    return list(found.values())

@@ -1,0 +1,1 @@
+"""Inside one rank of a measurement: clocks, calls and their timing."""

@@ -1,0 +1,1 @@
+"""Stages whose pp ranks have meshes of their own (``meshes="own"``)."""

@@ -1,0 +1,146 @@
+"""What ops and redistributions cost on one mesh axis of one machine, each asked once.
+
+Equal ops are priced once, whatever their tensors are called, and strategies that leave a rank
+the same shapes together. A redistribution costs what its collectives cost, of which there are
+a handful, however many pairs of placements there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph import TensorMeta
+from planner.layout.placement import Placement, Shard
+from planner.ops.registry import strategies_of
+from profiles import Group
+from search.op_layout.alike import Alike, OpSeconds
+from search.op_layout.link_patterns import MOVES, LinkPattern, Offer, offer
+
+Floats = NDArray[np.float64]
+Dims = tuple[int | None, ...]
+"""The dim along which each tensor of an op is cut; None: whole."""
+
+STATE_FACTOR = 4.0
+"""Bytes that a parameter's byte costs with its gradient and optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prices:
+    """Seconds and bytes on an axis of `axis_size` ranks in `group`; remembers its answers."""
+
+    ops: OpSeconds
+    group: Group
+    axis_size: int
+    _ops: dict[tuple, tuple[Offer, Floats, Floats]] = field(default_factory=dict)
+    _moves: dict[tuple[int, bool], Floats] = field(default_factory=dict)
+    _collectives: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def of_op(self, alike: Alike, segments: tuple[int, ...]) -> tuple[Offer, Floats, Floats]:
+        """Return an op's shardings, with the seconds and bytes of each.
+
+        Parameters that no other op uses count with its bytes, their gradients with its seconds.
+        """
+        key = alike, segments
+        if key not in self._ops:
+            offered = strategies_of(alike.op, alike.metas, self.axis_size, segments)
+            dims = [
+                tuple(place.dim if isinstance(place, Shard) else None for place in places)
+                for places in ((*one.inputs, *one.outputs) for one in offered)
+            ]
+            seconds = self._seconds_of(alike, dims) + self._adding_s(alike, dims)
+            self._ops[key] = offer(offered), seconds, self._bytes_of(alike, dims)
+        return self._ops[key]
+
+    def _seconds_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        """Return an op's seconds with each of its tensors cut along these dims, or whole."""
+        seconds_on, whole = self.ops.of(alike), alike.shapes
+        if not seconds_on(whole):
+            return np.zeros(len(dims))  # a view, on whole tensors as on shards
+        known: dict[Dims, float] = {}
+        for cut in dims:
+            if cut not in known:
+                known[cut] = seconds_on(tuple(map(self._local_shape, whole, cut)))
+        return np.array([known[cut] for cut in dims])
+
+    def _local_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+        if dim is None:
+            return shape
+        return (*shape[:dim], shape[dim] // self.axis_size, *shape[dim + 1 :])
+
+    def _bytes_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        sizes = [alike.tensor[name].bytes_at(1) for name in alike.names]
+        factors = (
+            *(STATE_FACTOR * own for own in alike.is_owned),
+            *(1.0 for _ in alike.op.outputs),
+        )
+        return self._sum_of_local(sizes, dims, factors)
+
+    def _adding_s(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+        """Return what adding its parameters' gradients to their sums takes."""
+        if not any(alike.is_owned):
+            return np.zeros(len(dims))
+        metas = [alike.tensor[name] for name in alike.names]
+        owned = (*alike.is_owned, *(False for _ in alike.op.outputs))
+        factors = [
+            self._adding_s_per_element * (own and meta.requires_grad)
+            for own, meta in zip(owned, metas, strict=True)
+        ]
+        return self._sum_of_local([meta.numel_at(1) for meta in metas], dims, factors)
+
+    def _sum_of_local(
+        self, sizes: Sequence[int], dims: Sequence[Dims], factors: Sequence[float]
+    ) -> Floats:
+        """Return, for each way to cut tensors of these sizes, the sum of what a rank has."""
+        whole = np.array(sizes, dtype=np.float64)
+        part = np.array([size // self.axis_size for size in sizes], dtype=np.float64)
+        is_cut = np.array([[dim is not None for dim in cut] for cut in dims], dtype=np.bool_)
+        return np.asarray(np.where(is_cut, part, whole) @ np.array(factors))
+
+    def adding_s(self, meta: TensorMeta, place: Placement) -> float:
+        """Return what adding a microbatch's gradient of a bound parameter to the sum so far takes,
+        but for what no placement changes.
+        """
+        numel = meta.numel_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
+        return numel * self._adding_s_per_element * meta.requires_grad
+
+    @cached_property
+    def _adding_s_per_element(self) -> float:
+        """Of a sum in float32; the profile's answer is a line."""
+        return self.ops.profile.step_seconds(
+            "accumulate", num_bytes=4.0, num_tensors=0, num_calls=0
+        ).seconds
+
+    def local_bytes(self, meta: TensorMeta, place: Placement) -> int:
+        """Return the bytes that one rank of the axis holds of a bound tensor."""
+        return meta.bytes_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
+
+    def of_link(self, pattern: LinkPattern, num_bytes: int, has_gradient: bool) -> Floats:
+        """Return the seconds from each source to each ask, for a tensor of so many bytes."""
+        return self.of_moves(num_bytes, has_gradient)[pattern.moves]
+
+    def of_moves(self, num_bytes: int, has_gradient: bool) -> Floats:
+        """Return the seconds of each of `MOVES` of a tensor of so many bytes."""
+        key = num_bytes, has_gradient
+        if key not in self._moves:
+            self._moves[key] = np.array(
+                [
+                    self._collective_s(forward, num_bytes)
+                    + (self._collective_s(backward, num_bytes) if has_gradient else 0.0)
+                    for forward, backward in MOVES
+                ]
+            )
+        return self._moves[key]
+
+    def _collective_s(self, kind: str | None, num_bytes: int) -> float:
+        if kind is None:
+            return 0.0
+        key = kind, num_bytes
+        if key not in self._collectives:
+            answer = self.ops.profile.collective_seconds(kind, num_bytes, self.group)
+            self._collectives[key] = answer.seconds
+        return self._collectives[key]

@@ -1,0 +1,185 @@
+"""The choice inside block classes, as numbers: which strategy each op takes on the tp axis.
+
+A *variable* is an op (its values: the sharding rules' strategies) or a parameter used in
+several places (its values: placements). A variable's value costs seconds (the op's local
+forward and backward, and adding its parameters' gradients to their sums) and bytes (local
+parameters with their gradient and optimizer state, and local outputs). A *link* is one tensor
+with all its uses in a block: when the producer yields placement p and uses ask for the set Q of
+(placement, gradient partial?), it costs sum over q in Q of redistribute(p -> q). Uses that ask
+the same share one redistribution, as in the lowered program. Minimise the sum of all of it.
+
+That is what the cost model says of a microbatch's forward and backward, but for collectives
+inside losses and for what a whole block decides (a device that waits for its host, measured
+corrections). Not in it: full recomputation's second forward, and what a step does once for a
+parameter, its update and exchange.
+
+`block_build` states the problem of a program at the prices of `block_prices`; `block_ilp` and
+`eliminate` solve it, each exactly and by its own method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.graph import Program
+from planner.layout.placement import OpSharding, Partial, Placement, Replicate
+from planner.plan import ClassLayout
+
+Ask = tuple[Placement, bool]
+"""What a use asks of a tensor: a placement, and whether it returns a partial gradient."""
+
+Boundary = Mapping[tuple[int, str], Placement]
+"""Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variable:
+    """One choice: seconds and bytes of each of its values."""
+
+    name: str
+    values: tuple[Any, ...]
+    seconds: NDArray[np.float64]
+    num_bytes: NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Link:
+    """One tensor between its maker and its uses.
+
+    producer: variable index, or None when the placement is given. source[value] indexes the
+    rows of `seconds`; for each use (variable index or None, asks[value]) the asks index its
+    columns. `seconds[p, q]` is the redistribution's time, inf where there is none.
+    """
+
+    tensor: str
+    producer: int | None
+    source: tuple[int, ...]
+    uses: tuple[tuple[int | None, tuple[int, ...]], ...]
+    seconds: NDArray[np.float64]
+    sources: tuple[Placement, ...]
+    asks: tuple[Ask, ...]
+
+
+Table = tuple[tuple[int, ...], NDArray[np.float64]]
+"""Variables (ascending) and the cost of each combination of their values."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedTables:
+    """What `eliminate` makes of variables and links, kept for problems that have them in common.
+
+    `costs` are by variable and price of a byte, `links` by link and the most cells of one table;
+    `sums` are what steps made of tables of these, by the tables' identities, with the tables, so
+    that those stay as they are.
+    """
+
+    costs: dict[tuple[Variable, float], NDArray[np.float64]] = field(default_factory=dict)
+    links: dict[tuple[Link, int], tuple[Table, ...]] = field(default_factory=dict)
+    sums: dict[tuple, tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]] = field(
+        default_factory=dict
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockProblem:
+    """Variables and links of one block class, or of several that share a parameter.
+
+    Problems of other boundaries have most of them in common, and `tables`.
+    """
+
+    axis_size: int
+    variables: tuple[Variable, ...]
+    links: tuple[Link, ...]
+    programs: tuple[tuple[int, Program], ...]
+    shared: tuple[tuple[tuple[tuple[int, str], ...], int], ...] = ()
+    boundary: Boundary = field(default_factory=dict)
+    tables: SharedTables = field(default_factory=SharedTables)
+
+    def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
+        """Return the objective of one full choice: seconds + bytes_price * bytes."""
+        total = sum(
+            v.seconds[i] + bytes_price * v.num_bytes[i]
+            for v, i in zip(self.variables, choice, strict=True)
+        )
+        for link in self.links:
+            row = link.source[choice[link.producer] if link.producer is not None else 0]
+            columns = {asks[choice[u] if u is not None else 0] for u, asks in link.uses}
+            total += sum(link.seconds[row, column] for column in columns)
+        return float(total)
+
+    def num_bytes(self, choice: Sequence[int]) -> float:
+        """Return the bytes of one full choice."""
+        return float(sum(v.num_bytes[i] for v, i in zip(self.variables, choice, strict=True)))
+
+
+def is_sharded(sharding: OpSharding) -> bool:
+    """Whether any input or output of the op is not replicated."""
+    return any(not isinstance(p, Replicate) for p in (*sharding.inputs, *sharding.outputs))
+
+
+def at_rest(asked: Placement) -> Placement:
+    """Return how a parameter with one use lies: as asked, but whole where a term is asked.
+
+    A bias added to a partial sum is taken by one rank only; every rank holds it.
+    """
+    return Replicate() if isinstance(asked, Partial) else asked
+
+
+def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, ClassLayout]:
+    """Return the ClassLayout of each class that a solved choice means."""
+    picked = {v.name: v.values[i] for v, i in zip(problem.variables, choice, strict=True)}
+    param_place = {
+        member: problem.variables[variable].values[choice[variable]]
+        for members, variable in problem.shared
+        for member in members
+    }
+    layouts = {}
+    for class_index, program in problem.programs:
+        ops = {op.name: picked[f"{class_index}:{op.name}"] for op in program.ops}
+        params = []
+        for name in program.params:
+            place = param_place.get((class_index, name))
+            if place is None and program.tensor[name].kind == "param":
+                place = next(
+                    (
+                        ops[op.name].inputs[position]
+                        for op in program.ops
+                        for position, used in enumerate(op.inputs)
+                        if used == name
+                    ),
+                    None,
+                )
+            params.append(str(at_rest(place or Replicate())))
+        layouts[class_index] = ClassLayout(
+            class_index=class_index,
+            inputs=_boundary_texts(problem, class_index, program.inputs),
+            params=tuple(params),
+            outputs=_boundary_texts(problem, class_index, program.outputs),
+            ops=tuple(
+                (name, str(sharding))
+                for name, sharding in ops.items()
+                if isinstance(sharding, OpSharding) and is_sharded(sharding)
+            ),
+        )
+    return layouts
+
+
+def _boundary_texts(
+    problem: BlockProblem, class_index: int, names: Sequence[str]
+) -> tuple[str, ...]:
+    return tuple(str(problem.boundary.get((class_index, name), Replicate())) for name in names)
+
+
+def best_by_brute_force(problem: BlockProblem, bytes_price: float = 0.0) -> tuple[float, list[int]]:
+    """Return the optimum by trying every combination; for tiny problems in tests."""
+    sizes = [range(len(v.values)) for v in problem.variables]
+    return min(
+        ((problem.value(choice, bytes_price), list(choice)) for choice in product(*sizes)),
+        key=lambda pair: pair[0],
+    )

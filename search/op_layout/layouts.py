@@ -1,0 +1,418 @@
+"""Placements inside every block class for one tp degree and microbatch size.
+
+Builds the block problem from the sharding rules and the profile, solves it (elimination, or a
+linear program where a table would grow too wide, a relaxation where that would be too large) and
+returns one `ClassLayout` per class. Classes
+that share a parameter are solved together, so a tied parameter lies the same way wherever it
+is used.
+
+Blocks hand each other whole tensors, or tensors split along the sequence (what Megatron calls
+sequence parallelism); each is solved. For each, layouts are the points of the front of time
+against memory (`front`). A layout that is slower than another and saves next to nothing against
+it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from costmodel.topology import tp_group
+from planner.errors import ProfileError
+from planner.graph import ModelGraph, Program
+from planner.layout.placement import Placement, Shard, parse_placement
+from planner.ops.registry import segment_counts, strategies
+from planner.plan import ClassLayout
+from profiles import Profile
+from search.op_layout.alike import Alike, BoundClass, OpSeconds
+from search.op_layout.block_build import build_block_problems
+from search.op_layout.block_prices import Prices
+from search.op_layout.block_problem import BlockProblem, Boundary, read_layouts
+from search.op_layout.eliminate import Choice, TooWide, solve_by_elimination
+from search.op_layout.front import find_front
+from search.request import SearchRequest
+
+# Between equally fast strategies take the smaller one: a byte is worth far less than any
+# time a strategy could save (links move one in 1e-12 s or more).
+_FAST_PRICE = 1e-18
+# At so many fair prices bytes alone decide, and seconds between choices of as many bytes.
+_ANY_PRICE = 1e4
+# Blocks too wide for elimination: what a program may take for one of their problems, and how
+# large a linear program is tried.
+_PROGRAM_S = 5.0
+_MOST_PAIRS = 25_000
+# A leaner layout that saves less than this part of the bytes is not worth pricing.
+_LEAST_SAVING = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """One layout per class, by class index; seconds and bytes are of all blocks, as solved."""
+
+    by_class: tuple[ClassLayout, ...]
+    seconds: float
+    num_bytes: float
+
+
+@dataclass(kw_only=True)
+class LayoutSolver:
+    """Solves and remembers the layouts of a model; grows its memo as it is asked.
+
+    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most.
+    """
+
+    graph: ModelGraph
+    profile: Profile
+    pins: Mapping[tuple[int, str], Placement] = field(default_factory=dict)
+    _memo: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _fastest: dict[tuple[int, int], Layouts] = field(default_factory=dict)
+    _leanest: dict[tuple[int, int], tuple[Layouts, ...]] = field(default_factory=dict)
+    _solved: dict[tuple[int, int], tuple[_Point, ...]] = field(default_factory=dict)
+    _prices: dict[int, Prices] = field(default_factory=dict)
+    _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
+    _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
+    gap: float = 0.0
+    _solvers: set[str] = field(default_factory=set)
+
+    @cached_property
+    def shared(self) -> tuple[tuple[tuple[int, str], ...], ...]:
+        """Groups of class parameters that are one parameter of the model."""
+        return shared_params(self.graph)
+
+    def program(self, class_index: int, microbatch_size: int) -> Program:
+        """Return a class's program with every size a number."""
+        return self._class(class_index, microbatch_size).program
+
+    def _class(self, class_index: int, microbatch_size: int) -> BoundClass:
+        key = (class_index, microbatch_size)
+        if key not in self._bound:
+            program = self.graph.classes[class_index].bind(microbatch_size)
+            members = {member for group in self.shared for member in group}
+            shared = frozenset(name for index, name in members if index == class_index)
+            self._bound[key] = BoundClass(class_index=class_index, program=program, shared=shared)
+        return self._bound[key]
+
+    @property
+    def proof(self) -> str:
+        """Which solvers found the layouts asked for so far, and what they could not prove."""
+        names = " and ".join(sorted(self._solvers)) or "nothing to choose"
+        left = f", up to {self.gap:.2g} of a block's seconds unproved" if self.gap else ""
+        return f"{names}, whole or split block boundaries{left}"
+
+    def can_split(self, tp: int) -> bool:
+        """Whether any op has a sharded strategy at this degree."""
+        for index in range(len(self.graph.classes)):
+            program = self.program(index, 1)
+            for op in program.ops:
+                uses_param = any(program.tensor[n].kind == "param" for n in op.inputs)
+                if uses_param and len(strategies(op, program.tensor, tp)) > 1:
+                    return True
+        return False
+
+    def least_seconds(self, tp: int, microbatch_size: int) -> float:
+        """Return what ops of all blocks take at least, wherever their tensors lie."""
+        prices, segments = self._prices_on(tp), self._segments(microbatch_size)
+        return sum(
+            count * float(prices.of_op(alike, segments)[1].min())
+            for alike, count in self._ops_that_take_time(microbatch_size).items()
+        )
+
+    def _ops_that_take_time(self, microbatch_size: int) -> Mapping[Alike, int]:
+        """Return how often the model has each op, but for those that only make views."""
+        if microbatch_size not in self._counts:
+            counts: Counter[Alike] = Counter()
+            for index, count in self._uses.items():
+                for alike in self._class(index, microbatch_size).alike:
+                    counts[alike] += count
+            seconds = self._op_seconds
+            self._counts[microbatch_size] = {
+                alike: count for alike, count in counts.items() if seconds.of(alike)(alike.shapes)
+            }
+        return self._counts[microbatch_size]
+
+    def fastest(self, tp: int, microbatch_size: int) -> Layouts:
+        """Return the fastest layouts between any kind of block boundaries."""
+        key = (tp, microbatch_size)
+        if key not in self._fastest:
+            solved = self._solve_fast(tp, microbatch_size)
+            # Whoever asks for the leaner ones too does it next.
+            self._solved = {key: solved}
+            self._fastest[key] = min(solved, key=lambda point: point.seconds).layouts()
+        return self._fastest[key]
+
+    def layouts(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        """Return the layouts worth pricing, fastest first, each with fewer bytes than the last."""
+        key = (tp, microbatch_size)
+        if key not in self._memo:
+            solved = self._solved.get(key) or self._solve_fast(tp, microbatch_size)
+            found = [point for fast in solved for point in self._front(fast)]
+            kept: list[_Point] = []
+            for point in sorted(found, key=lambda point: point.seconds):
+                if all(point.num_bytes < (1 - _LEAST_SAVING) * other.num_bytes for other in kept):
+                    kept.append(point)
+            self._memo[key] = tuple(point.layouts() for point in kept)
+        return self._memo[key]
+
+    def leanest(self, tp: int, microbatch_size: int) -> tuple[Layouts, ...]:
+        """Return the layouts of fewest bytes between each kind of boundaries, however slow."""
+        key = (tp, microbatch_size)
+        if key not in self._leanest:
+            self._leanest[key] = tuple(
+                self._at_price(fast, _ANY_PRICE * fast.fair_price).layouts()
+                for fast in self._solved.get(key) or self._solve_fast(tp, microbatch_size)
+            )
+        return self._leanest[key]
+
+    def _front(self, fast: _Point) -> Sequence[_Point]:
+        """Return the front between the same block boundaries, from their fastest point on."""
+        return find_front(
+            fast,
+            lambda price: self._at_price(fast, price),
+            fast.fair_price,
+            # Corners between points that are closer than this would mostly be dropped beside them.
+            least_saving=5 * _LEAST_SAVING,
+        )
+
+    def _at_price(self, fast: _Point, price: float) -> _Point:
+        """Return the best point of a price between the same block boundaries."""
+        return replace(fast, choices=self._choose(fast.problems, price))
+
+    def problem(
+        self,
+        tp: int,
+        microbatch_size: int,
+        classes: tuple[int, ...],
+        boundary: Boundary | None = None,
+    ) -> BlockProblem:
+        """Return the choice problem of some classes between given block boundaries."""
+        return self._problems(tp, microbatch_size, classes, (boundary or {},))[0]
+
+    def _problems(
+        self,
+        tp: int,
+        microbatch_size: int,
+        classes: tuple[int, ...],
+        boundaries: Sequence[Boundary],
+    ) -> tuple[BlockProblem, ...]:
+        return build_block_problems(
+            [self._class(index, microbatch_size) for index in classes],
+            boundaries=boundaries,
+            prices=self._prices_on(tp),
+            segments=self._segments(microbatch_size),
+            pins=self.pins,
+            shared=[members for members in self.shared if members[0][0] in classes],
+        )
+
+    def _prices_on(self, tp: int) -> Prices:
+        if tp not in self._prices:
+            group = tp_group(self.profile.cluster, tp=tp)
+            self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
+        return self._prices[tp]
+
+    def _segments(self, microbatch_size: int) -> tuple[int, ...]:
+        """Return the counts of segments worth trying anywhere in the model (fused q, k, v)."""
+        if microbatch_size not in self._segments_of:
+            programs = [self.program(i, microbatch_size) for i in range(len(self.graph.classes))]
+            counts = {count for program in programs for count in segment_counts(program)}
+            self._segments_of[microbatch_size] = tuple(sorted(counts))
+        return self._segments_of[microbatch_size]
+
+    def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Point, ...]:
+        """Solve the block problems for the least seconds, between each kind of boundaries."""
+        boundaries = boundary_options(self.graph, tp, microbatch_size)
+        groups = [
+            self._problems(tp, microbatch_size, classes, boundaries)
+            for classes in class_groups(self.graph, self.shared)
+        ]
+        return tuple(
+            _Point(uses=self._uses, problems=problems, choices=self._choose(problems))
+            for problems in zip(*groups, strict=True)
+        )
+
+    def _choose(
+        self, problems: Sequence[BlockProblem], price: float = _FAST_PRICE
+    ) -> tuple[Choice, ...]:
+        """Solve each problem at a price of a byte."""
+        choices = []
+        for problem in problems:
+            choice, solver = solve_block(problem, price)
+            self._solvers.add(solver)
+            self.gap = max(self.gap, choice.gap)
+            choices.append(choice)
+        return tuple(choices)
+
+    @cached_property
+    def _op_seconds(self) -> OpSeconds:
+        return OpSeconds(profile=self.profile)
+
+    @cached_property
+    def _uses(self) -> Mapping[int, int]:
+        """How many blocks each class has."""
+        return Counter(block.class_index for block in self.graph.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Point:
+    """Choices for all classes between the same block boundaries; `uses` are the blocks of each."""
+
+    uses: Mapping[int, int]
+    problems: tuple[BlockProblem, ...]
+    choices: tuple[Choice, ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of all blocks."""
+        return sum(
+            count * problem.value(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @cached_property
+    def num_bytes(self) -> float:
+        """Bytes of all blocks."""
+        return sum(
+            count * problem.num_bytes(choice.values) for count, problem, choice in self._counted()
+        )
+
+    @property
+    def fair_price(self) -> float:
+        """Seconds of a byte at which a percent of the bytes is worth a percent of the seconds."""
+        return self.seconds / max(1.0, self.num_bytes)
+
+    def layouts(self) -> Layouts:
+        """Return the layouts that the choices mean."""
+        by_class: dict[int, ClassLayout] = {}
+        for _, problem, choice in self._counted():
+            by_class.update(read_layouts(problem, choice.values))
+        return Layouts(
+            by_class=tuple(by_class[index] for index in sorted(by_class)),
+            seconds=self.seconds,
+            num_bytes=self.num_bytes,
+        )
+
+    def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
+        for problem, choice in zip(self.problems, self.choices, strict=True):
+            yield max(self.uses[index] for index, _ in problem.programs), problem, choice
+
+
+def boundary_options(
+    graph: ModelGraph, tp: int, microbatch_size: int
+) -> list[dict[tuple[int, str], Placement]]:
+    """Return placements of what blocks hand to each other: all whole, or split along one dim.
+
+    The dim is the first one that does not grow with the microbatch and that tp divides: the
+    sequence, in a transformer. Tensors that cannot be split along it stay whole, and so do
+    batch inputs, preamble values and the loss. A class takes its inputs one way only, so an
+    input that is a block's output in some uses and not in others stays whole.
+    """
+    dim = _boundary_dim(graph, tp)
+    if dim is None:
+        return [{}]
+    split: dict[tuple[int, str], Placement] = {}
+    whole: set[tuple[int, str]] = set()
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        pairs = (*zip(program.inputs, block.inputs, strict=True),
+                 *zip(program.outputs, block.outputs, strict=True))  # fmt: skip
+        for own, name in pairs:
+            key = (block.class_index, own)
+            shape = graph.tensor[name].shape
+            size = shape[dim] if len(shape) > dim else None
+            fits = isinstance(size, int) and size % tp == 0
+            if name in graph.producer and name != graph.loss and fits:
+                split[key] = Shard(dim)
+            else:
+                whole.add(key)
+    return [{}, {key: place for key, place in split.items() if key not in whole}]
+
+
+def _boundary_dim(graph: ModelGraph, tp: int) -> int | None:
+    """Return the first fixed dim of the most common boundary tensor that tp divides."""
+    shapes = Counter(
+        graph.tensor[name].shape
+        for block in graph.blocks
+        for name in block.inputs
+        if name in graph.producer
+    )
+    if not shapes:
+        return None
+    shape = shapes.most_common(1)[0][0]
+    return next(
+        (
+            d
+            for d, size in enumerate(shape)
+            if isinstance(size, int) and size > 1 and size % tp == 0
+        ),
+        None,
+    )
+
+
+def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:
+    """Return the optimum of a block problem, or the best found in time, and who found it.
+
+    Raises ProfileError where every choice takes infinitely long.
+    """
+    choice, solver = _solve(problem, bytes_price)
+    if choice is None or not np.isfinite(choice.cost):
+        names = " and ".join(repr(program.name) for _, program in problem.programs)
+        raise ProfileError(
+            f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
+            "under this profile; see what is wrong with: planner profile --check DIR"
+        )
+    return choice, solver
+
+
+def _solve(problem: BlockProblem, bytes_price: float) -> tuple[Choice | None, str]:
+    """Return a choice by the first solver that has one: the exact ones first."""
+    try:
+        return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
+    except TooWide:
+        from search.ilp.block_lp import num_pairs, solve_by_linear_program
+        from search.op_layout.decompose import solve_by_decomposition
+    if num_pairs(problem) <= _MOST_PAIRS:
+        choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
+        if choice is not None:
+            return choice, "linear programs"
+    choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
+    return choice, "Lagrangian decomposition"
+
+
+def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return groups of (class, param) names that are one parameter of the model somewhere.
+
+    A parameter used by blocks of two classes ties those classes' parameters; so does one
+    used twice by the same class under two names.
+    """
+    members: dict[str, set[tuple[int, str]]] = {}
+    for block in graph.blocks:
+        names = graph.classes[block.class_index].params
+        for own, model_name in zip(names, block.params, strict=True):
+            if graph.tensor[model_name].kind == "param":
+                members.setdefault(model_name, set()).add((block.class_index, own))
+    merged: list[set[tuple[int, str]]] = []
+    for group in members.values():
+        touching = [other for other in merged if other & group]
+        merged = [other for other in merged if not other & group]
+        merged.append(group.union(*touching))
+    return tuple(tuple(sorted(group)) for group in merged if len(group) > 1)
+
+
+def class_groups(
+    graph: ModelGraph, shared: Sequence[Sequence[tuple[int, str]]]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the classes to solve together: those tied by a shared parameter."""
+    groups = [{index} for index in range(len(graph.classes))]
+    for members in shared:
+        classes = {class_index for class_index, _ in members}
+        touching = [g for g in groups if g & classes]
+        groups = [g for g in groups if not g & classes] + [set().union(*touching)]
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def parse_pins_of(request: SearchRequest) -> dict[tuple[int, str], Placement]:
+    """Return a request's pins as placements; raise LayoutError on a malformed one."""
+    return {(index, name): parse_placement(text) for index, name, text in request.pins}

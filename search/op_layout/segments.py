@@ -1,0 +1,90 @@
+"""Segments that lead nowhere: strategies that the best choice in a block can do without.
+
+Where a tensor t may lie as Shard(d, k), k segments, let f_t drop the segments: Shard(d). Let f of
+a strategy be f_t on each of its tensors. If every op has f(s) for each strategy s of its own,
+then f of a whole choice is a choice that costs no more: a rank has the same shapes, so ops take as
+long and hold as much, and a redistribution between f(p) and f(q) is that between p and q, or none
+where they have become equal. So strategies with segments can be left out.
+
+Few models are so plain (a fused projection is cut in its parts, a flattened batch in its samples),
+so f_t keeps the segments of some placements of some tensors: it starts by keeping none, and where
+an op lacks f(s), what s has in segments is kept, until every op has all it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.layout.placement import Placement, Shard
+from search.op_layout.link_patterns import Offer, offer
+
+Kept = frozenset[tuple[int, Placement]]
+"""Positions among an op's inputs and outputs, with a placement there whose segments are kept."""
+
+
+def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Offer]]) -> tuple[Kept, ...]:
+    """Return what each op keeps in segments; ops are given by their tensors and what they offer.
+
+    Tensors are those of inputs and outputs in order; equal ones lie alike.
+    """
+    kept: dict[Hashable, set[Placement]] = {}
+
+    def kept_by(tensors: Sequence[Hashable]) -> Kept:
+        return frozenset(
+            (position, place)
+            for position, tensor in enumerate(tensors)
+            if tensor in kept
+            for place in kept[tensor]
+        )
+
+    users: dict[Hashable, set[int]] = {}
+    for number, (tensors, _) in enumerate(ops):
+        for tensor in tensors:
+            users.setdefault(tensor, set()).add(number)
+    waiting = dict.fromkeys(range(len(ops)))
+    while waiting:
+        number = next(iter(waiting))
+        del waiting[number]
+        tensors, offered = ops[number]
+        for position, place in _lacking(offered, kept_by(tensors)):
+            mine = kept.setdefault(tensors[position], set())
+            if place not in mine:
+                mine.add(place)
+                waiting.update(dict.fromkeys(users[tensors[position]]))
+    return tuple(kept_by(tensors) for tensors, _ in ops)
+
+
+@lru_cache(maxsize=16384)
+def _lacking(offered: Offer, kept: Kept) -> Kept:
+    """Return the segments of strategies that an op lacks without the segments not kept."""
+    every = {(*one.inputs, *one.outputs) for one in offered.values}
+    lacking: set[tuple[int, Placement]] = set()
+    for places in every:
+        cut = [(at, p) for at, p in enumerate(places) if isinstance(p, Shard) and p.segments > 1]
+        if not cut:
+            continue
+        plain = tuple(
+            Shard(p.dim) if isinstance(p, Shard) and (at, p) not in kept else p
+            for at, p in enumerate(places)
+        )
+        if plain not in every:
+            lacking.update(cut)
+    return frozenset(lacking - kept)
+
+
+@lru_cache(maxsize=16384)
+def without(offered: Offer, kept: Kept) -> tuple[Offer, NDArray[np.intp]]:
+    """Return the strategies without segments, but for those kept, and which of all these are."""
+    left = [
+        index
+        for index, one in enumerate(offered.values)
+        if all(
+            not isinstance(p, Shard) or p.segments == 1 or (at, p) in kept
+            for at, p in enumerate((*one.inputs, *one.outputs))
+        )
+    ]
+    return offer(tuple(offered.values[index] for index in left)), np.array(left, dtype=np.intp)

@@ -1,0 +1,256 @@
+"""Stage boundaries by dynamic programming over the chain of blocks.
+
+Given n blocks in order and S = pp stages (one per pp rank), choose cuts
+0 = k_0 < k_1 < ... < k_S = n and a recompute choice c_s for each stage:
+
+    minimise    max over s of  path(s, k_s, k_{s+1}, c_s)
+    subject to  peak_bytes(s, k_s, k_{s+1}, c_s) <= memory_limit_bytes
+
+`path` (`chain_paths`) is the length of a chain of jobs that every run of the schedule must
+pass, one after the other, so the minimum is a lower bound of the step time.
+
+Recurrence, from the last stage to the first, for a given first cut k_1 (it sets tail(0)):
+
+    V[S, n] = 0
+    V[s, j] = min over k > j, c of  max(V[s+1, k], path(s, j, k, c))      where memory fits
+
+It is exact for the problem above. One pass without tails bounds every k_1 from below, a pass
+with one k_1's tail bounds all with longer tails, and only those k_1 are solved whose bound is
+under the best value so far, usually one or two.
+
+Complexity. A stage whose m t alone exceeds the value found, or the ceiling given, cannot be
+part of a better answer, so stages hold at most w blocks, w little more than n / S. Stage s then
+starts at one of the S w - n blocks or so that leave both sides enough room (`chain_windows`),
+and a pass looks at O(S w (S w - n)) runs: a few for two stages of a thousand blocks, about
+n^2 / 10 for many. Identical blocks are priced once, by class, before they get here, and runs
+that several stages may hold once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search.partition.chain_paths import Lane, Paths, lanes_of
+from search.partition.chain_problem import ChainProblem, Cut, Floats
+from search.partition.chain_reach import Reach
+from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
+
+_AT_ONCE = 1.5
+"""How much wider than a first look the last one may be for that to be the only one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The best cut, if any under the ceiling.
+
+    `fits` is False where no cut within the memory is left of those short enough for the ceiling.
+    """
+
+    cut: Cut | None
+    fits: bool
+
+
+def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
+    """Return the cut with the smallest bound among those of at most `ceiling`.
+
+    Looks at short stages first and widens until the answer proves that no longer stage can
+    be in a better one.
+    """
+    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if problem.cuts:
+        return _solve_within(problem, fixed_windows(problem.cuts), ceiling)
+    if stages > n or longest * stages < n:
+        return Solved(cut=None, fits=False)
+    width = min(longest, -(-11 * n // (10 * stages)) + 3)
+    found = Solved(cut=None, fits=False)
+    bound = ceiling
+    paths = Reach(problem)
+    while True:
+        starts = paths.starts(bound) if np.isfinite(bound) else None
+        if starts is None and np.isfinite(bound):
+            return found if found.cut else Solved(cut=None, fits=True)
+        allowed = _reach_within(problem, bound)
+        needed = min(longest, int((allowed - np.arange(n + 1)).max()))
+        if needed <= _AT_ONCE * width:
+            width = needed
+        windows = stage_windows(
+            np.minimum(even_reach(n, min(width, needed)), allowed), stages, starts
+        )
+        if windows is not None:
+            found = _better(found, _solve_within(problem, windows, bound))
+        elif needed <= width:
+            # Too few blocks on each stage, or a block too long: there is no time for any cut.
+            return found if found.cut else Solved(cut=None, fits=np.isfinite(bound))
+        if needed <= width:
+            return found
+        if found.cut:
+            bound = min(bound, found.cut.value)
+            needed = min(longest, int((_reach_within(problem, bound) - np.arange(n + 1)).max()))
+            if needed <= width:
+                return found
+        width = needed if np.isfinite(bound) else min(longest, 2 * width)
+
+
+def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] | None:
+    """Return the runs of every cut that may have a path of at most `ceiling`; None: no cut."""
+    n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
+    if problem.cuts:
+        return fixed_windows(problem.cuts)
+    if stages > n or longest * stages < n:
+        return None
+    reach = np.minimum(even_reach(n, longest), _reach_within(problem, ceiling))
+    return stage_windows(reach, stages)
+
+
+def _better(one: Solved, other: Solved) -> Solved:
+    cut = min((s.cut for s in (one, other) if s.cut), key=lambda cut: cut.value, default=None)
+    return Solved(cut=cut, fits=one.fits or other.fits)
+
+
+def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
+    """Return where a stage from each block on must end to have before + m t <= bound."""
+    if not np.isfinite(bound):
+        return np.full(problem.num_blocks + 1, problem.num_blocks)
+    least = problem.num_microbatches * (problem.before_f + problem.before_b)
+    budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
+    return np.searchsorted(least, least + budget, side="right") - 1
+
+
+def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
+    """Solve for stages of these windows, each first cut whose bound is under the best."""
+    lanes = lanes_of(problem, windows, quickest=True)
+    ends = lanes[0].end[:, 0]
+    tail = lanes[0].tail[:, 0] + problem.first_weight_s[ends]
+
+    def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
+        own = lanes[0].own(first_tail)
+        return own[:, :, 0].min(axis=0), lanes[0].choose(own, slice(None), 0)
+
+    rest, _ = _sweep(problem, lanes, first_tail=None)
+    bare, _ = first_stage(None)
+    bounds = np.maximum(bare, rest[ends]) + tail
+    fits = bool(np.isfinite(bounds).any())
+    # A first stage's own path is known with its own tail: that of each row at once.
+    own = lanes[0].until[:, :, 0] + np.maximum(
+        np.broadcast_to(lanes[0].back, lanes[0].until.shape)[:, :, 0] + tail,
+        lanes[0].tail[:, 0],
+    )
+    bounds = np.maximum(bounds, own.min(axis=0))
+    best: Cut | None = None
+    sweeps = 0
+    while True:
+        limit = np.nextafter(best.value, 0) if best else ceiling
+        open_rows = np.flatnonzero(np.isfinite(bounds) & (bounds <= min(ceiling, limit)))
+        if not len(open_rows):
+            return Solved(cut=best, fits=fits)
+        # The shortest tail bounds all others; when that is done, the most promising one.
+        row = int(open_rows[(tail if sweeps == 0 else bounds)[open_rows].argmin()])
+        sweeps += 1
+        first, picks = first_stage(float(tail[row]))
+        values, steps = _sweep(problem, lanes, first_tail=float(tail[row]))
+        value = max(float(first[row]), float(values[ends[row]]))
+        if value <= ceiling and value < (best.value if best else np.inf):
+            best = _read_cut(steps, int(ends[row]), int(picks[row]), value)
+        # What a tail costs the stages after, a longer one does too.
+        longer = tail >= tail[row]
+        bounds[longer] = np.maximum(bounds[longer], values[ends[longer]])
+        bounds[row] = np.inf
+
+
+Step = tuple[int, NDArray[np.intp], NDArray[np.intp]]
+"""A stage's first possible start, and from each start on its best end and choice."""
+
+
+def _sweep(
+    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+) -> tuple[Floats, list[Step]]:
+    """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
+    value, steps = _end_of(problem), []
+    for lane in reversed(lanes[1:]):
+        value, step = _fold(lane, lane.own(first_tail), value)
+        steps.append(step)
+    return value, steps
+
+
+def chain_values(
+    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+) -> list[Floats]:
+    """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
+    values = [_end_of(problem)]
+    for lane in reversed(lanes[1:]):
+        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
+    return [np.zeros(0), *reversed(values)]
+
+
+def _end_of(problem: ChainProblem) -> Floats:
+    """Return V[S, .]: nothing is left to do after the last block, and no stage ends before."""
+    value = np.full(problem.num_blocks + 1, np.inf)
+    value[-1] = 0.0
+    return value
+
+
+def _fold(lane: Lane, costs: Floats, value: Floats) -> tuple[Floats, Step]:
+    """Put one stage before those that `value` is of, at the least of the largest cost."""
+    least = costs[0] if len(costs) == 1 else costs.min(axis=0)
+    total = np.maximum(least, value[lane.end])
+    row, columns = total.argmin(axis=0), np.arange(total.shape[1])
+    choice = lane.choose(costs, row, columns)
+    before = np.full(len(value), np.inf)
+    before[lane.first_start : lane.last_start + 1] = total[row, columns]
+    return before, (lane.first_start, lane.end[row, columns], choice)
+
+
+def _read_cut(steps: Sequence[Step], first_cut: int, first_choice: int, value: float) -> Cut:
+    cuts, choices = [0, first_cut], [first_choice]
+    for first_start, ends, choice in reversed(steps):
+        column = cuts[-1] - first_start
+        choices.append(int(choice[column]))
+        cuts.append(int(ends[column]))
+    return Cut(cuts=tuple(cuts), choices=tuple(choices), value=value)
+
+
+def smallest_peak(problem: ChainProblem) -> Cut | None:
+    """Return the cut whose largest rank needs the fewest bytes, whatever its time."""
+    n, stages = problem.num_blocks, problem.num_stages
+    if stages > n:
+        return None
+    width = min(n - stages + 1, -(-3 * n // (2 * stages)) + 4)
+    windows: Sequence[Window] | None = (
+        fixed_windows(problem.cuts) if problem.cuts else stage_windows(even_reach(n, width), stages)
+    )
+    assert windows is not None, "stages that hold half as much again as the average cover all"
+    value, steps = _end_of(problem), []
+    for stage in range(stages - 1, -1, -1):
+        paths = Paths(problem, windows[stage])
+        peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
+        value, step = _fold(paths.lane(stage), peaks, value)
+        steps.append(step)
+    if not np.isfinite(value[0]):
+        return None
+    _, ends, choice = steps.pop()
+    return _read_cut(steps, int(ends[0]), int(choice[0]), float(value[0]))
+
+
+def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bound of one given cut, or infinity when a stage does not fit.
+
+    `paths` must be wide enough for the longest stage.
+    """
+    first_tail = paths.first_tail(cuts[1])
+    worst = 0.0
+    for stage, choice in enumerate(choices):
+        first, end = cuts[stage], cuts[stage + 1]
+        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
+    return worst
+
+
+def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bytes of the rank that needs most under one given cut."""
+    return max(
+        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
+        for stage, choice in enumerate(choices)
+    )

@@ -1,0 +1,299 @@
+"""The `path` of each stage that a chain may be cut into (`chain_problem`).
+
+`path` is the length of a chain of jobs that every run of the schedule must pass, one after the
+other. With t = f + b a stage's seconds per microbatch, m microbatches, and `before`, `after`
+the seconds that one microbatch spends in earlier and later stages, hops and both directions
+included, and `start` what is loaded before the first job:
+
+    path = start + forward part of before + m t + wait + end
+
+    wait    any schedule  0
+            1F1B          max(0, after - w f) + max(0, after - w b)
+                          with w = min(m, in_flight(s)) - 1: the first backward returns `after`
+                          seconds after the first forward, w more forwards fit in between; the
+                          last backward likewise. The larger of the two where all forwards come
+                          first (m <= in_flight(s))
+            ZB-H1         the same with w = min(m, S - s) - 1
+            FThenB        after
+            serial        (m - 1) before + m after: one microbatch at a time
+    end     max(backward part of before + tail(stage 0), tail(s))
+                          a rank's tail is its gradient sync and optimizer; the last gradient
+                          travels back to stage 0, whose tail follows. It leaves each stage
+                          ahead of the weight gradients `w` there, if any are put aside
+                          (`JobSeconds.last_sends_ahead_s`), so w of stages 1 .. s is taken
+                          off, and w of later stages off the `after` of the last backward; off
+                          the first backward's, w of their first blocks. Where backward is
+                          split, no weight gradients are on any way, and they may come after
+                          the last gradient has left: s + 1 microbatches' in ZB-H1, else all;
+                          those of stage s are taken off the first of the two, too
+
+Where activations are copied to the host, m t is what the jobs take with those that copies
+lengthen (`copied_jobs`), and w f and w b likewise; other stages' jobs are taken without.
+
+`before` and `after` are sums over blocks, so they depend on the cut alone when all stages make
+the same recompute choice; where several are allowed they are taken without recompute, which
+keeps the value a lower bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search.bounds.copied_jobs import extra_s, seconds_by_kind
+from search.partition.chain_problem import ChainProblem, Flags, Floats
+from search.partition.chain_windows import Part, Window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """What one stage may hold: `path` without its end, and what the end is made of.
+
+    Arrays are (choice, row, start); `start` (starts,) and `end` (rows, starts) say which run
+    an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
+    none or does not fit; `back` from then until the last gradient is at stage 0 and that makes
+    its own, less all weight gradients up to the run's end, of which stage 0's are in its tail.
+    With `fitting` (choice, row, start) there is one entry for all choices, that of the quickest
+    which fits: the first.
+    """
+
+    first_start: int
+    last_start: int
+    end: NDArray[np.intp]
+    until: Floats
+    back: Floats
+    tail: Floats
+    fitting: Flags | None = None
+
+    def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
+        """Return the choices of the least of some costs (choice, row, start) at these runs."""
+        if self.fitting is not None:
+            return self.fitting[:, row, column].argmax(axis=0)
+        return costs[:, row, column].argmin(axis=0)
+
+    def own(self, first_tail: float | None) -> Floats:
+        """Path of every run, inf where it does not fit; without tails when first_tail is None."""
+        if first_tail is None:
+            return self.until + self.back
+        return self.until + np.maximum(self.back + first_tail, self.tail)
+
+    def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
+        """Return `own` (choice, row) of the runs of these rows from one block on."""
+        column = start - self.first_start
+        back, tail = (np.broadcast_to(one, self.until.shape) for one in (self.back, self.tail))
+        ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
+        return self.until[:, rows, column] + ends
+
+
+_CELLS_OF_A_BAND = 10_000
+"""How many runs can be priced in the time it takes to begin."""
+
+
+class Paths:
+    """`path` of the header for every run of a window, on any stage."""
+
+    def __init__(self, problem: ChainProblem, window: Window) -> None:
+        self.problem = problem
+        self.window = window
+        self.band = problem.stages.band(window)
+        self.end = window.end
+        self._seconds = self.band.forward_s + self.band.backward_s
+        self._fits: dict[tuple, Flags] = {}
+        self._lanes: dict[int, Lane] = {}
+
+    @classmethod
+    def of_all(cls, problem: ChainProblem, width: int | None = None) -> Paths:
+        """Return the paths of every run of at most `width` blocks, by (length - 1, first)."""
+        n = problem.num_blocks
+        return cls(problem, Window.all_runs(n, width or n))
+
+    def lane(
+        self,
+        stage: int,
+        rows: slice = slice(None),
+        starts: slice = slice(None),
+        *,
+        quickest: bool = False,
+    ) -> Lane:
+        """Return these rows and starts of the window as one stage sees them; with `quickest`
+        each run under one choice, where choices are by time and nothing else of theirs differs.
+        """
+        problem = self.problem
+        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
+        part = (slice(None), rows, starts)
+        start, end = self.window.start[0, starts], self.end[rows, starts]
+        f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
+        fits, fitting = self.fits(stage, (rows, starts)), None
+        if quickest and self._is_by_time:
+            fitting, fits = fits, np.logical_or.reduce(fits, axis=0, keepdims=True)
+            f, b = f[:1], _quickest(b, fitting)
+            seconds = f + b
+        # The hop next to the stage is known; farther ones cost at least the cheapest.
+        nearer, farther = max(0, stage - 1), max(0, depth - 1)
+        hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
+        hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
+        before_f, before_b = problem.before_f[start], problem.before_b[start]
+        until = m * seconds + (problem.start_s + before_f + hops_in)
+        filling: Floats | float = 0.0
+        draining: Floats | float = 0.0
+        if problem.copied:
+            longer, filling, draining = self._copies_s(stage, part)
+            until = until + longer
+        back = before_b + hops_back - problem.before_w[end]
+        if problem.splits_backward:
+            weight = problem.before_w[end] - problem.before_w[start]
+            back = back - (stage if problem.family == "ZB-H1" else m - 1) * weight
+        if problem.family not in ("any", "split"):
+            hops_out = problem.hop_s + farther * problem.least_hop
+            hops_out += problem.back_hop_s + farther * problem.least_back_hop
+            after = (problem.after + hops_out * (depth > 0))[end]
+            last_ahead = (problem.before_w[-1] - problem.before_w)[end]
+            ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
+            if m == 1 or problem.splits_backward:
+                ahead = last_ahead
+            if problem.family == "FThenB":
+                until = until + after - ahead
+            elif problem.family == "serial":
+                most = (problem.num_stages - 1) * problem.most_sent_ahead
+                again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
+                until = until + (m - 1) * again + m * after - last_ahead
+            else:
+                warmup = problem.warmup(stage)
+                between = min(warmup, m - 1)
+                first = np.maximum(0.0, after - ahead - between * f - filling)
+                last = np.maximum(0.0, after - last_ahead - between * b - draining)
+                until = until + (first + last if m > warmup + 1 else np.maximum(first, last))
+        return Lane(
+            first_start=int(start[0]),
+            last_start=int(start[-1]),
+            end=end,
+            until=np.where(fits, until, np.inf),
+            back=back,
+            tail=self._tail(stage)[..., rows, starts],
+            fitting=fitting,
+        )
+
+    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> tuple[Floats, ...]:
+        """Return by how much copies lengthen all of a stage's jobs, those between its first forward
+        and backward, and those between its last.
+        """
+        problem = self.problem
+        weight: Floats | float = 0.0
+        if problem.splits_backward:
+            start, end = self.window.start[0, part[2]], self.end[part[1:]]
+            weight = problem.before_w[end] - problem.before_w[start]
+        job_s = seconds_by_kind(self.band.forward_s[part], self.band.backward_s[part], weight)
+        by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
+        down, up = ({stage: one[part]} for one in self.band.copies_s)
+        row = problem.copied[stage]
+        return tuple(
+            extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
+        )
+
+    @cached_property
+    def _is_by_time(self) -> bool:
+        """Whether each choice is no faster than those before it, and tails are one for all.
+
+        Paths are never shorter then: what of `m b` a wait or the way back takes off is less.
+        """
+        b = self.band.backward_s
+        shares_tail = self.band.tail_s.ndim == b.ndim - 1 and not self.problem.first_choices
+        f = self.band.forward_s
+        # Who recomputes copies less.
+        shares_tail &= not self.problem.copied
+        return shares_tail and bool((f == f[:1]).all() and (b[1:] >= b[:-1]).all())
+
+    def _tail(self, stage: int) -> Floats:
+        """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
+        tail_s = self.band.tail_s
+        shares = stage > 0 or tail_s.ndim == self._seconds.ndim - 1
+        return tail_s if shares else tail_s[self.problem.first_choices[0]]
+
+    def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
+        """Whether each run of a part, by choice, may stay within the memory limit on a stage."""
+        in_flight = self.problem.in_flight[stage]
+        key = in_flight, *((one.start, one.stop) for one in part)
+        if key not in self._fits:
+            self._fits[key] = self.window.valid[part] & [
+                self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
+            ]
+        refused = [one for one in self.problem.refused if one.stage == stage]
+        first = self.problem.first_choices if stage == 0 else ()
+        if not refused and not first:
+            return self._fits[key]
+        fits = self._fits[key].copy()
+        if first:
+            fits[[choice not in first for choice in range(len(fits))]] = False
+        start, end = self.window.start[:, part[1]], self.window.end[part]
+        for one in refused:
+            if one.and_longer:
+                fits[one.choice] &= (start > one.first) | (end < one.end)
+            else:
+                fits[one.choice] &= (start != one.first) | (end != one.end)
+        return fits
+
+    def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
+        limit = self.problem.memory_limit_bytes
+        if self.problem.is_careful:
+            return self.band.peak_bytes(in_flight, choice)[part] <= limit
+        return self.band.fits(in_flight, choice, limit, part)
+
+    def first_tail(self, first_cut: int) -> float:
+        """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
+        return float(self._tail(0)[first_cut - 1, 0] + self.problem.first_weight_s[first_cut])
+
+    def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
+        """Path of every run of the window on a stage, inf where it does not fit."""
+        if stage not in self._lanes:
+            self._lanes[stage] = self.lane(stage)
+        return self._lanes[stage].own(first_tail)[choice]
+
+    def peak(self, stage: int, choice: int) -> Floats:
+        """Peak bytes of every run on this stage, inf where there is none."""
+        peak = self.band.peak_bytes(self.problem.in_flight[stage], choice)
+        return np.where(self.window.valid, peak, np.inf)
+
+
+def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
+    """Return each run's entry of the first choice that fits, with a leading axis of one; of runs
+    that fit under none, anything.
+    """
+    picked = by_choice[-1]
+    for one, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
+        picked = np.where(fits, one, picked)
+    return picked[None]
+
+
+def lanes_of(
+    problem: ChainProblem, windows: Sequence[Window], *, quickest: bool = False
+) -> list[Lane]:
+    """Return each stage's lane through its window, with `quickest` as `Paths.lane` has it.
+
+    Windows of many stages overlap: then all runs are priced once, and each stage looks at its
+    part of them.
+    """
+    apart = sum(window.num_cells + _CELLS_OF_A_BAND for window in windows)
+    width = max(window.width for window in windows)
+    if apart <= problem.num_blocks * width:
+        return [
+            Paths(problem, window).lane(stage, quickest=quickest)
+            for stage, window in enumerate(windows)
+        ]
+    paths = Paths.of_all(problem, width)
+    return [
+        paths.lane(
+            stage,
+            slice(
+                max(1, window.first_end - window.last_start) - 1,
+                min(window.width, window.last_end - window.first_start),
+            ),
+            slice(window.first_start, window.last_start + 1),
+            quickest=quickest,
+        )
+        for stage, window in enumerate(windows)
+    ]

@@ -1,0 +1,233 @@
+"""The problem of cutting a chain of blocks into stages, and its answer.
+
+What stages cost comes from `Stages`, run by run; which of it makes a step long is in
+`chain_paths`, and `chain_dp` and others solve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search.bounds.copied_jobs import CopiedRow
+from search.partition.chain_windows import Part, Window
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+FAMILIES = ("any", "1F1B", "FThenB", "serial", "ZB-H1", "split")
+"""What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
+
+
+class Band(Protocol):
+    """The costs of a window's runs, in its shape; of those that are not valid, anything.
+
+    `forward_s` and `backward_s` have a leading axis for the choice; `tail_s` may have one.
+    """
+
+    @property
+    def forward_s(self) -> Floats:
+        """Forward seconds."""
+        ...
+
+    @property
+    def backward_s(self) -> Floats:
+        """Backward seconds."""
+        ...
+
+    @property
+    def tail_s(self) -> Floats:
+        """Seconds after the last job."""
+        ...
+
+    @property
+    def copies_s(self) -> tuple[Floats, Floats]:
+        """Seconds, by choice, in which a microbatch's activations leave a device and return."""
+        ...
+
+    def peak_bytes(self, in_flight: int, choice: int) -> Floats:
+        """About the bytes of a rank holding each run with this many microbatches in flight."""
+        ...
+
+    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
+        """Whether each run of a part of the window may be within a limit: False is certain."""
+        ...
+
+
+class Stages(Protocol):
+    """What a chain of blocks costs, cut anyhow."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Length of the chain."""
+        ...
+
+    def band(self, window: Window) -> Band:
+        """Return the costs of every run of a window."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLarge:
+    """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
+
+    With `and_longer` neither does any longer run that holds them.
+    """
+
+    stage: int
+    first: int
+    end: int
+    choice: int
+    and_longer: bool = False
+
+    def is_in(self, cut: Cut) -> bool:
+        """Whether a cut has such a stage."""
+        first, end = cut.cuts[self.stage], cut.cuts[self.stage + 1]
+        if cut.choices[self.stage] != self.choice:
+            return False
+        holds = self.and_longer and first <= self.first and end >= self.end
+        return holds or (first, end) == (self.first, self.end)
+
+
+Line = tuple[float, float, float]
+"""(live, slope, room): a run fits only if live * kept bytes + slope * param bytes <= room."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LeastNeeds:
+    """What any run of blocks takes at least: differences of running sums along the chain (n + 1).
+
+    backward_s and kept_bytes, of a microbatch, have a list for each choice. `lines` are those of a
+    rank with so many microbatches in flight.
+    """
+
+    backward_s: tuple[list[float], ...]
+    kept_bytes: tuple[list[float], ...]
+    param_bytes: list[float]
+    lines: Callable[[int], tuple[Line, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainProblem:
+    """One configuration's chain.
+
+    block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
+    block_weight_s (n): the most of its backward that may come after its gradient is sent on; where
+    backward is split its weight gradients, which always may.
+    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
+    back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at
+    most. start_s: what is loaded before the first job. most_blocks: no run of more blocks fits
+    the memory (None: not known). needs: what any run takes at least, if that is known.
+    cuts: stage boundaries that are fixed, so that recompute alone is chosen (empty: free).
+    refused: what is known not to fit beside what `Band.fits` tells.
+    copied (S, or empty: none): each stage's jobs beside which activations are copied.
+    first_choices: what stage 0 may choose (empty: all); where tails differ by choice, these share
+    one. With `is_careful` a run fits if `Band.peak_bytes` do, which refuses most of what does not
+    fit, and perhaps what does.
+    """
+
+    stages: Stages
+    block_forward_s: Floats
+    block_backward_s: Floats
+    block_weight_s: Floats
+    hop_s: Floats
+    back_hop_s: Floats
+    in_flight: tuple[int, ...]
+    num_microbatches: int
+    memory_limit_bytes: float
+    family: str = "any"
+    start_s: float = 0.0
+    choices: tuple[str, ...] = ("none",)
+    most_blocks: int | None = None
+    needs: LeastNeeds | None = None
+    cuts: tuple[int, ...] = ()
+    refused: tuple[TooLarge, ...] = ()
+    copied: tuple[CopiedRow, ...] = ()
+    first_choices: tuple[int, ...] = ()
+    is_careful: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks in the chain."""
+        return self.stages.num_blocks
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages to cut."""
+        return len(self.in_flight)
+
+    @property
+    def longest(self) -> int:
+        """The most blocks a stage can hold."""
+        left = self.num_blocks - self.num_stages + 1
+        return left if self.most_blocks is None else min(left, self.most_blocks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are jobs of their own."""
+        return self.family in ("split", "ZB-H1")
+
+    def warmup(self, stage: int) -> int:
+        """Return how many forwards lie between a stage's first and its backward, in 1F1B and ZB-H1
+        of many microbatches.
+        """
+        if self.family == "ZB-H1":
+            return min(self.num_microbatches, self.num_stages - stage) - 1
+        return self.in_flight[stage] - 1
+
+    @cached_property
+    def before_f(self) -> Floats:
+        """Least forward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_forward_s)])
+
+    @cached_property
+    def before_b(self) -> Floats:
+        """Least backward seconds of the blocks before each cut."""
+        return np.concatenate([[0.0], np.cumsum(self.block_backward_s)])
+
+    @cached_property
+    def before_w(self) -> Floats:
+        """Most seconds of the blocks before each cut that may come after gradients are sent."""
+        return np.concatenate([[0.0], np.cumsum(self.block_weight_s)])
+
+    @cached_property
+    def most_sent_ahead(self) -> float:
+        """The most that a stage but stage 0 puts aside in any but its last backward."""
+        return float(self.block_weight_s[1:].max(initial=0.0))
+
+    @property
+    def first_weight_s(self) -> Floats:
+        """What of `before_w` a path's `back` leaves to stage 0's tail, by where stage 0 ends."""
+        return 0 * self.before_w if self.family == "split" else self.before_w
+
+    @cached_property
+    def after(self) -> Floats:
+        """Least seconds, both directions, of the blocks after each cut."""
+        return self.before_f[-1] - self.before_f + self.before_b[-1] - self.before_b
+
+    @cached_property
+    def least_hop(self) -> float:
+        """The cheapest hop anywhere inside the chain."""
+        return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+
+    @cached_property
+    def least_back_hop(self) -> float:
+        """The cheapest hop of a gradient anywhere inside the chain."""
+        return float(self.back_hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A solved chain: stage s holds blocks cuts[s] .. cuts[s+1]-1 with choice index choices[s].
+
+    `value` is the bound of the step time (or, from `smallest_peak`, the peak bytes).
+    """
+
+    cuts: tuple[int, ...]
+    choices: tuple[int, ...]
+    value: float

@@ -1,0 +1,230 @@
+"""What would make a model fit that does not: each answer with the plan that a search then found.
+
+More memory, more devices, or a *concession*: one thing of the request let go or taken up
+(recompute, ZeRO, a smaller microbatch, offload, bf16, ...), two where no single one does. Free
+choices are searched already, so only what the request fixes can be conceded, and what a search
+never does by itself: another precision, tp across nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.plan import Plan, Precision
+from planner.units import GIB
+from profiles import Profile
+from search.candidates import Candidates
+from search.find_plan import find_plan, search_among
+from search.on_host import tiers
+from search.report.nothing_fits import can_fit, round_up
+from search.request import SearchRequest, SearchResult
+from search.space import divisors
+
+Progress = Callable[[float, str], None]
+Recapture = Callable[[Precision], ModelGraph]
+"""Returns the model captured in another precision."""
+
+_MOST_COUNTS = 256
+"""How many numbers of devices are tried, in ascending order."""
+_MEMORY_STEPS = (1.0, 1.01, 1.03, 1.1)
+_FREE = ("recompute", "zero", "microbatch_size", "schedule", "vpp", "cp", "tp", "pp", "dp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concession:
+    """One way to make it fit: what to ask instead, and the plan found so."""
+
+    what: str
+    request: SearchRequest
+    plan: Plan
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return float(self.plan.estimate["step_s"])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the fullest device."""
+        return int(self.plan.estimate["peak_bytes"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What would do where nothing fits; None or empty where nothing of a kind does.
+
+    `concessions` keep devices and memory as they are, fastest first.
+    """
+
+    memory: Concession | None
+    devices: Concession | None
+    concessions: tuple[Concession, ...]
+
+
+def find_advice(
+    graph: ModelGraph,
+    profile: Profile,
+    request: SearchRequest,
+    refused: SearchResult,
+    *,
+    recapture: Recapture | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Return what would make a request fit that `find_plan` refused (its answer is `refused`).
+
+    `recapture` allows to try another precision.
+    """
+    trials = _Trials(graph=graph, profile=profile, request=request, recapture=recapture)
+
+    def tell(fraction: float, doing: str) -> None:
+        if progress:
+            progress(fraction, doing)
+
+    tell(0.0, "the least memory")
+    memory = trials.more_memory(refused)
+    tell(0.2, "more devices")
+    devices = trials.more_devices()
+    tell(0.6, "concessions")
+    return Advice(memory=memory, devices=devices, concessions=tuple(trials.concessions()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trials:
+    """Where changed requests are tried; those that share candidates share their prices."""
+
+    graph: ModelGraph
+    profile: Profile
+    request: SearchRequest
+    recapture: Recapture | None
+
+    @property
+    def limit_bytes(self) -> float:
+        return float(self.request.memory_limit_bytes or self.profile.memory_bytes)
+
+    def more_memory(self, refused: SearchResult) -> Concession | None:
+        """Return the smallest limit found under which a search succeeds."""
+        least = float(refused.smallest_memory_bytes or 0)
+        for factor in _MEMORY_STEPS:
+            gib = round_up(factor * least / GIB)
+            changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
+            if plan := find_plan(self.graph, self.profile, changed).plan:
+                return Concession(what=f"--memory-limit {gib}", request=changed, plan=plan)
+        return None
+
+    def more_devices(self) -> Concession | None:
+        """Return the fewest devices that do: whole nodes where there is more than one."""
+        candidates = self._candidates(self.graph, self.request)
+        for count in more_counts(self.request.num_devices, self.profile):
+            changed = replace(self.request, num_devices=count)
+            if not self._may_fit(candidates, changed):
+                continue
+            alike = self._candidates(self.graph, changed)
+            if plan := search_among(alike, changed, runners_up=False).plan:
+                return Concession(what=f"--gpus {count}", request=changed, plan=plan)
+        return None
+
+    def concessions(self) -> list[Concession]:
+        """Return the single changes that do, or the pairs where none does; fastest first."""
+        singles = dict(self._changes())
+        for size in (1, 2):
+            found = []
+            for names in combinations(singles, size):
+                changes = {k: v for name in names for k, v in singles[name].items()}
+                if made := self._concede(changes):
+                    found.append(made)
+            if found:
+                return sorted(found, key=lambda one: one.step_s)
+        return []
+
+    def _changes(self) -> Iterator[tuple[str, dict[str, object]]]:
+        """Yield named changes of the request's fields."""
+        request = self.request
+        for name in _FREE:
+            if getattr(request, name) is not None:
+                yield name, {name: None}
+        for name in ("balance", "pins", "forbid", "allow"):
+            if getattr(request, name):
+                yield name, {name: ()}
+        if request.offload != "auto":
+            yield "offload", {"offload": "auto"}
+        if request.precision == "model" and self.recapture is not None:
+            yield "precision", {"precision": "bf16"}
+        node = self.profile.cluster.devices_per_node
+        if request.tp is None:
+            for tp in divisors(request.num_devices):
+                if tp > node:
+                    yield f"tp={tp}", {"tp": tp}
+
+    def _concede(self, changes: dict[str, object]) -> Concession | None:
+        changed = replace(self.request, **changes)  # type: ignore[arg-type]
+        graph = self.graph
+        if changed.precision != self.request.precision:
+            assert self.recapture is not None, "another precision is tried with its capture only"
+            graph = self.recapture(changed.precision)
+            if graph.fingerprint == self.graph.fingerprint:
+                return None
+        if "offload" in changes:
+            plan = find_plan(graph, self.profile, changed).plan
+        else:
+            plan = self._plan(self._candidates(graph, changed), changed)
+        if plan is None:
+            return None
+        what = ", ".join(_as_asked(name, self.request, changed, plan) for name in changes)
+        return Concession(what=what, request=changed, plan=plan)
+
+    def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
+        """Return candidates that put on the host what the request names, by itself nothing."""
+        on_host = tiers(request.offload, self.profile)[0][0]
+        return Candidates.of(graph, self.profile, request, on_host)
+
+    def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:
+        try:
+            shapes = candidates.shapes(changed)
+        except LayoutError:
+            return False
+        return can_fit(candidates, shapes, self.limit_bytes)
+
+    def _plan(self, candidates: Candidates, changed: SearchRequest) -> Plan | None:
+        if not self._may_fit(candidates, changed):
+            return None
+        return search_among(candidates, changed, runners_up=False).plan
+
+
+def more_counts(num_devices: int, profile: Profile) -> Sequence[int]:
+    """Return the numbers of devices to try above one: in a node any, beyond whole nodes."""
+    node, most = profile.cluster.devices_per_node, profile.cluster.max_devices
+    inside = range(num_devices + 1, node + 1)
+    first = max(num_devices // node + 1, 2)
+    beyond = range(first * node, (first + _MOST_COUNTS) * node, node)
+    return [count for count in (*inside, *beyond) if most is None or count <= most]
+
+
+def _as_asked(name: str, given: SearchRequest, changed: SearchRequest, plan: Plan) -> str:
+    """Return a change as the options that ask for it, with what was asked before."""
+    flag = "--" + name.replace("_", "-").rstrip("s")
+    before = getattr(given, name)
+    if name in ("balance", "pins", "forbid", "allow"):
+        return f"without {flag}"
+    if name == "offload":
+        return f"{flag} {_offloaded(plan)} instead of {before}"
+    if getattr(changed, name) is not None:
+        return f"{flag} {getattr(changed, name)}"
+    now = _value(name, plan)
+    return f"{flag} {now} instead of {before}" if now != str(before) else f"{flag} free"
+
+
+def _offloaded(plan: Plan) -> str:
+    activations = any(stage.activations_on_host for stage in plan.stages)
+    if plan.optimizer_on_host and activations:
+        return "both"
+    return "optimizer" if plan.optimizer_on_host else "activations"
+
+
+def _value(name: str, plan: Plan) -> str:
+    if name == "recompute":
+        return " or ".join(sorted({stage.recompute for stage in plan.stages}))
+    return str(getattr(plan, {"zero": "zero_stage"}.get(name, name)))

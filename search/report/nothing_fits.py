@@ -1,0 +1,113 @@
+"""Nothing fits: the smallest memory that would do, and what it was short of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.plan import Plan
+from planner.units import GIB, format_bytes
+from search.candidates import Candidates, with_estimate
+from search.partition.chain_dp import smallest_peak
+from search.request import SearchRequest
+from search.space import Configuration, Shape
+from search.stages.stage_table import StageTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leanest:
+    """The plan of a space that needs the fewest bytes on its fullest device."""
+
+    configuration: Configuration
+    plan: Plan
+    peak_bytes: float
+
+
+def explain_nothing_fits(
+    leanest: Leanest, request: SearchRequest, memory_limit_bytes: float
+) -> tuple[tuple[str, ...], int]:
+    """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
+    limit_gib = round_up(leanest.peak_bytes / GIB)
+    reasons = (
+        f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
+        f"devices with a global batch of {request.global_batch}: the smallest limit that would "
+        f"fit is {limit_gib} GiB ({leanest.configuration.label}); "
+        f"try --memory-limit {limit_gib}, more devices, or fewer fixed choices",
+    )
+    return reasons, int(limit_gib * GIB)
+
+
+def round_up(number: float, digits: int = 4) -> float:
+    """Return a number of so many significant digits that is no smaller."""
+    step = 10.0 ** (math.floor(math.log10(number)) - digits + 1)
+    return float(f"{math.ceil(number / step) * step:.{digits}g}")
+
+
+def find_leanest(
+    candidates: Candidates, shapes: Sequence[Shape], *, enough_bytes: float = 0.0
+) -> Leanest:
+    """Return the configuration that needs the fewest bytes per device.
+
+    Best first by the arithmetic bound: a configuration whose bound is no smaller than the
+    least found need not be cut. Virtual stages are left out: they never need less than the
+    same pipeline without. Ends early at one that needs no more than `enough_bytes`.
+    """
+    tries = _by_least_bytes(candidates, shapes)
+    best: Leanest | None = None
+    for bound, _, configuration, table in tries:
+        if best is not None and bound >= best.peak_bytes:
+            break
+        cut = (
+            smallest_peak(candidates.problem(configuration, table, math.inf))
+            if configuration.vpp == 1
+            else candidates.even_cut(configuration, table, math.inf)
+        )
+        if cut is None:
+            continue
+        plan = candidates.plan(configuration, table, cut)
+        answer = candidates.estimate(plan)
+        if best is None or answer.peak_bytes < best.peak_bytes:
+            best = Leanest(
+                configuration=configuration,
+                plan=with_estimate(plan, answer),
+                peak_bytes=float(answer.peak_bytes),
+            )
+        if best.peak_bytes <= enough_bytes:
+            break
+    assert best is not None, "without a limit every configuration has a cut"
+    return best
+
+
+def can_fit(candidates: Candidates, shapes: Sequence[Shape], memory_limit_bytes: float) -> bool:
+    """Whether any configuration fits; most that do not are told by arithmetic alone."""
+    if _by_least_bytes(candidates, shapes)[0][0] > memory_limit_bytes:
+        return False
+    leanest = find_leanest(candidates, shapes, enough_bytes=memory_limit_bytes)
+    return leanest.peak_bytes <= memory_limit_bytes
+
+
+def _by_least_bytes(
+    candidates: Candidates, shapes: Sequence[Shape]
+) -> list[tuple[float, int, Configuration, StageTable]]:
+    """Return (bound in bytes, order, configuration, table), the smallest bound first.
+
+    Raises LayoutError where no layout does what is asked.
+    """
+    least: dict[tuple[int, int], int] = {}
+    for shape in shapes:
+        key = (shape.tp, shape.cp)
+        least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
+    # Activations grow with the microbatch, all else stays.
+    small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
+    every = [one for shape in small for one in shape.configurations()]
+    plain = [one for one in every if one.vpp == 1] or every
+    tries = [
+        (candidates.bounds(table).least_peak_bytes(one), order, one, table)
+        for order, one in enumerate(plain)
+        for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
+    ]
+    if not tries:
+        assert candidates.drafts.refusal is not None, "only cp can leave no layout"
+        raise candidates.drafts.refusal
+    return sorted(tries, key=lambda one: one[:2])
