@@ -17,7 +17,7 @@ from planner.ops.letters import Letters, broadcast, by_letters, pointwise, same_
 Rule = Callable[[Call], Iterator[OpSharding]]
 
 EXTRA: dict[str, Rule] = {}
-"""A rule for each op packet that `planner.sharding` has none for."""
+"""A rule for each op packet that `planner.ops` has none for."""
 
 NONE = 0
 """ATen's number for a loss of each element."""

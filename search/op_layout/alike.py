@@ -22,7 +22,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Alike:
-    """Ops that differ in names alone, as `planner.sharding.without_names` gives them.
+    """Ops that differ in names alone, as `planner.ops.registry.without_names` gives them.
 
     `is_owned` says of each input whether it is a parameter that no other op uses.
     """

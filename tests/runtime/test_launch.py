@@ -68,7 +68,7 @@ for step in range(1 if mode == "stall" else 10_000 if mode == "endless" else 3):
 
 RUN = """
 import sys
-from planner.runtime.launch import launch
+from planner.runtime.start.launch import launch
 sys.exit(launch(sys.argv[1], sys.argv[2], sys.argv[1:2] + sys.argv[3:], "cpu"))
 """
 
