@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 from planner.errors import LayoutError
@@ -241,15 +242,18 @@ class Degrees(Mapping[str, int]):
 
         Raises LayoutError where the own sizes do not divide the ranks.
         """
-        if not own:
-            return self
-        rest = rest_axis().name
-        sizes = {**self._sizes, **dict(own), rest: 1}
-        sizes[rest], left = divmod(self.num_ranks, prod(sizes.values()))
-        if left:
-            given = " ".join(f"{name}={size}" for name, size in own)
-            raise LayoutError(f"{given} does not divide the {self.num_ranks} ranks of a stage")
-        return Degrees(**sizes)
+        return _with_own(self, own) if own else self
+
+
+@lru_cache(maxsize=1024)  # estimates of plans whose stages have sizes of their own call it often
+def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
+    rest = rest_axis().name
+    sizes = {**degrees, **dict(own), rest: 1}
+    sizes[rest], left = divmod(degrees.num_ranks, prod(sizes.values()))
+    if left:
+        given = " ".join(f"{name}={size}" for name, size in own)
+        raise LayoutError(f"{given} does not divide the {degrees.num_ranks} ranks of a stage")
+    return Degrees(**sizes)
 
 
 def _unpickled(sizes: dict[str, int]) -> Degrees:

@@ -282,8 +282,8 @@ class Plan(Record):
         return self.stage_degrees(stage_index)["tp"]
 
     def stage_dp(self, stage_index: int) -> int:
-        """The dp degree of a stage."""
-        return self.stage_degrees(stage_index)["dp"]
+        """Parts that a stage cuts a microbatch in, over all axes that cut the batch."""
+        return self.stage_degrees(stage_index).along("batch")
 
     def stage_microbatch_size(self, stage_index: int) -> int:
         """Samples of one microbatch in each part that the batch axes of a stage cut."""

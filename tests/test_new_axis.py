@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from costmodel import estimate
 from planner.errors import LayoutError, PlanError
 from planner.layout import axes
 from planner.layout.axes import Axis, Degrees, register_axis
@@ -23,6 +24,7 @@ from planner.plan import Plan, load_plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.mesh import build_mesh
 from tests.runtime.scenarios import Outcome, capture, train_beside_one_process
+from tests.search.machine import Machine
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -133,6 +135,23 @@ def test_a_coarse_cut_changes_while_nothing_finer_cuts_the_dim():
         ("hp", "R", "S(0)"),
         ("cp", "R", "S(1)"),
     ]
+
+
+# -- priced -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(zero_stage):
+    """The same ranks take the same samples, and sum gradients over the same group."""
+    graph = capture("gpt", torch.float32)
+    both, alone = (
+        estimate(graph, Machine(), default_plan(graph, zero_stage=zero_stage, **sizes))
+        for sizes in ({"rp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
+    )
+    assert both.to_dict() == alone.to_dict()
+    single = estimate(graph, Machine(), default_plan(graph, tp=2))
+    assert both.step_s > single.step_s, "the sum over four ranks takes its time"
 
 
 # -- trained ----------------------------------------------------------------------------------
