@@ -72,12 +72,16 @@ def rehearse(
     numbers = _Numbers(module, made)
     before, draws = _state_of(module), _python_draws()
     fakes = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
-    with _compiling_state_context(), fakes:
-        first = numbers.of_loss(run, _like(inputs))
-        after_first = _state_of(module)
-        found = _walk_back(first.loss, module)
-        numbers.forget_batch()
-        second = numbers.of_loss(run, _like(inputs))
+    try:
+        with _compiling_state_context(), fakes:
+            loss, first = numbers.of_loss(run, _like(inputs))
+            after_first = _state_of(module)
+            found = _walk_back(loss, module)
+            numbers.forget_batch()
+            loss, second = numbers.of_loss(run, _like(inputs))
+    finally:
+        loss = None
+        numbers.release()
     if _python_draws() != draws:
         raise CaptureError(
             "forward draws random numbers from Python or NumPy, and a captured model would repeat "
@@ -218,9 +222,8 @@ def _walk_back(loss: Tensor, module: nn.Module) -> Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A forward's loss, its number, and whether an earlier forward's batch went into it."""
+    """The number of a forward's loss, and whether an earlier forward's batch went into it."""
 
-    loss: Tensor
     number: int
     reads_old_batch: bool
 
@@ -254,8 +257,8 @@ class _Numbers(TorchDispatchMode):
         self._tensors: dict[int, tuple[Tensor, _Value]] = {}
         self._storages: dict[int, _Value] = {}
 
-    def of_loss(self, run: nn.Module, inputs: tuple[Tensor, ...]) -> _Run:
-        """Run a forward and return its loss with its number."""
+    def of_loss(self, run: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, _Run]:
+        """Run a forward and return its loss, and the loss's number."""
         for name, tensor in chain(self._module.named_parameters(), self._module.named_buffers()):
             if id(tensor) not in self._own:
                 continue  # a buffer that a forward put in the place of another
@@ -267,7 +270,23 @@ class _Numbers(TorchDispatchMode):
         with self:
             loss = run(*inputs)
         value = self._value(loss)
-        return _Run(loss=loss, number=value.number, reads_old_batch=value.from_old_batch)
+        return loss, _Run(number=value.number, reads_old_batch=value.from_old_batch)
+
+    def release(self) -> None:
+        """Let go of all tensors, and of their autograd graph from its end to its beginning.
+
+        Autograd frees a node and, inside of that, the saved tensors whose nodes nothing else
+        holds: a chain of 10,000 ops, freed by its end alone, overflows the stack. Here each
+        node is still held when those that saved its output are freed.
+        """
+        tensors = [tensor for tensor, _ in self._tensors.values()]
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        in_order = sorted(nodes, key=lambda node: node._sequence_nr())
+        nodes.clear()
+        self._tensors.clear()
+        tensors.clear()
+        while in_order:
+            in_order.pop()
 
     def forget_batch(self) -> None:
         """From now on, what came from a batch comes from an old one."""
