@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from planner.across.extra import ELEMENTWISE, EXTRA, LOSSES
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
-from planner.graph.blocks import is_random, mutates
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.ops.call import Call, fits
+from planner.ops.record import Across, family_of, is_random, mutates
 from planner.ops.registry import apart_strategies_of, has_rule, without_names
 
 Kind = Literal["mixed", "pairs", "normaliser", "sum", "size", "buffer", "repeated", "unknown"]
@@ -28,45 +27,6 @@ BOUND = 2 * 1009
 AXIS = 2
 NONE, MEAN = 0, 1
 """ATen's numbers for a loss's `reduction`."""
-
-_CLASS_LOSSES = ("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
-_REDUCTION: dict[str, int] = LOSSES | ELEMENTWISE | dict.fromkeys(_CLASS_LOSSES, 3)
-
-
-def _packets(names: str) -> frozenset[str]:
-    return frozenset(f"aten.{name}" for name in names.split())
-
-
-VIEWS = _packets(
-    """
-    view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as transpose permute t
-    swapaxes swapdims movedim numpy_T mT expand expand_as broadcast_to clone contiguous detach
-    alias
-    """
-)
-_SUMS = _packets("sum histc")
-_PRODUCTS = _packets("mul multiply mm bmm matmul mv dot einsum outer")
-_QUOTIENTS = _packets("div divide true_divide")
-_ADDITIONS = _packets("add sub rsub cat concat stack")
-_SEGMENTED = _packets(
-    """
-    view _unsafe_view reshape flatten unflatten squeeze unsqueeze view_as split chunk
-    split_with_sizes unsafe_split unsafe_chunk cat concat
-    """
-)
-"""Ops to which it matters where in a dim the rows of a sample lie."""
-
-_FILLED = _packets("full zeros ones empty scalar_tensor")
-_NEW = _packets("new_full new_zeros new_ones new_empty")
-_COUNTED = _packets(
-    """
-    slice select narrow split chunk tensor_split unsafe_split unsafe_chunk unfold roll
-    repeat_interleave topk kthvalue arange randperm eye linspace flatten unflatten diagonal
-    slice_scatter select_scatter one_hot full new_full full_like scalar_tensor randint
-    index_select
-    """
-)
-"""Ops whose numbers are sizes and places, not values (or are looked at on their own)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +80,11 @@ class Step:
     def packet(self) -> str:
         """The op's name without its overload."""
         return self.op.target.rpartition(".")[0]
+
+    @property
+    def facts(self) -> Across:
+        """What the op's record says of samples."""
+        return family_of(self.op.target).across
 
     @property
     def call(self) -> Call:
@@ -229,7 +194,7 @@ def _by_rules(step: Step) -> tuple[State, ...]:
     numbers_are_values(step)
     in_one_order(step)
     if any(state.bounded for state in step.states):
-        if step.packet in VIEWS or step.packet == "aten.to":
+        if step.facts.algebra == "rearrangement" or step.packet == "aten.to":
             return (step.states[0],) * len(op.outputs)
         step.blame_sums()
     found = _match(step)
@@ -246,7 +211,7 @@ def _by_rules(step: Step) -> tuple[State, ...]:
             for placement, name in zip(found.outputs, op.outputs, strict=True)
         )
     if any(state.rows for state in step.states):
-        is_known = has_rule(op.target) or step.packet in EXTRA
+        is_known = has_rule(op.target) or step.facts.rule is not None
         step.blame("mixed" if is_known else "unknown")
     elif any(map(step.growing, op.outputs)):
         step.blame("unknown")
@@ -259,7 +224,7 @@ def _grows(step: Step) -> bool:
 
 
 def _batch_sizes(step: Step) -> list[Affine]:
-    if step.packet in _COUNTED:
+    if step.facts.sizes_only:
         return []
     values = (*step.op.args, *(value for _, value in step.op.kwargs))
     return [value for value in values if isinstance(value, Affine)]
@@ -270,16 +235,15 @@ def _match(step: Step) -> OpSharding | None:
     op = step.op
     if _truncates(step):
         return None
-    keeps = step.packet in _SEGMENTED
+    keeps = step.facts.in_runs
     counts = _segments(step)
     if len(counts) > 1 and not keeps:
         return None
     inputs = tuple(_placement(state, keeps) for state in step.states)
-    sums = Partial() in inputs or step.packet in _SUMS
+    sums = Partial() in inputs or step.facts.algebra == "sum"
     plain, metas = _without_names(step, whole_numbers_too=sums)
     offered = apart_strategies_of(plain, metas, AXIS, tuple(counts - {1}) if keeps else ())
-    if step.packet in EXTRA:
-        offered += _extra(Call(plain, {m.name: m for m in metas}, AXIS))
+    offered += _by_own_rule(step, Call(plain, {m.name: m for m in metas}, AXIS))
     fitting = [sharding for sharding in offered if sharding.inputs == inputs]
     growing = [step.growing(name) for name in op.outputs]
     if not any(growing) and all(isinstance(place, Replicate) for place in inputs):
@@ -304,9 +268,11 @@ def _without_names(step: Step, *, whole_numbers_too: bool) -> tuple[Op, tuple[Te
     return plain, metas
 
 
-def _extra(call: Call) -> tuple[OpSharding, ...]:
-    shapes = (*call.inputs, *call.outputs)
-    return tuple(s for s in EXTRA[call.packet](call) if fits((*s.inputs, *s.outputs), shapes, AXIS))
+def _by_own_rule(step: Step, call: Call) -> tuple[OpSharding, ...]:
+    """What the record says of samples alone, beside the sharding rules."""
+    rule, shapes = step.facts.rule, (*call.inputs, *call.outputs)
+    found = rule(call) if rule is not None else ()
+    return tuple(s for s in found if fits((*s.inputs, *s.outputs), shapes, AXIS))
 
 
 def _segments(step: Step) -> set[int]:
@@ -340,11 +306,10 @@ def _outcome(step: Step, placement: Placement, power: int, name: str) -> State:
         if equal:
             return State(power=power)
         return State(sums=(step.op.name,), shares=shares, power=power)
-    if step.packet not in _SEGMENTED:
+    if not step.facts.in_runs:
         placement = Shard(placement.dim, max(_segments(step), default=1))
     if not rows:
-        order = ANY_ORDER if step.packet in _FILLED else IN_ORDER
-        return State(rows=placement, order=order, equal=True, power=power)
+        return State(rows=placement, equal=True, power=power)
     orders = {state.order for state in rows}
     points = next((state.points for state in rows if state.points is not None), None)
     if points == ANY_ORDER and len(step.op.inputs) == 1:
@@ -374,8 +339,9 @@ def _rows_in(step: Step, name: str) -> int:
 
 
 def _is_mean(step: Step) -> bool:
-    if step.packet in _REDUCTION:
-        return bool(step.arg(_REDUCTION[step.packet], "reduction", MEAN) == MEAN)
+    place = step.facts.reduction_arg
+    if place is not None:
+        return bool(step.arg(place, "reduction", MEAN) == MEAN)
     return step.packet in ("aten.mean", "aten.nanmean")
 
 
@@ -396,7 +362,7 @@ def _truncates(step: Step) -> bool:
 def numbers_are_values(step: Step) -> None:
     """Note where the number of a row in its batch is used as if it said something of it."""
     made = step.walk.program.tensor[step.op.outputs[0]].dtype
-    keeps = step.packet in VIEWS or step.packet == "aten.repeat_interleave"
+    keeps = step.facts.algebra == "rearrangement" or step.packet == "aten.repeat_interleave"
     keeps |= step.packet == "aten.to" and made.startswith("int")
     if keeps or all(state.points is None for state in step.states):
         return
@@ -427,19 +393,19 @@ def _power(step: Step) -> int:
     sizes = _batch_sizes(step)
     if not any(powers) and not sizes:
         return 0
-    factor = 0
-    if step.packet in _PRODUCTS | _QUOTIENTS and all(size.fixed == 0 for size in sizes):
+    factor, algebra = 0, step.facts.algebra
+    if algebra in ("product", "quotient") and all(size.fixed == 0 for size in sizes):
         factor, sizes = len(sizes), []
     if sizes:
         step.blame("size")
         return 0
-    if step.packet in _PRODUCTS:
+    if algebra == "product":
         return sum(powers) + factor
-    if step.packet in _QUOTIENTS and step.arg(2, "rounding_mode") is None:
+    if algebra == "quotient" and step.arg(2, "rounding_mode") is None:
         first = isinstance(step.op.args[0], Ref)
         divisors = sum(powers[1:]) if first else sum(powers)
         return (powers[0] - divisors - factor) if first else factor - divisors
-    is_sum = step.packet in _ADDITIONS and len(step.states) > 1
+    is_sum = algebra == "addition" and len(step.states) > 1
     if len(set(powers)) == 1 and (is_sum or _is_linear(step)):
         return powers[0]
     if step.packet in ("aten.linear", "aten.where") and _is_linear(step):
@@ -463,7 +429,7 @@ def _sum_and_constant(step: Step) -> tuple[State, ...] | None:
 
     So does a sum up to that, which does no harm to a divisor: 1e-8 keeps it from zero.
     """
-    if step.packet not in _ADDITIONS or any(state.rows for state in step.states):
+    if step.facts.algebra != "addition" or any(state.rows for state in step.states):
         return None
     sums = [state for state in step.states if state.sums]
     powers = {state.power for state in sums}
@@ -513,13 +479,14 @@ def _sum_of_sum(step: Step) -> tuple[State, ...] | None:
 # ------------------------------------------------------------------------------ creation
 
 
-@handles(*(name[5:] for name in (*_FILLED, *_NEW)))
+@handles("full", "zeros", "ones", "empty", "scalar_tensor")
+@handles("new_full", "new_zeros", "new_ones", "new_empty")
 @handles("full_like", "zeros_like", "ones_like", "empty_like")
 def _filled(step: Step) -> tuple[State, ...] | None:
     """Equal entries; a number among them may be that of samples."""
     (name,) = step.op.outputs
     value = step.arg(0 if step.packet == "aten.scalar_tensor" else 1, "fill_value", 0)
-    if step.packet in _NEW:
+    if step.packet.startswith("aten.new_"):
         value = step.arg(2, "fill_value", 0)
     power = 0
     if isinstance(value, Affine):
@@ -597,7 +564,7 @@ def _slice(step: Step) -> tuple[State, ...] | None:
 # -------------------------------------------------------------------- losses, statistics
 
 
-@handles(*(name.removeprefix("aten.") for name in _CLASS_LOSSES))
+@handles("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def _class_loss(step: Step) -> tuple[State, ...] | None:
     """With class weights or probabilities, of which the sharding rules say nothing.
 

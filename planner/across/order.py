@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.across.ops import VIEWS, Step, handles
+from planner.across.ops import Step, handles
 from planner.across.state import ANY_ORDER, IN_ORDER, State
-from planner.graph import Affine, Arg, Ref
+from planner.graph import Affine, Arg, Op, Ref
 from planner.layout.placement import Shard
 from planner.ops.call import normal_dim, normal_dims
+from planner.ops.record import family_of
 
 
 @handles("arange")
@@ -229,7 +230,7 @@ def _counted(step: Step, ends: str) -> str:
 def _root(step: Step, name: str) -> str:
     """A tensor behind others of the same numbers: other shapes, dtypes and orders, run ends."""
     maker = step.walk.maker.get(name)
-    while maker is not None and maker.target.rpartition(".")[0] in _SAME_NUMBERS:
+    while maker is not None and _has_same_numbers(maker):
         if name != maker.outputs[0]:
             break  # indices of a sort
         name = maker.inputs[0]
@@ -237,7 +238,11 @@ def _root(step: Step, name: str) -> str:
     return name
 
 
-_SAME_NUMBERS = VIEWS | {"aten.to", "aten.sort", "aten.index", "aten.cumsum"}
+def _has_same_numbers(op: Op) -> bool:
+    packet = op.target.rpartition(".")[0]
+    if packet in ("aten.to", "aten.sort", "aten.index", "aten.cumsum"):
+        return True
+    return family_of(op.target).across.algebra == "rearrangement"
 
 
 def _by_dim(indices: Arg) -> dict[int, Arg]:

@@ -9,8 +9,8 @@ import planner.across.order  # noqa: F401 - registers what is done with rows in 
 from planner.across.ops import Fault, Kind, Walk
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
 from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
-from planner.graph.blocks import mutates
 from planner.layout.placement import Shard
+from planner.ops.record import mutates
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
