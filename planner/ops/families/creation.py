@@ -14,6 +14,7 @@ from planner.ops.kernel import (
     View,
     in_order_of_inputs,
     saves_indices_of_result,
+    saves_nothing,
 )
 from planner.ops.letters import pointwise, same_dims
 from planner.ops.record import OWN_RANDOM_STREAM, Across, OpFamily, ShardRule, aten, register
@@ -110,6 +111,7 @@ register(
         targets=aten("full zeros ones empty"),
         shard=(ShardRule(constant),),
         local_form=constant_on_shard,
+        saved=saves_nothing,
         across=_COUNTS,
     )
 )
@@ -119,6 +121,7 @@ register(
         targets=aten("new_zeros new_ones new_full new_empty"),
         shard=(ShardRule(constant),),
         local_form=constant_like_on_shard,
+        saved=saves_nothing,
         across=_COUNTS,
     )
 )
@@ -127,6 +130,7 @@ register(
         name="constant of a tensor's size",
         targets=aten("zeros_like ones_like full_like empty_like"),
         shard=(ShardRule(like),),
+        saved=saves_nothing,
         across=_COUNTS,
     )
 )

@@ -154,7 +154,7 @@ _NONLINEAR = OpFamily(
         " digamma elu erf erfc erfinv exp2 expm1 floor floor_divide fmax fmin fmod frac hardshrink"
         " hardsigmoid hardswish lerp lgamma log10 log1p log2 log_sigmoid logaddexp logit maximum"
         " minimum mish nan_to_num reciprocal relu6 remainder round selu sgn sign sinc sinh"
-        " softshrink softsign square tan threshold trunc xlogy addcmul addcdiv"
+        " softshrink square tan threshold trunc xlogy addcmul addcdiv"
         " bitwise_and bitwise_not bitwise_or bitwise_xor"
         " logical_and logical_not logical_or logical_xor"
         " eq ge gt le lt ne greater greater_equal less less_equal not_equal"
@@ -232,7 +232,6 @@ register(
         across=Across(rule=with_a_linear_input),
     )
 )
-register(replace(_CAST, name="cast to float32", targets=aten("float"), shard=()))
 register(
     replace(
         _CAST,

@@ -192,7 +192,7 @@ register(
     replace(
         _ALONG,
         name="softmax",
-        targets=aten("softmax _softmax _log_softmax softmin"),
+        targets=aten("softmax _softmax _log_softmax"),
         flop_per_element=5,
         saved=saves_result,
     )
