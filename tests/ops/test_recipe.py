@@ -23,8 +23,8 @@ from planner.layout.propagate import propagate_graph
 from planner.ops.flops import backward_work, op_work
 from planner.ops.kernel import gradients_of_result_size, in_order_of_inputs, saves_inputs
 from planner.ops.letters import pointwise
-from planner.ops.record import FOREIGN, OpFamily, ShardRule, family_of, register, unregister
 from planner.ops.recompute_choice import default_ops
+from planner.ops.record import FOREIGN, OpFamily, ShardRule, family_of, register, unregister
 from planner.ops.registry import has_rule, strategies
 from tests.costmodel.test_saved import really_saved_bytes
 from tests.sharding.models import in_double
