@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from costmodel.memory.ops.gradients import leaves_gaps, passes_on
-from costmodel.memory.ops.kept import Kept
-from costmodel.memory.ops.kept_products import has_rows
 from costmodel.memory.ops.kernel_scratch import scratch_bytes, unreduced_bytes
 from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors
-from costmodel.memory.ops.storage import Strides, contiguous_strides
 from planner.graph import Op, Program
+from planner.ops.kernel import Saved
+from planner.ops.strides import Strides, contiguous_strides, has_rows
 from planner.ops.weight_products import ProductArgs
 
 
@@ -102,7 +101,7 @@ def backward_facts(
         products={name: product[0].name for name, product in products.items()},
         kept={one.root: one.num_bytes for kept, _ in saved.by_op.values() for one in kept},
         kept_bytes=saved.num_bytes,
-        first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Kept()), None),
+        first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Saved()), None),
     )
 
 
@@ -131,11 +130,11 @@ def _op_facts(
             for name in needing
         ]
         scratch = scratch_bytes(op, program, saved, forward=False)
-        in_all = without_weights = unreduced_bytes(op, needing, program)
+        in_all = without_weights = unreduced_bytes(op, needing, program, saved)
         if product is not None:
             aside = _product(product, program, saved)
             others = [name for name in needing if name not in aside.later]
-            without_weights = unreduced_bytes(op, others, program)
+            without_weights = unreduced_bytes(op, others, program, saved)
     return OpFacts(
         op=op,
         takers=tuple(takers),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.memory.ops.kernel_scratch import staging_bytes
-from costmodel.memory.ops.storage import is_view_slice
 from costmodel.memory.placed_block import Copy
 from planner.layout.placement import Placement, Replicate, Shard
+from planner.ops.families.lowered import is_view_slice, staging_bytes
 from planner.runtime.step.wiring import Placements
 
 

@@ -12,18 +12,13 @@ from collections.abc import Iterable
 from math import prod
 
 from costmodel.memory.ops.saved import SavedTensors
-from costmodel.memory.ops.storage import (
-    RESHAPES,
-    Strides,
-    base_name,
-    is_view_slice,
-    permuted,
-    reshaped_strides,
-)
 from planner.graph import Op, Program
 from planner.layout.lowering import ONCE
 from planner.layout.placement import Replicate, parse_placement
 from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.ops.families.lowered import is_view_slice
+from planner.ops.record import family_of, packet_of
+from planner.ops.strides import Strides, reshaped_strides
 
 
 class Gradients:
@@ -134,16 +129,16 @@ def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
             return False
         is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
         return (same_size or is_slice) and source.dtype == result.dtype
-    if base_name(op.target) == "cat":
+    if packet_of(op.target) == "cat":
         return source.dtype == result.dtype  # a slice of it
-    if base_name(op.target) in _SUMS:
+    if packet_of(op.target) in _SUMS:
         return same_size and source.dtype == result.dtype
     return output in saved.storages.views and same_size
 
 
 def leaves_gaps(op: Op, program: Program) -> bool:
     """Whether the gradient that an op passes on is a view with gaps: a slice of a `cat`'s."""
-    if base_name(op.target) != "cat":
+    if packet_of(op.target) != "cat":
         return False
     shape = program.tensor[op.outputs[0]].shape_at(1)
     dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
@@ -154,12 +149,11 @@ def seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strid
     """Return the strides of an arriving gradient as the gradient of `name`, or None where
     autograd's view of it needs a copy: the backward of a view of one shape is a reshape.
     """
-    target = base_name(op.target)
+    family = family_of(op.target)
     shape = program.tensor[name].shape_at(1)
-    order = permuted(target, op.args, shape, tuple(range(len(shape))))
-    if order is not None:
-        back = dict(zip(order, strides, strict=True))
+    if family.dim_order is not None:
+        back = dict(zip(family.dim_order(op, len(shape)), strides, strict=True))
         return tuple(back[dim] for dim in range(len(shape)))
-    if target in RESHAPES:
+    if family.reshapes:
         return reshaped_strides(program.tensor[op.outputs[0]].shape_at(1), strides, shape)
     return strides
