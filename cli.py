@@ -23,6 +23,7 @@ from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
 from commands.render.console import begin_stage, stage
+from commands.render.flags import with_flags
 from commands.search import search
 from commands.show import show
 from commands.simulate import simulate
@@ -68,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
         sys.stdout.flush()
     except PlannerError as error:
-        return _refuse(str(error))
+        return _refuse(with_flags(str(error)))
     except (BrokenPipeError, SystemExit) as error:
         # Typer and rich leave with 1 where one writes to a pipe that nobody reads.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):

@@ -56,10 +56,10 @@ def search(
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
+    from commands.render.search import describe_advice, describe_pareto, describe_result
     from planner.plan import save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
-    from search.report.describe import describe_advice, describe_pareto, describe_result
 
     request = question.request(
         model,

@@ -13,7 +13,7 @@ from commands.render.console import show_note, show_progress, show_results
 @spread(Question)
 def why(model: ModelFile, question: Question) -> None:
     """Say why your choices are refused, or slower."""
-    from search.report.describe import describe_comparison
+    from commands.render.search import describe_comparison
     from search.report.explain import compare_choices
 
     request = question.request(model)
