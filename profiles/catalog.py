@@ -8,6 +8,7 @@ import platform
 import re
 from pathlib import Path
 
+from planner.cache_folder import cache_dir
 from planner.errors import ProfileError
 from profiles.profile import Profile
 from profiles.records import ProfileFile
@@ -95,9 +96,8 @@ def _with_link(file: ProfileFile, suffix: str) -> ProfileFile:
 
 def own_profile_dir(device: str | None = None) -> Path:
     """Return where this machine's own profile lives when no other place is named."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     host = re.sub(r"[^A-Za-z0-9_.-]", "_", platform.node() or "machine")
-    return Path(cache) / "planner" / "profiles" / f"{host}-{device or _device_here()}"
+    return cache_dir() / "profiles" / f"{host}-{device or _device_here()}"
 
 
 def default_profile(device: str | None = None) -> tuple[Profile, str]:
