@@ -57,10 +57,10 @@ def run_gates(search: Walk, progress: Progress | None) -> None:
         bound, _, entry = search.heap[0]
         if bound >= search.best_s * (1.0 - search.request.max_gap):
             if bound < search.best_s:
-                search.stopped_early = f"--gap {search.request.max_gap} reached"
+                search.stopped_early = f"`max_gap` {search.request.max_gap} reached"
             return
         if search.best is not None and search.out_of_time():
-            search.stopped_early = f"--time-limit {search.request.time_limit_s} s passed"
+            search.stopped_early = f"`time_limit_s` {search.request.time_limit_s} s passed"
             return
         heapq.heappop(search.heap)
         if isinstance(entry, Unopened):

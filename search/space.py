@@ -142,9 +142,9 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     n = request.num_devices
     if cluster.max_devices is not None and n > cluster.max_devices:
         raise LayoutError(
-            f"--gpus {n} was given, but profile {cluster.name!r} describes at most "
-            f"{cluster.max_devices} devices; use --gpus {cluster.max_devices} or fewer, or "
-            "another --profile"
+            f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
+            f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
+            "another `profile`"
         )
     if request.cp is not None and request.cp > 1:
         check_hands_on_sequences(graph, request.cp)
@@ -156,20 +156,20 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     text = " * ".join(f"{name}={value}" for name, value in given.items())
     if n % product:
         raise LayoutError(
-            f"{text} does not divide --gpus {n}, and degrees are never changed silently; "
+            f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
             f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {_listed(divisors(n))}"
         )
     if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
         raise LayoutError(
-            f"{text} uses {product} of --gpus {n} devices; dp * cp * tp * pp must equal {n}, so "
-            f"leave one of them out or use --gpus {product}"
+            f"{text} uses {product} of `num_devices` {n}; dp * cp * tp * pp must equal {n}, so "
+            f"leave one of them out or use `num_devices` {product}"
         )
     for name in fixed:
         values = request.allowed(name)
         if values and all(n % int(value) for value in values):
             raise LayoutError(
-                f"--allow {name}={','.join(values)} was given, and none of these divides --gpus "
-                f"{n}; use divisors of {n}: {_listed(divisors(n))}"
+                f"`allow` {name}={','.join(values)} was given, and none of these divides "
+                f"`num_devices` {n}; use divisors of {n}: {_listed(divisors(n))}"
             )
     blocks = len(graph.blocks)
     if request.balance:
@@ -187,7 +187,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     if request.dp is not None:
         if request.global_batch % request.dp:
             raise LayoutError(
-                f"dp={request.dp} does not divide --global-batch {request.global_batch}; every "
+                f"dp={request.dp} does not divide `global_batch` {request.global_batch}; every "
                 f"replica takes the same number of samples, so use dp in "
                 f"{_listed(divisors(request.global_batch))} or another batch"
             )
@@ -196,7 +196,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     if size is not None and per_dp % size:
         whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
         raise LayoutError(
-            f"--microbatch-size {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
+            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
@@ -208,8 +208,8 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     elif request.pp is not None and per_dp // (size or 1) < request.pp:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_dp // (size or 1)} per replica; use a larger --global-batch, a smaller "
-            f"--microbatch-size or a smaller --pp"
+            f"at most {per_dp // (size or 1)} per replica; use a larger `global_batch`, a smaller "
+            f"`microbatch_size` or a smaller `pp`"
         )
 
 
@@ -238,8 +238,8 @@ def list_shapes(
         why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
-            f"be used: {why}; try another --gpus or --global-batch, such as "
-            f"--global-batch {_next_multiple(request.global_batch, request.num_devices)}"
+            f"be used: {why}; try another `num_devices` or `global_batch`, such as "
+            f"`global_batch` {_next_multiple(request.global_batch, request.num_devices)}"
         )
     return found
 
@@ -314,7 +314,9 @@ def _degrees(
             continue
         if not request.asks_for("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
-                refusals.add("tp stays in a node", f"tp={tp} spans nodes, which only --tp asks for")
+                refusals.add(
+                    "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
+                )
                 continue
             if not can_split(tp):
                 refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")

@@ -134,7 +134,7 @@ class Walk:
         """Leave configurations that may be as fast as `bound` without a look: time is up."""
         self.left_out += count
         self.open_bounds.append(bound)
-        self.stopped_early = f"--time-limit {self.request.time_limit_s} s passed"
+        self.stopped_early = f"`time_limit_s` {self.request.time_limit_s} s passed"
 
     def out_of_time(self) -> bool:
         """Whether the request's time limit has passed."""

@@ -212,9 +212,9 @@ class _MixWalk:
         search.left_out += sum(isinstance(mix, Mix) or not mix.priced for mix in left)
         search.open_bounds.append(bound)
         if bound >= search.best_s * (1.0 - search.request.max_gap):
-            search.stopped_early = f"--gap {search.request.max_gap} reached"
+            search.stopped_early = f"`max_gap` {search.request.max_gap} reached"
         else:
-            search.stopped_early = f"--time-limit {search.request.time_limit_s} s passed"
+            search.stopped_early = f"`time_limit_s` {search.request.time_limit_s} s passed"
 
     def _cut(self, mix: Mix) -> None:
         """Cut the chain and choose meshes; push the mix back with a tighter bound."""

@@ -33,7 +33,7 @@ def explain_nothing_fits(
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
         f"devices with a global batch of {request.global_batch}: the smallest limit that would "
         f"fit is {limit_gib} GiB ({leanest.configuration.label}); "
-        f"try --memory-limit {limit_gib}, more devices, or fewer fixed choices",
+        f"try `memory_limit_bytes` {limit_gib} GiB, more devices, or fewer fixed choices",
     )
     return reasons, int(limit_gib * GIB)
 

@@ -80,7 +80,7 @@ def test_offload_asked_for_is_honoured():
     peaks = [plan.estimate["peak_bytes"] for plan in plans.values()]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
-    with pytest.raises(LayoutError, match="--offload disk was given; use auto, none"):
+    with pytest.raises(LayoutError, match="`offload` disk was given; use auto, none"):
         asked(offload="disk")
 
 

@@ -241,5 +241,5 @@ def test_parts_of_sequences_beside_own_meshes_equal_trying_every_mix(instances):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(LayoutError, match="--meshes mixed was given; use same"):
+    with pytest.raises(LayoutError, match="`meshes` mixed was given; use same"):
         SearchRequest(num_devices=4, global_batch=4, meshes="mixed")  # type: ignore[arg-type]

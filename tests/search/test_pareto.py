@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from commands.render.search import describe_pareto
 from search import SearchRequest, find_pareto
-from search.report.describe import describe_pareto
 from search.report.pareto import tokens_per_sample
 from tests.captures import capture_tiny
 from tests.search.machine import Machine

@@ -51,7 +51,7 @@ def build_optimizer(
             raise ModelError(
                 f"{type(optimizer).__name__} updates an element by others of its parameter, and "
                 "the plan cuts parameters over ranks, which would change the training; use an "
-                "element-wise optimizer (SGD, Adam, AdamW, ...), or search with --tp 1 --zero 0"
+                "element-wise optimizer (SGD, Adam, AdamW, ...), or search with `tp` 1 and `zero` 0"
             )
     return optimizer
 

@@ -6,9 +6,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commands.render.plan import draw_timetable
 from costmodel.compare import RunComparison
 from costmodel.time.simulate import JobSeconds, Timeline
-from planner.plan.describe import draw_timetable
 from planner.schedule import StageTimes
 from planner.units import format_seconds
 

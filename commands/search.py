@@ -1,4 +1,4 @@
-"""`planner search` and `planner why`: the fastest plan, and why not another."""
+"""`planner search`: the fastest plan that fits, and its certificate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.inputs import graph_of, parse_seconds, profile_named
-from cli.options import ModelFile, spread
-from cli.output import check_writable, show_note, show_progress, show_results
-from cli.question import Question, parse_choices, parse_counts
+from commands.common.inputs import graph_of, parse_seconds, profile_named
+from commands.common.options import ModelFile, spread
+from commands.common.question import Question, parse_choices, parse_counts
+from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def search(
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
+    from commands.render.search import describe_advice, describe_pareto, describe_result
     from planner.plan import save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
-    from search.report.describe import describe_advice, describe_pareto, describe_result
 
     request = question.request(
         model,
@@ -115,19 +115,3 @@ def search(
         pareto.parent.mkdir(parents=True, exist_ok=True)
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
         print(f"wrote {pareto}")
-
-
-@spread(Question)
-def why(model: ModelFile, question: Question) -> None:
-    """Say why your choices are refused, or slower."""
-    from search.report.describe import describe_comparison
-    from search.report.explain import compare_choices
-
-    request = question.request(model)
-    profile, note = profile_named(question.profile)
-    with show_progress("comparing") as progress:
-        graph = graph_of(model, request.precision)
-        request = replace(request, pins=question.pins_in(graph))
-        comparison = compare_choices(graph, profile, request, progress)
-    show_note(note)
-    show_results(*describe_comparison(comparison))

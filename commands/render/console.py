@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commands.render.flags import with_flags
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def check_writable(path: Path | None, what: str, given: Sequence[Path | None] = 
     """Refuse a file that could not be written after long work, or would replace one `given`."""
     if path is None:
         return
-    if any(one is not None and one.resolve() == path.resolve() for one in given):
+    if any(file is not None and file.resolve() == path.resolve() for file in given):
         raise PlannerError(f"writing {what} to {path} would replace what is read; name another")
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     trouble = ""
@@ -85,7 +86,7 @@ def check_writable(path: Path | None, what: str, given: Sequence[Path | None] = 
 def show_note(text: str | None) -> None:
     """Print a line beside the results, if there is one."""
     if text:
-        print(text, file=sys.stderr)
+        print(with_flags(text), file=sys.stderr)
 
 
 def show_results(*renderables: Any) -> None:

@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from commands.render.flags import with_flags
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from search.report.concessions import Advice
@@ -20,7 +21,7 @@ from search.request import RunnerUp, SearchResult
 def describe_result(result: SearchResult) -> list[RenderableType]:
     """Return the chosen plan, its certificate and the runners-up, or why there is no plan."""
     if result.plan is None:
-        return [Text(reason) for reason in result.reasons]
+        return [Text(with_flags(reason)) for reason in result.reasons]
     parts: list[RenderableType] = [_chosen(result.plan)]
     if result.certificate is not None:
         parts.append(_certificate(result))
@@ -56,7 +57,7 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
     """Return why nothing fits and what would, each with the plan found."""
     leanest = refused.leanest
     assert leanest is not None, "what does not fit has a leanest plan"
-    parts: list[Any] = [Text(line) for line in explain_shortfall(leanest, limit_bytes)]
+    parts: list[Any] = [Text(with_flags(line)) for line in explain_shortfall(leanest, limit_bytes)]
     ways = [one for one in (*advice.concessions, advice.devices, advice.memory) if one]
     if not ways:
         return parts
@@ -70,7 +71,7 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
     )
     for one in ways:
         table.add_row(
-            Text(one.what),
+            Text(with_flags(one.what)),
             format_seconds(one.step_s),
             format_bytes(one.peak_bytes),
             Text(explain_saving(leanest, one.plan)),
@@ -82,7 +83,9 @@ def describe_comparison(comparison: Comparison) -> list[RenderableType]:
     """Return why the given choices are refused, or by which parts they are slower."""
     given, best = comparison.given, comparison.best
     if given is None:
-        parts: list[RenderableType] = [Text(f"refused: {line}") for line in comparison.shortfall]
+        parts: list[RenderableType] = [
+            Text(f"refused: {with_flags(line)}") for line in comparison.shortfall
+        ]
         return (
             parts if best is None else [*parts, Text("instead, the best that fits:"), _chosen(best)]
         )
@@ -156,7 +159,7 @@ def _certificate(result: SearchResult) -> Text:
     if pruned:
         text += f"; ruled out: {pruned}"
     if certificate.stopped_early:
-        text += f"; stopped early: {certificate.stopped_early}"
+        text += f"; stopped early: {with_flags(certificate.stopped_early)}"
     return Text(text)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from planner.graph.capture_cache import cache_dir
+from planner.cache_folder import cache_dir
 
 _LIBRARIES = ("planner", "torch", "transformers", "numpy", "ortools", "pydantic", "typer", "rich")
 

@@ -1,4 +1,10 @@
-"""The commands in the order help lists them, and what becomes of their errors."""
+"""The `planner` command: its subcommands in the order help lists them, and their errors.
+
+Results go to stdout; progress, notes and errors to stderr. Exit codes: 0 done, 1 a check failed
+(`verify`, `profile --check`), 2 bad input, in one line; 3 an error of planner itself, in one line
+that names the file of its traceback; 130 interrupted, 141 when nobody reads the output any more.
+`python -m cli` is the command in a source tree that is not installed.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,19 @@ from typing import Any
 
 import typer
 
-from cli import find, measure, predict, train
-from cli.output import begin_stage, stage
+from commands.compare import compare
+from commands.dryrun import dryrun
+from commands.estimate import estimate
+from commands.launch import launch
+from commands.profile import profile
+from commands.render.console import begin_stage, stage
+from commands.render.flags import with_flags
+from commands.search import search
+from commands.show import show
+from commands.simulate import simulate
+from commands.timeline import timeline
+from commands.verify import verify
+from commands.why import why
 from planner.errors import PlannerError
 
 _BRIEF = 300
@@ -25,19 +42,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(measure.profile)
-app.command()(find.search)
-app.command()(predict.show)
-app.command()(find.why)
-app.command()(predict.estimate)
-app.command()(predict.simulate)
-app.command()(predict.dryrun)
-app.command()(train.verify)
+app.command()(profile)
+app.command()(search)
+app.command()(show)
+app.command()(why)
+app.command()(estimate)
+app.command()(simulate)
+app.command()(dryrun)
+app.command()(verify)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-)(train.launch)
-app.command()(train.timeline)
-app.command()(train.compare)
+)(launch)
+app.command()(timeline)
+app.command()(compare)
 
 
 def main() -> None:
@@ -52,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
         code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
         sys.stdout.flush()
     except PlannerError as error:
-        return _refuse(str(error))
+        return _refuse(with_flags(str(error)))
     except (BrokenPipeError, SystemExit) as error:
         # Typer and rich leave with 1 where one writes to a pipe that nobody reads.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
@@ -92,7 +109,7 @@ def _trouble_with_files(error: OSError) -> str:
 
 def _fail(error: Exception, arguments: Sequence[str]) -> int:
     """Tell a mistake of ours in one line, with where all of it was written."""
-    from cli.report import write_report  # loads pydantic
+    from commands.render.error_report import write_report  # loads pydantic
 
     command = " ".join(("planner", *arguments[:1]))
     brief = " ".join(f"{type(error).__name__}: {error}".split())
@@ -120,3 +137,7 @@ def _with_what_was_given(message: str, cause: BaseException | None) -> str:
 def _refuse(message: str) -> int:
     print("planner: " + " ".join(message.split()), file=sys.stderr)
     return 2
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cli.inputs import graph_of, parse_precision, parse_seconds
-from cli.options import DeviceOption
-from cli.output import show_progress, show_results
+from commands.common.inputs import graph_of, parse_precision, parse_seconds
+from commands.common.options import DeviceOption
+from commands.render.console import show_progress, show_results
 from planner.errors import PlannerError
 
 
@@ -62,6 +62,7 @@ def profile(
             raise PlannerError("profile show takes one profile directory or shipped name")
         return _show(str(models[1]), plots)
     import profiles
+    from commands.render.profile import describe_profile
 
     device = _device(device)
     folder = out or profiles.own_profile_dir(device)
@@ -79,7 +80,7 @@ def profile(
         )
     if measured is None:  # one of several processes that a launcher started; rank 0 tells
         return 0
-    show_results(profiles.describe_profile(measured)[0])
+    show_results(describe_profile(measured)[0])
     print(f"wrote {folder}; see all of it with: planner profile show {folder}")
     return 0
 
@@ -94,11 +95,12 @@ def _check(folder: Path) -> int:
 
 def _show(name: str, plots: Path | None) -> int:
     import profiles
+    from commands.render.profile import describe_profile, write_plots
 
     loaded = profiles.load_profile(name)
-    show_results(*profiles.describe_profile(loaded))
+    show_results(*describe_profile(loaded))
     if plots is not None:
-        profiles.write_plots(loaded, plots)
+        write_plots(loaded, plots)
         print(f"wrote {plots}")
     return 0
 

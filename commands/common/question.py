@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.options import ClipOption, ProfileOption
+from commands.common.options import ClipOption, ProfileOption
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
