@@ -109,7 +109,10 @@ def lowered(
         texts = layouts[block.class_index].params if layouts else ("R",) * len(block.params)
         for name, text in zip(block.params, texts, strict=True):
             placement = parse_placement(text)
-            piece = local_piece(own[fqn[name]].detach(), placement, tp, rank, fqn[name])
+            piece = own[fqn[name]].detach()
+            if isinstance(placement, Shard):
+                piece = local_piece(piece, placement, "tp", tp, rank, fqn[name])
+            piece = piece.clone(memory_format=torch.contiguous_format)
             rests[name] = placement
             local[name] = piece.requires_grad_(graph.tensor[name].requires_grad)
     side_inputs = {n: own[fqn[n]].detach() for n in graph.preamble.params}

@@ -61,7 +61,7 @@ def frozen_bytes(
                 names = graph.blocks[index].params
                 _, params, _ = block_placements(graph, plan, index, stage)
                 for at in links.untrained[index]:
-                    placed.setdefault(names[at], params[at].tp)
+                    placed.setdefault(names[at], params[at]["tp"])
     tp = plan.stage_tp(mine[0])
     total = sum(
         graph.tensor[name].bytes_at(1) // (tp if isinstance(one, Shard) else 1)

@@ -18,7 +18,7 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.context import check_hands_on_sequences, longest_sequence
+from planner.layout.sequences import check_hands_on_sequences, longest_sequence
 from planner.plan import Recompute
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
@@ -147,7 +147,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             "another `profile`"
         )
     if request.cp is not None and request.cp > 1:
-        check_hands_on_sequences(graph, request.cp)
+        check_hands_on_sequences(graph, "cp", request.cp)
     fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
     given = {name: value for name, value in fixed.items() if value is not None}
     product = 1
@@ -336,7 +336,7 @@ def _degrees(
 def _why_not_cp(graph: ModelGraph, cp: int) -> str:
     """Say why cp cannot divide the sequences of a model; nothing when it can."""
     try:
-        check_hands_on_sequences(graph, cp)
+        check_hands_on_sequences(graph, "cp", cp)
     except LayoutError as error:
         return str(error)
     return ""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.graph import ModelGraph
+from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.ops.registry import ops_without_rule
 from planner.plan import ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
@@ -50,14 +51,15 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
 
 def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
-    axes = (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp), ("vpp", plan.vpp))
+    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
+    replicas = " x ".join(f"{axis.name} {plan.degrees[axis.name]}" for axis in batch_axes())
     for name, value in (
         ("model", f"{plan.model.name} ({plan.model.fingerprint[:12]}) from {plan.model.file}"),
         ("cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"),
         ("ranks", f"{plan.world_size} = " + " · ".join(f"{axis} {n}" for axis, n in axes)),
         (
             "batch",
-            f"{plan.global_batch} samples = dp {plan.dp} x {plan.num_microbatches} microbatches "
+            f"{plan.global_batch} samples = {replicas} x {plan.num_microbatches} microbatches "
             f"of {plan.microbatch_size}",
         ),
         ("schedule", plan.schedule),
@@ -70,7 +72,7 @@ def _summary(plan: Plan) -> Table:
 
 def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     table = Table("stage", "pp rank", "blocks", "recompute", title="Stages", title_justify="left")
-    has_meshes = any(stage.tp for stage in plan.stages)
+    has_meshes = any(stage.own_sizes for stage in plan.stages)
     has_trips = any(stage.activations_on_host for stage in plan.stages)
     if has_meshes:
         table.add_column("mesh")
@@ -81,7 +83,9 @@ def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     for index, stage in enumerate(plan.stages):
         row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
         if has_meshes:
-            row.append(f"dp {plan.stage_dp(index)} · tp {plan.stage_tp(index)}")
+            degrees = plan.stage_degrees(index)
+            named = (rest_axis(), *own_axes())
+            row.append(" · ".join(f"{axis.name} {degrees[axis.name]}" for axis in named))
         if has_trips:
             row.append("on the host" if stage.activations_on_host else "on the device")
         if graph is not None:
@@ -106,15 +110,17 @@ def _num_params(stage: StagePlan, graph: ModelGraph) -> int:
 
 
 def _layouts(plan: Plan, graph: ModelGraph | None) -> list[RenderableType]:
-    """One table for each axis, and for each tp degree that stages have."""
-    found: dict[tuple[str, int], list[ClassLayout]] = {}
+    """One table for each axis and each mesh that stages have."""
+    found: dict[tuple[str, Degrees], list[ClassLayout]] = {}
     for layout in plan.layouts:
-        found.setdefault((layout.axis, layout.tp or plan.tp), []).append(layout)
+        degrees = plan.degrees.with_own(layout.own_sizes)
+        found.setdefault((layout.axis, degrees), []).append(layout)
     tables: list[RenderableType] = []
-    for (axis, tp), layouts in found.items():
-        title = f"Layouts over {axis} {tp if axis == 'tp' else plan.cp}"
-        if axis == "cp" and any(stage.tp for stage in plan.stages):
-            title += f" of stages with tp {tp}"
+    for (axis, degrees), layouts in found.items():
+        title = f"Layouts over {axis} {degrees[axis]}"
+        others = [own.name for own in own_axes() if own.name != axis]
+        if others and any(stage.own_sizes for stage in plan.stages):
+            title += f" of stages with {' and '.join(f'{n} {degrees[n]}' for n in others)}"
         table = Table("block class", "ops split", "parameters", title=title, title_justify="left")
         for layout in layouts:
             table.add_row(*_layout_row(layout, graph))
@@ -137,7 +143,7 @@ def _layout_row(layout: ClassLayout, graph: ModelGraph | None) -> tuple[str, str
     held = "\n".join(f"{placement}: {', '.join(names)}" for placement, names in split.items())
     return (
         f"{program.name} x {len(uses)}",
-        # (On cp the layout is of the program as lowered on tp, which has more ops.)
+        # (A layout on an outer axis is of the program as lowered before, which has more ops.)
         f"{len({op.name for op in program.ops} & {n for n, _ in layout.ops})} of "
         f"{len(program.ops)}",
         held or "all replicated",

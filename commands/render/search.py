@@ -121,9 +121,9 @@ def _chosen(plan: Plan) -> Text:
 
 
 def _choices(plan: Plan) -> str:
-    axes = (("dp", plan.dp), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp), ("vpp", plan.vpp))
+    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
     degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
-    if any(stage.tp for stage in plan.stages):
+    if any(stage.own_sizes for stage in plan.stages):
         tps = ", ".join(str(plan.stage_tp(stage)) for stage in range(len(plan.stages)))
         degrees += f" (tp of stages: {tps})"
     recompute = {stage.recompute for stage in plan.stages}

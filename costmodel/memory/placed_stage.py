@@ -15,9 +15,9 @@ from costmodel.memory.stage_jobs import Message, StageJobs
 from costmodel.memory.zero_units import sharded_stage
 from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.copies import copy_between
-from planner.layout.placement import Shard
+from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
-from planner.runtime.step.wiring import Edge, Placements, block_placements
+from planner.runtime.step.wiring import Edge, block_placements
 from planner.units import DTYPE_BYTES
 
 
@@ -166,8 +166,7 @@ def _edge_bytes(plan: Plan, edge: Edge, end: Literal["taken", "sent"]) -> int:
     numel = 1
     for size in edge.shape:
         numel *= size if isinstance(size, int) else size.at(samples)
-    for placement, parts in ((placed.tp, plan.stage_tp(stage)), (placed.cp, plan.cp)):
-        numel //= parts if isinstance(placement, Shard) else 1
+    numel //= placed.parts(plan.stage_degrees(stage))
     return numel * DTYPE_BYTES[edge.dtype]
 
 
@@ -180,7 +179,8 @@ def _walk(
     recompute: Recompute,
 ) -> StageWalk:
     graph, stage = costs.graph, plan.stages[stage_index]
-    tp, size = plan.stage_tp(stage_index), plan.stage_microbatch_size(stage_index)
+    degrees, size = plan.stage_degrees(stage_index), plan.stage_microbatch_size(stage_index)
+    tp = degrees["tp"]
     recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
     lies = {edge.tensor: edge.taken for edge in incoming}
     side_values = costs.side_values(size)
@@ -195,21 +195,21 @@ def _walk(
                 is_new = storage not in counted and storage.kind not in HELD_ANYWAY
                 side[name] = storage.num_bytes if is_new else 0
                 counted.add(storage)
-        lying = tuple(lies.get(name, Placements()) for name in block.inputs)
+        lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
         key = block.class_index, lying
         if key not in kinds:
             takes, _, makes = block_placements(graph, plan, index, stage_index)
             found = costs.block_bytes(
                 block.class_index, tp, size,
-                plan.layout(block.class_index, axis="tp", tp=tp),
+                plan.layout(block.class_index, axis="tp", degrees=degrees),
                 cp=plan.cp,
-                cp_layout=plan.layout(block.class_index, axis="cp", tp=tp),
+                cp_layout=plan.layout(block.class_index, axis="cp", degrees=degrees),
                 recompute=recompute,
                 recomputed=recomputed.get(block.class_index),
             )  # fmt: skip
             copies = tuple(
                 copy_between(
-                    lie, take, edge.num_bytes, graph.tensor[n].shape_at(size), tp=tp, cp=plan.cp
+                    lie, take, edge.num_bytes, graph.tensor[n].shape_at(size), degrees=degrees
                 )
                 for n, lie, take, edge in zip(block.inputs, lying, takes, found.inputs, strict=True)
             )
@@ -235,8 +235,7 @@ def _walk(
             edge.sent,
             _edge_bytes(plan, edge, "sent"),
             graph.tensor[edge.tensor].shape_at(size),
-            tp=tp,
-            cp=plan.cp,
+            degrees=degrees,
         )
         for edge in leaving
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodel.memory.placed_block import Copy
-from planner.layout.placement import Placement, Replicate, Shard
+from planner.layout.axes import Degrees
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements, moves_between
 from planner.ops.families.lowered import is_view_slice, staging_bytes
-from planner.runtime.step.wiring import Placements
 
 
 def copy_between(
@@ -16,19 +17,21 @@ def copy_between(
     num_bytes: int,
     shape: Sequence[int],
     *,
-    tp: int,
-    cp: int,
+    degrees: Degrees,
 ) -> Copy | None:
     """Return what bringing a value of some whole shape from one placement to another takes,
     None where nothing moves; `num_bytes` are those of the copy.
     """
-    whole = num_bytes * _parts(taken, tp, cp)
+    whole = num_bytes * taken.parts(degrees)
     making = returning = 0
     passes_on = True
     start = num_bytes
-    moves = _moves(lies, taken, tp=tp, cp=cp)
-    for before, after, src, dst in moves:
-        source, target = whole // _parts(before, tp, cp), whole // _parts(after, tp, cp)
+    # Along an axis of one rank nothing moves.
+    moves = [move for move in moves_between(lies, taken) if degrees[move.axis] > 1]
+    before = lies
+    for axis, src, dst in moves:
+        after = before.on(axis, dst)
+        source, target = whole // before.parts(degrees), whole // after.parts(degrees)
         held = 0 if before == lies else source
         size = max(source, target)
         making = max(making, held + target + staging_bytes(src, dst, size, forward=True))
@@ -36,33 +39,7 @@ def copy_between(
             passes_on = False
             staged = staging_bytes(src, dst, size, forward=False)
             returning = max(returning, target + source + staged - start)
-    if len(moves) == 1 and is_view_slice(moves[0][2], moves[0][3], shape):
+        before = after
+    if len(moves) == 1 and is_view_slice(moves[0].src, moves[0].dst, shape):
         return Copy(0, 0, returning, passes_on, is_view=True)
     return Copy(num_bytes, making, returning, passes_on) if moves else None
-
-
-def _moves(
-    lies: Placements, taken: Placements, *, tp: int, cp: int
-) -> list[tuple[Placements, Placements, Placement, Placement]]:
-    """The redistributions between two placements, as `planner.runtime.stage.stage` makes them:
-    placements before and after each, and on the axis that it is on.
-    """
-    between: Placement = lies.cp
-    ways: list[tuple[Placements, Placements, Placement, Placement]] = []
-    if tp > 1 and lies.tp != taken.tp:
-        if _cut_one_dim(lies.tp, lies.cp) or _cut_one_dim(taken.tp, lies.cp):
-            between = Replicate()
-            ways.append((lies, Placements(lies.tp, between), lies.cp, between))
-        at = Placements(lies.tp, between)
-        ways.append((at, Placements(taken.tp, between), lies.tp, taken.tp))
-    if cp > 1 and between != taken.cp:
-        ways.append((Placements(taken.tp, between), taken, between, taken.cp))
-    return ways
-
-
-def _cut_one_dim(a: Placement, b: Placement) -> bool:
-    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
-
-
-def _parts(placed: Placements, tp: int, cp: int) -> int:
-    return (tp if isinstance(placed.tp, Shard) else 1) * (cp if isinstance(placed.cp, Shard) else 1)

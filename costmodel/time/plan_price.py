@@ -100,7 +100,7 @@ def _layouts_on(plan: Plan, axis: str, tp: int) -> Layouts:
     return {
         layout.class_index: layout
         for layout in plan.layouts
-        if layout.axis == axis and (layout.tp or plan.tp) == tp
+        if layout.axis == axis and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
     }
 
 

@@ -73,7 +73,7 @@ def tied_sum_bytes(
         stage, tp = here[0], plan.stage_tp(here[0])
         block = next(i for i in graph.shared_params[name] if i in plan.stages[stage].blocks)
         _, params, _ = block_placements(graph, plan, block, stage)
-        placed = params[graph.blocks[block].params.index(name)].tp
+        placed = params[graph.blocks[block].params.index(name)]["tp"]
         size = graph.tensor[name].bytes_at(1) // (tp if isinstance(placed, Shard) else 1)
         total += size * (1 if len(here) == len(stages) else 2)
     return total
@@ -87,7 +87,7 @@ def check_copies(plan: Plan, graph: ModelGraph) -> None:
         for index in users:
             stage = bisect_right(firsts, index) - 1
             _, params, _ = block_placements(graph, plan, index, stage)
-            placed = params[graph.blocks[index].params.index(name)].tp
+            placed = params[graph.blocks[index].params.index(name)]["tp"]
             rank = plan.stages[stage].pp_rank
             if found.setdefault(rank, placed) != placed:
                 param_placements(graph, plan, rank)  # raises
@@ -117,7 +117,9 @@ def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
         before, its_rank = last_user.get(name, (index, rank))
         if its_rank != rank:
             tp = plan.stage_tp(stage)
-            layout = plan.layout(graph.blocks[index].class_index, axis="tp", tp=tp)
+            layout = plan.layout(
+                graph.blocks[index].class_index, axis="tp", degrees=plan.stage_degrees(stage)
+            )
             sharded = layout is not None and layout.params[position].startswith("S")
             size = gradient_bytes(
                 graph.tensor[name].bytes_at(1) // (tp if sharded else 1),

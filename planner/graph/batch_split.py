@@ -1,9 +1,9 @@
-"""Which samples of a global batch are in which microbatch, and on which dp rank.
+"""Which samples of a global batch are in which microbatch, and in which part of it.
 
-Microbatches are runs of the batch in order, and a microbatch is cut into runs over the dp
-ranks of a stage, in order. Bounds are rounded down, so sizes differ by at most one, and
-the cut over D ranks is a refinement of the cut over any divisor of D: stages with
-different dp degrees see the same microbatch.
+Microbatches are runs of the batch in order, and a microbatch is cut into runs, in order: one for
+each place along the mesh axes that cut the batch. Bounds are rounded down, so sizes differ by
+at most one, and the cut in D parts is a refinement of the cut in any divisor of D: stages that
+cut the batch differently see the same microbatch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class BatchSplit:
         n, count = self.num_samples, self.num_microbatches
         return range(n * index // count, n * (index + 1) // count)
 
-    def part(self, index: int, dp: int, dp_rank: int) -> range:
-        """Return a microbatch's samples on one of `dp` ranks; IndexError as `microbatch`."""
-        if not 0 <= dp_rank < dp:
-            raise IndexError(f"dp rank {dp_rank} is not one of 0..{dp - 1}")
+    def part(self, index: int, parts: int, number: int) -> range:
+        """Return one of the parts of a microbatch; IndexError as `microbatch`."""
+        if not 0 <= number < parts:
+            raise IndexError(f"part {number} is not one of 0..{parts - 1}")
         samples = self.microbatch(index)
         n = len(samples)
-        return samples[n * dp_rank // dp : n * (dp_rank + 1) // dp]
+        return samples[n * number // parts : n * (number + 1) // parts]

@@ -1,7 +1,9 @@
 """Where tensors lie, and what brings them from one place to another.
 
 In: a program and placements of its tensors on mesh axes. Out: the program that each rank runs.
-Read `placement` (one axis), `layout` (any mesh), `redistribute` (one axis, which collectives),
-`reshard` (between any two meshes), `propagate` and `beam` (placements without a solver), `context`
-and `pins` (what an axis of sequences and a user's pins demand), then `lowering`.
+Read `axes` first (the table of mesh axes), then `placement` (one axis), `placements` (all axes
+that blocks are lowered on), `layout` (any mesh), `redistribute` (one axis, which collectives),
+`reshard` (between any two meshes), `propagate` and `beam` (placements without a solver),
+`sequences` and `pins` (what an axis of sequences and a user's pins demand), `class_layout` (what a
+plan stores of it), then `lowering`.
 """

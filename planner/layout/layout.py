@@ -53,15 +53,37 @@ class ProcessMesh:
             found.append(position)
         return tuple(reversed(found))
 
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Yield the ranks of each group along an axis, in axis order."""
-        at = self.axes.index(axis)
+    def rank_at(self, coordinate: tuple[int, ...]) -> int:
+        """Return the rank that sits at a place."""
+        index = 0
+        for size, position in zip(self.shape, coordinate, strict=True):
+            index = index * size + position
+        return self.ranks[index]
+
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks of each group along one axis or several, row by row."""
         by_coordinate = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
-        others = [range(1) if a == at else range(size) for a, size in enumerate(self.shape)]
+        sides = list(zip(self.axes, self.shape, strict=True))
+        inside = [range(size) if axis in axes else range(1) for axis, size in sides]
+        others = [range(1) if axis in axes else range(size) for axis, size in sides]
         for fixed in product(*others):
             yield tuple(
-                by_coordinate[(*fixed[:at], i, *fixed[at + 1 :])] for i in range(self.shape[at])
+                by_coordinate[tuple(a + b for a, b in zip(fixed, moved, strict=True))]
+                for moved in product(*inside)
             )
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along one axis or several."""
+        return prod(size for axis, size in zip(self.axes, self.shape, strict=True) if axis in axes)
+
+    def number(self, rank: int, *axes: str) -> int:
+        """Return a rank's number among those along one axis or several, counted row by row."""
+        number = 0
+        sides = zip(self.axes, self.shape, self.coordinate(rank), strict=True)
+        for axis, size, position in sides:
+            if axis in axes:
+                number = number * size + position
+        return number
 
 
 Box = tuple[tuple[int, int], ...]

@@ -9,14 +9,19 @@ backward of q, k and v projections costs one all-reduce, not three.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
+from planner.layout.axes import Degrees, lowered_axes
+from planner.layout.class_layout import ClassLayout
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
 from planner.layout.redistribute import REDISTRIBUTE, redistribute_op
 from planner.ops.call import local_shape
 from planner.ops.registry import grad_is_partial, is_linear, local_ops, repeated, why_not_divided
-from planner.plan import ClassLayout, Plan
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
 
 ONCE = "planner.count_gradient_once"
 """Target of an op that leaves a whole gradient on the first rank only; args (Ref, axis)."""
@@ -27,21 +32,21 @@ def local_program(
     plan: Plan,
     class_index: int,
     *,
-    tp: int,
+    degrees: Degrees,
     microbatch_size: int,
     watched: tuple[str, ...] = (),
 ) -> Program:
-    """Return what a rank of a stage of this tp degree runs for a block class.
+    """Return what a rank of a stage of these degrees runs for a block class.
 
-    Lowered on tp, then on cp: where both cut one dim, tp cuts the coarse pieces. `watched`
-    tensors become further outputs, in the placements in which their ops make them.
+    The program is lowered on one axis after the other, innermost first. `watched` tensors become
+    further outputs, in the placements in which their ops make them.
     """
     whole = graph.classes[class_index]
-    full_size = plan.microbatch_size * tp // plan.tp
+    full_size = plan.microbatch_samples // degrees.along("batch")
     programs = [whole.bind(size) for size in dict.fromkeys((microbatch_size, full_size))]
-    programs = [replace(one, outputs=(*one.outputs, *watched)) for one in programs]
-    for axis, axis_size in (("tp", tp), ("cp", plan.cp)):
-        layout = plan.layout(class_index, axis=axis, tp=tp)
+    programs = [replace(bound, outputs=(*bound.outputs, *watched)) for bound in programs]
+    for axis in lowered_axes():
+        layout = plan.layout(class_index, axis=axis.name, degrees=degrees)
         if layout is not None and watched:
             made = (str(made_as(whole, layout, name)) for name in watched)
             layout = layout.model_copy(update={"outputs": (*layout.outputs, *made)})
@@ -52,8 +57,14 @@ def local_program(
             )
             layouts = [fitted, layout]
         programs = [
-            lower(one, placed, axis=axis, axis_size=axis_size, sum_later=axis == "cp")
-            for one, placed in zip(programs, layouts, strict=True)
+            lower(
+                bound,
+                placed,
+                axis=axis.name,
+                axis_size=degrees[axis.name],
+                sum_later=axis.whole_params,
+            )
+            for bound, placed in zip(programs, layouts, strict=True)
         ]
     return programs[0]
 
@@ -107,15 +118,15 @@ def lower(
     program: Program,
     layout: ClassLayout | None,
     *,
-    axis: str = "tp",
+    axis: str = "",
     axis_size: int,
     sum_later: bool = False,
 ) -> Program:
-    """Return what one rank of `axis` runs for a bound program under a layout.
+    """Return what one rank of `axis` (the innermost if not given) runs for a bound program.
 
     Inputs and params enter, and outputs leave, at the layout's placements. With `sum_later`
-    the gradient of every whole parameter is left as a sum over the axis that the caller
-    takes, for example once a step together with dp; and a tensor that repeats a smaller one
+    the gradient of every whole parameter is left as a sum over the axis that the caller takes,
+    for example once a step with the sums over replicas; and a tensor that repeats a smaller one
     (`sharding.repeated`) is gathered as that one, and repeated again. Without a layout every
     rank runs the whole program; on an axis of size one it is returned unchanged. Raises
     LayoutError when the layout is for another program, a size does not divide, or an op can't
@@ -123,6 +134,7 @@ def lower(
     """
     if axis_size == 1 or (layout is None and not sum_later):
         return program
+    axis = axis or lowered_axes()[0].name
     layout = layout or _replicated(program)
     _check_layout(program, layout)
     lowering = _Lowering(program=program, axis=axis, axis_size=axis_size, sum_later=sum_later)

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph, TensorMeta
+from planner.layout.axes import split_axes
 from planner.layout.placement import Partial, Placement, parse_placement
 
 
@@ -29,10 +30,14 @@ class Pin:
 
 
 def parse_pin(text: str) -> Pin:
-    """Parse ``NAME_GLOB: PLACEMENT@AXIS``; raise LayoutError on anything else."""
+    """Parse ``NAME_GLOB: PLACEMENT@AXIS``; raise LayoutError on anything else.
+
+    An axis on which every rank holds all parameters has no placements to fix.
+    """
     pattern, colon, rest = text.rpartition(":")
     placement, at, axis = rest.strip().partition("@")
-    if not colon or not at or not pattern.strip() or axis.strip() != "tp":
+    known = axis.strip() in {split.name for split in split_axes()}
+    if not colon or not at or not pattern.strip() or not known:
         raise LayoutError(
             f"pin {text!r} is not understood; write it like 'layers.*.mlp.up: S(0)@tp'"
         )

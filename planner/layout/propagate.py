@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph, Program
+from planner.layout.axes import Axis
 from planner.layout.beam import BeamSearch
+from planner.layout.class_layout import ClassLayout
 from planner.layout.pins import Pin, class_pins
 from planner.layout.placement import Placement, Replicate, Shard
 from planner.ops.call import divides
-from planner.plan import ClassLayout
 
 
 def propagate_layout(
@@ -83,7 +84,7 @@ def propagate_graph(
     pins: Sequence[Pin] = (),
     boundary: Placement | None = None,
     programs: Sequence[Program] | None = None,
-    sequences_only: bool = False,
+    whole_params: bool = False,
 ) -> tuple[ClassLayout, ...]:
     """Choose a layout for every block class.
 
@@ -93,8 +94,8 @@ def propagate_graph(
     class nearest the loss, which multiplies by it, decides.
 
     `programs` are the classes' programs where they are not the graph's own, for example
-    already lowered on another axis. With `sequences_only` and a Shard(1) boundary the axis is
-    one of context parallelism: every rank has all weights and a part of every sample.
+    already lowered on another axis. With `whole_params` every rank has all weights and a part of
+    every sample; with a Shard(1) boundary that is context parallelism.
     """
     used_by: dict[str, set[int]] = {}
     for block in graph.blocks:
@@ -113,10 +114,10 @@ def propagate_graph(
             index,
             program,
             axis_size,
-            whole_params=sequences_only,
+            whole_params=whole_params,
             may_lie=(
                 _keeps_samples(graph.classes[index], microbatch_size)
-                if sequences_only
+                if whole_params
                 else lambda name, placement: True
             ),
             pins=pinned.get(index),
@@ -130,6 +131,31 @@ def propagate_graph(
             if len(used_by[name]) > 1:
                 decided[name] = placement
     return tuple(layouts[index] for index in sorted(layouts))
+
+
+def propagate_on(
+    graph: ModelGraph,
+    axis: Axis,
+    *,
+    size: int,
+    microbatch_size: int,
+    programs: Sequence[Program] | None = None,
+) -> tuple[ClassLayout, ...]:
+    """Return a layout of every class on an axis of `size` ranks.
+
+    `programs` are those of the classes as lowered on the axes before it, bound; None where there
+    are none. Raises LayoutError for a model that can't be divided over the axis.
+    """
+    axis.check(graph, axis.name, size)
+    layouts = propagate_graph(
+        graph,
+        microbatch_size=microbatch_size,
+        axis_size=size,
+        boundary=axis.boundary,
+        programs=programs,
+        whole_params=axis.whole_params,
+    )
+    return tuple(layout.model_copy(update={"axis": axis.name}) for layout in layouts)
 
 
 def _keeps_samples(program: Program, microbatch_size: int) -> Callable[[str, Placement], bool]:

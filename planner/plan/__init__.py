@@ -1,12 +1,15 @@
 """Plans: decisions only, as a versioned JSON file.
 
 In: a search's or a user's decisions. Out: a checked `Plan`, which launches, estimates and
-verifications read. Read `plan` first; `defaults` makes a plan without a search, `describe` prints
+verifications read. Read `plan` first; `files` reads and writes it, `match_model` compares it with
+a model, `defaults` makes a plan without a search, `describe` prints
 a plan, and `batch_statistics` says what a plan changes in a model that computes across samples.
 """
 
+from planner.layout.class_layout import ClassLayout
+from planner.plan.files import load_plan, save_plan
+from planner.plan.match_model import batch_spec, validate_model
 from planner.plan.plan import (
-    ClassLayout,
     ClassRecompute,
     ClusterRef,
     ModelRef,
@@ -15,10 +18,6 @@ from planner.plan.plan import (
     Recompute,
     StagePlan,
     ZeroStage,
-    batch_spec,
-    load_plan,
-    save_plan,
-    validate_model,
 )
 
 __all__ = [

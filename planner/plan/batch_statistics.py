@@ -1,7 +1,7 @@
 """What a plan that cuts the batch changes in a model that computes across its samples.
 
 A BatchNorm in training normalises by the mean and variance of the samples it sees: under a
-plan, those of one microbatch on one dp replica. So a plan that cuts the batch trains a
+plan, those of one part of a microbatch. So a plan that cuts the batch trains a
 slightly different model than one device does on the whole batch. Nothing can change that
 short of communication between microbatches that run one after the other; the *running*
 statistics, which evaluation uses, can be made those of the whole batch (`deferred`,
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from planner.across import Finding, Kind, across_samples
 from planner.graph import Block, ModelGraph, Op, Program, Ref
+from planner.layout.axes import batch_axes
 from planner.plan import Plan
 
 _TARGET = "aten.batch_norm.default"
@@ -62,12 +63,13 @@ def cut_batch_messages(
     Whoever asked for deferred statistics knows of BatchNorm; whoever weighs the losses of
     parts, of losses that are divided by what a part holds.
     """
-    num_parts = plan.num_microbatches * plan.dp
+    num_parts = plan.num_microbatches * plan.degrees.along("batch")
     if num_parts == 1:
         return ()
+    sizes = ", ".join(f"{axis.name}={plan.degrees[axis.name]}" for axis in batch_axes())
     cut = (
         f"the plan cuts a batch of {plan.global_batch} samples into {num_parts} parts "
-        f"(dp={plan.dp}, num_microbatches={plan.num_microbatches})"
+        f"({sizes}, num_microbatches={plan.num_microbatches})"
     )
     messages = []
     norms = list(dict.fromkeys(norm.module for norm in batch_norms(graph)))

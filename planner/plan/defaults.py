@@ -5,15 +5,15 @@ For trying one layout out, and for tests. `search` finds better plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.context import propagate_cp
+from planner.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes
+from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
-from planner.layout.propagate import propagate_graph
+from planner.layout.propagate import propagate_on
 from planner.plan import (
-    ClassLayout,
     ClusterRef,
     ModelRef,
     Plan,
@@ -28,12 +28,9 @@ from planner.schedule import stage_to_pp_rank
 def default_plan(
     graph: ModelGraph,
     *,
-    dp: int = 1,
-    cp: int = 1,
-    tp: int = 1,
     pp: int = 1,
     vpp: int = 1,
-    stage_tps: Sequence[int] = (),
+    by_stage: Mapping[str, Sequence[int]] | None = None,
     balance: Sequence[int] = (),
     microbatch_size: int = 1,
     num_microbatches: int | None = None,
@@ -41,33 +38,34 @@ def default_plan(
     zero_stage: ZeroStage = 0,
     recompute: Recompute = "none",
     file: str = "",
+    **sizes: int,
 ) -> Plan:
     """Return a plan with these degrees; num_microbatches defaults to twice pp.
 
-    `balance` gives the number of blocks of each stage, else they are as equal as can be.
-    `stage_tps` gives each stage a tp degree of its own; its ranks, dp * tp of the plan's, are
-    then cut into that and dp. Raises LayoutError when there are fewer blocks than stages,
-    when the model's sequences can't be divided over cp, or when stages' degrees do not fit;
-    ScheduleError for an unknown schedule.
+    `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
+    gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
+    each stage a size of its own on an axis (``{"tp": (4, 1)}``). Raises LayoutError when
+    there are fewer blocks than stages, when the model can't be divided over an axis, or when
+    stages' sizes do not fit; ScheduleError for an unknown schedule.
     """
     homes = stage_to_pp_rank(schedule, pp, vpp)
+    degrees = Degrees(**sizes)
     num_stages, num_blocks = pp * vpp, len(graph.blocks)
     if num_blocks < num_stages:
         raise LayoutError(
             f"pp={pp} times vpp={vpp} makes {num_stages} stages and the model has {num_blocks} "
             f"blocks; use at most {num_blocks} stages"
         )
-    tps = tuple(stage_tps) or (tp,) * num_stages
-    if len(tps) != num_stages or any(dp * tp % own for own in tps):
-        raise LayoutError(
-            f"stage_tps={tps}: give one tp for each of the {num_stages} stages, each a divisor of "
-            f"dp*tp={dp * tp}"
-        )
-    if any(microbatch_size * own % tp for own in tps):
-        raise LayoutError(
-            f"stage_tps={tps}: microbatches of {microbatch_size} on dp={dp} can't be divided over "
-            f"dp={dp * tp // min(tps)}; use a microbatch_size that {tp // min(tps)} divides"
-        )
+    own_sizes = _own_sizes(by_stage or {}, degrees, num_stages)
+    samples = microbatch_size * degrees.along("batch")
+    for own in own_sizes:
+        parts = degrees.with_own(own).along("batch")
+        if samples % parts:
+            raise LayoutError(
+                f"by_stage={by_stage}: microbatches of {microbatch_size} with {degrees} can't be "
+                f"divided in {parts} parts; use a microbatch_size that makes {samples} samples "
+                f"divide by {parts}"
+            )
     if balance:
         check_balance(balance, num_blocks=num_blocks, num_stages=num_stages)
         bounds = [sum(balance[:s]) for s in range(num_stages + 1)]
@@ -79,30 +77,29 @@ def default_plan(
             first_block=bounds[s],
             last_block=bounds[s + 1] - 1,
             recompute=recompute,
-            tp=None if tps[s] == tp else tps[s],
+            own_sizes=own_sizes[s],
         )
         for s in range(num_stages)
     )
     layouts: list[ClassLayout] = []
-    for own in sorted(set(tps)):
+    meshes = {degrees.with_own(own): own for own in own_sizes}
+    for mesh in sorted(meshes, key=lambda mesh: tuple(mesh.values())[::-1]):
         used = {
             graph.blocks[b].class_index
-            for stage, stage_tp in zip(stages, tps, strict=True)
+            for stage in stages
             for b in stage.blocks
-            if stage_tp == own
+            if degrees.with_own(stage.own_sizes) == mesh
         }
-        found = default_layouts(graph, tp=own, cp=cp, microbatch_size=microbatch_size * own // tp)
+        found = default_layouts(graph, degrees=mesh, microbatch_size=samples // mesh.along("batch"))
         layouts += [
-            layout.model_copy(update={"tp": None if own == tp else own})
+            layout.model_copy(update={"own_sizes": meshes[mesh]})
             for layout in found
             if layout.class_index in used
         ]
     return Plan(
         model=model_ref(graph, file=file),
-        cluster=ClusterRef(name="none", device="cpu", devices_per_node=dp * cp * tp * pp),
-        dp=dp,
-        cp=cp,
-        tp=tp,
+        cluster=ClusterRef(name="none", device="cpu", devices_per_node=degrees.num_ranks * pp),
+        degrees=degrees,
         pp=pp,
         vpp=vpp,
         microbatch_size=microbatch_size,
@@ -115,21 +112,49 @@ def default_plan(
 
 
 def default_layouts(
-    graph: ModelGraph, *, tp: int, cp: int, microbatch_size: int
+    graph: ModelGraph, *, degrees: Degrees, microbatch_size: int
 ) -> tuple[ClassLayout, ...]:
-    """Return propagated layouts of every class on tp and, of what that makes, on cp."""
-    on_tp: tuple[ClassLayout, ...] = ()
-    if tp > 1:
-        on_tp = propagate_graph(graph, microbatch_size=microbatch_size, axis_size=tp)
-    if cp == 1:
-        return on_tp
-    by_class = {layout.class_index: layout for layout in on_tp}
-    programs = [
-        lower(program.bind(microbatch_size), by_class.get(index), axis_size=tp)
-        for index, program in enumerate(graph.classes)
+    """Return propagated layouts of every class, on one axis after the other."""
+    axes = [axis for axis in lowered_axes() if degrees[axis.name] > 1]
+    layouts: list[ClassLayout] = []
+    programs = [program.bind(microbatch_size) for program in graph.classes]
+    for axis in axes:
+        size = degrees[axis.name]
+        found = propagate_on(
+            graph, axis, size=size, microbatch_size=microbatch_size, programs=programs
+        )
+        layouts += found
+        if axis is axes[-1]:
+            break
+        by_class = {layout.class_index: layout for layout in found}
+        programs = [
+            lower(
+                program,
+                by_class.get(index),
+                axis=axis.name,
+                axis_size=size,
+                sum_later=axis.whole_params,
+            )
+            for index, program in enumerate(programs)
+        ]
+    return tuple(layouts)
+
+
+def _own_sizes(
+    by_stage: Mapping[str, Sequence[int]], degrees: Degrees, num_stages: int
+) -> list[OwnSizes]:
+    """Return each stage's sizes that are not the plan's; raise LayoutError where they don't fit."""
+    for axis, sizes in by_stage.items():
+        fits = len(sizes) == num_stages and not any(degrees.num_ranks % size for size in sizes)
+        if not (fits and find_axis(axis).own_by_stage):
+            raise LayoutError(
+                f"by_stage {axis}={tuple(sizes)}: give one {axis} for each of the {num_stages} "
+                f"stages, each a divisor of a stage's {degrees.num_ranks} ranks"
+            )
+    return [
+        tuple((axis, sizes[s]) for axis, sizes in by_stage.items() if sizes[s] != degrees[axis])
+        for s in range(num_stages)
     ]
-    on_cp = propagate_cp(graph, programs, microbatch_size=microbatch_size, cp=cp)
-    return (*on_tp, *on_cp)
 
 
 def check_balance(balance: Sequence[int], *, num_blocks: int, num_stages: int) -> None:

@@ -206,14 +206,16 @@ def plan_of_mix(
     }
     layouts: list[ClassLayout] = []
     for member in members:
-        own = None if member is base else member.tp
+        own = () if member is base else (("tp", member.tp),)
         layouts += [
-            layout.model_copy(update={"tp": own})
+            layout.model_copy(update={"own_sizes": own})
             for layout in (*member.table.layouts, *member.table.cp_layouts)
             if (member.tp, layout.class_index) in used
         ]
     stages = tuple(
-        held.model_copy(update={"tp": None if members[at] is base else members[at].tp})
+        held.model_copy(
+            update={"own_sizes": () if members[at] is base else (("tp", members[at].tp),)}
+        )
         for held, at in zip(plan.stages, of_stage, strict=True)
     )
     tps = tuple(members[at].tp for at in of_stage)

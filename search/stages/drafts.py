@@ -18,7 +18,8 @@ from costmodel import CostCache
 from costmodel.memory.memory import kept_bytes
 from costmodel.time.program import accumulate_seconds
 from planner.errors import LayoutError
-from planner.layout.context import propagate_cp
+from planner.layout.axes import find_axis
+from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
 from search.on_host import NOTHING, OnHost
 from search.op_layout.layouts import Layouts, LayoutSolver
@@ -175,7 +176,9 @@ class Drafts:
             self.costs.local(index, tp, microbatch_size, on_tp.get(index))
             for index in range(len(graph.classes))
         ]
-        return propagate_cp(graph, programs, microbatch_size=microbatch_size, cp=cp)
+        return propagate_on(
+            graph, find_axis("cp"), size=cp, microbatch_size=microbatch_size, programs=programs
+        )
 
     @cached_property
     def _least_correction(self) -> float:

@@ -36,7 +36,7 @@ LAYOUTS = [
         {"pp": 2, "num_microbatches": 4, "recompute": "selective"}, marks=pytest.mark.slow
     ),
     {"cp": 2},
-    {"tp": 2, "pp": 2, "num_microbatches": 4, "stage_tps": (1, 2)},
+    {"tp": 2, "pp": 2, "num_microbatches": 4, "by_stage": {"tp": (1, 2)}},
     {"dp": 2},
     {"tp": 2},
     {"dp": 2, "zero_stage": 1},

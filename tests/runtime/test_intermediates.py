@@ -41,7 +41,7 @@ def test_every_value_equals_that_of_one_process():
     choices = [
         {"tp": 2, "dp": 2},
         {"cp": 2, "tp": 2},
-        {"pp": 2, "tp": 2, "stage_tps": (2, 1), "microbatch_size": 2, "zero_stage": 3},
+        {"pp": 2, "tp": 2, "by_stage": {"tp": (2, 1)}, "microbatch_size": 2, "zero_stage": 3},
     ]
     by_rank = run_ranks(look, 4, "gpt", [_plan(graph, **c) for c in choices])
     assert all(found == {} for rank in by_rank[1:] for found in rank)

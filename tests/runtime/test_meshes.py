@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import planner
 from planner.errors import LayoutError, PlanError
 from planner.graph import ModelGraph, from_json, to_json
-from planner.layout.context import propagate_cp
+from planner.layout.axes import find_axis
 from planner.layout.lowering import local_program, lower
 from planner.layout.placement import Replicate, Shard
-from planner.layout.propagate import propagate_graph
+from planner.layout.propagate import propagate_graph, propagate_on
 from planner.plan import ClassLayout, Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check import verify
@@ -61,7 +61,7 @@ def test_coordinates_match_ranks():
     plan = plan_for("gpt", dp=2, tp=2, pp=2)
     expected = [(p, d, 0, t) for p in range(2) for d in range(2) for t in range(2)]
     assert [coordinate_of(plan, rank) for rank in range(8)] == expected
-    plan = plan_for("gpt", dp=2, tp=2, pp=2, stage_tps=(4, 1))
+    plan = plan_for("gpt", dp=2, tp=2, pp=2, by_stage={"tp": (4, 1)})
     found = [coordinate_of(plan, rank) for rank in range(8)]
     assert found == [(0, 0, 0, t) for t in range(4)] + [(1, d, 0, 0) for d in range(4)]
     plan = plan_for("gpt", dp=2, cp=2, tp=2)
@@ -90,7 +90,7 @@ def test_groups_are_counted_and_given_back():
         {"cp": 2, "tp": 2},  # data, cp, tp
         {"pp": 4},  # none
         {"tp": 2, "pp": 2},
-        {"tp": 2, "pp": 2, "stage_tps": (2, 1)},  # tp on one pp rank, data on the other
+        {"tp": 2, "pp": 2, "by_stage": {"tp": (2, 1)}},  # tp on one pp rank, data on the other
         {"cp": 2, "pp": 2},
         {"dp": 2, "tp": 2, "zero_stage": 3},
     ]
@@ -132,8 +132,8 @@ def test_replicas_of_one_computation_draw_alike():
     cases = [
         ({"cp": 2, "tp": 2}, [0, 0, 0, 0]),
         ({"cp": 2, "dp": 2}, [0, 0, 1, 1]),
-        ({"tp": 2, "pp": 2, "stage_tps": (2, 1)}, [0, 0, 1, 2]),
-        ({"tp": 2, "pp": 2, "stage_tps": (1, 2)}, [0, 1, 2, 2]),
+        ({"tp": 2, "pp": 2, "by_stage": {"tp": (2, 1)}}, [0, 0, 1, 2]),
+        ({"tp": 2, "pp": 2, "by_stage": {"tp": (1, 2)}}, [0, 1, 2, 2]),
     ]
     by_rank = run_ranks(draws, 4, [plan_for("gpt", **choices) for choices, _ in cases])
     for (_, streams), found in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -148,13 +148,13 @@ def test_stages_with_different_dp_and_tp():
     and split backwards.
     """
     two = {"pp": 2, "tp": 2}
-    vpp = {"vpp": 2, "schedule": "interleaved_1f1b", "stage_tps": (2, 1, 2, 1)}
+    vpp = {"vpp": 2, "schedule": "interleaved_1f1b", "by_stage": {"tp": (2, 1, 2, 1)}}
     check(
         4,
         [
-            ("encoder-decoder", {**two, "stage_tps": (1, 2)}),
-            ("tied-gpt", {**two, "stage_tps": (2, 1), "zero_stage": 1}),
-            ("tied-gpt", {"pp": 2, "dp": 2, "stage_tps": (1, 2), "schedule": "zb_h1"}),
+            ("encoder-decoder", {**two, "by_stage": {"tp": (1, 2)}}),
+            ("tied-gpt", {**two, "by_stage": {"tp": (2, 1)}, "zero_stage": 1}),
+            ("tied-gpt", {"pp": 2, "dp": 2, "by_stage": {"tp": (1, 2)}, "schedule": "zb_h1"}),
             ("deep-gpt", {**two, **vpp, "num_microbatches": 4}),
         ],
     )
@@ -164,13 +164,13 @@ def test_stages_with_different_dp_and_tp():
 def test_four_ways_to_cut_on_eight_ranks():
     """D12: dp 1 x tp 4 to dp 4 x tp 1, and to dp 2 x tp 2."""
     base = {"pp": 2, "dp": 2, "tp": 2}
-    cases = [("gpt", {**base, "stage_tps": tps}) for tps in [(4, 1), (1, 4), (2, 4)]]
-    check(8, [*cases, ("tied-gpt", {**base, "stage_tps": (4, 1), "zero_stage": 2})])
+    cases = [("gpt", {**base, "by_stage": {"tp": tps}}) for tps in [(4, 1), (1, 4), (2, 4)]]
+    check(8, [*cases, ("tied-gpt", {**base, "by_stage": {"tp": (4, 1)}, "zero_stage": 2})])
 
 
 def test_gradients_are_clipped_over_different_meshes():
     """D12: every element of the model counts once in the norm."""
-    plan = plan_for("tied-gpt", pp=2, tp=2, stage_tps=(2, 1), zero_stage=1)
+    plan = plan_for("tied-gpt", pp=2, tp=2, by_stage={"tp": (2, 1)}, zero_stage=1)
     plans = [("tied-gpt", plan)]
     for by_rank in zip(*run_ranks(clip_many, 4, plans, 0.1), strict=True):
         assert len({rank[0] for rank in by_rank}) == 1
@@ -180,9 +180,9 @@ def test_gradients_are_clipped_over_different_meshes():
 
 def test_each_rank_is_sent_exactly_what_it_needs():
     """D4, D12: from tp 2 pieces to dp 2 halves and back, every element once."""
-    plan = plan_for("gpt", tp=2, pp=2, stage_tps=(2, 1))
+    plan = plan_for("gpt", tp=2, pp=2, by_stage={"tp": (2, 1)})
     (edge,) = build_edges(capture("gpt", torch.float64), plan)
-    sharded = replace(edge, sent=edge.sent._replace(tp=Shard(2)))
+    sharded = replace(edge, sent=edge.sent.on("tp", Shard(2)))
     routes = Routes(plan=plan)
     samples, (_, sequence, hidden) = 2 * plan.microbatch_size, edge.shape
     boxes = {
@@ -202,7 +202,7 @@ def test_each_rank_is_sent_exactly_what_it_needs():
 
 def test_an_uneven_microbatch_is_cut_alike_on_both_meshes():
     """D12: three samples are one and two on the dp 2 side; boxes still tile the tensor."""
-    plan = plan_for("gpt", tp=2, pp=2, stage_tps=(2, 1))
+    plan = plan_for("gpt", tp=2, pp=2, by_stage={"tp": (2, 1)})
     (edge,) = build_edges(capture("gpt", torch.float64), plan)
     parts = Routes(plan=plan).parts(edge, 3, is_grad=False)
     assert [(p.target, p.box[0]) for p in parts] == [(2, (0, 1)), (3, (1, 3))]
@@ -224,7 +224,7 @@ def test_values_that_samples_can_not_be_told_apart_in_are_refused():
     """D12, G9: both blocks and the tensor are named."""
     batches = [(torch.randn(n, 8), torch.randn(n, 8)) for n in (2, 3)]
     graph = capture_module(PoolsFirst(), *batches, name="pools")
-    plan = default_plan(graph, pp=2, tp=2, stage_tps=(1, 2), microbatch_size=2)
+    plan = default_plan(graph, pp=2, tp=2, by_stage={"tp": (1, 2)}, microbatch_size=2)
     with pytest.raises(LayoutError, match=r"block \S+ hands \S+ to block .*no dim counts samples"):
         build_edges(graph, plan)
 
@@ -232,7 +232,7 @@ def test_values_that_samples_can_not_be_told_apart_in_are_refused():
 def test_batch_statistics_over_different_meshes_are_not_verified():
     """D12, P33: no one process sees two sizes of microbatch at once."""
     graph = captured("batchnorm-mlp")
-    plan = default_plan(graph, pp=2, tp=2, stage_tps=(2, 1), microbatch_size=2)
+    plan = default_plan(graph, pp=2, tp=2, by_stage={"tp": (2, 1)}, microbatch_size=2)
     with pytest.raises(PlanError, match=r"see 1 and 2 samples at a time; give those stages"):
         verify._replicas(graph, plan)
     assert verify._replicas(graph, default_plan(graph, dp=2, microbatch_size=3)) == 2
@@ -241,10 +241,12 @@ def test_batch_statistics_over_different_meshes_are_not_verified():
 
 def test_degrees_of_a_stage_must_fit():
     """D12, V11: refused, with what would fit."""
-    with pytest.raises(LayoutError, match=r"stage_tps=\(3, 1\): give one tp for each of the 2"):
-        plan_for("gpt", tp=2, pp=2, stage_tps=(3, 1))
+    with pytest.raises(LayoutError, match=r"by_stage tp=\(3, 1\): give one tp for each of the 2"):
+        plan_for("gpt", tp=2, pp=2, by_stage={"tp": (3, 1)})
     with pytest.raises(ValueError, match="stages of one pp rank share its mesh"):
-        plan_for("gpt", tp=2, pp=2, vpp=2, schedule="interleaved_1f1b", stage_tps=(2, 1, 1, 2))
+        plan_for(
+            "gpt", tp=2, pp=2, vpp=2, schedule="interleaved_1f1b", by_stage={"tp": (2, 1, 1, 2)}
+        )
 
 
 # -- whole tensors sent in pieces -----------------------------------------------------------------
@@ -280,8 +282,8 @@ def test_between_nodes_a_whole_tensor_goes_in_pieces():
     # A tp group over nodes gathers there too: nothing is saved.
     assert not sends_pieces(with_nodes_of(plan, 1), 0, 1)
     (whole,), (cut,) = build_edges(graph, on_one), build_edges(graph, on_two)
-    assert (whole.sent.tp, cut.sent.tp) == (Replicate(), Shard(1))
-    other = with_nodes_of(plan_for("gpt", tp=2, pp=2, stage_tps=(1, 2)), 2)
+    assert (whole.sent["tp"], cut.sent["tp"]) == (Replicate(), Shard(1))
+    other = with_nodes_of(plan_for("gpt", tp=2, pp=2, by_stage={"tp": (1, 2)}), 2)
     by_rank = run_ranks(train_and_count, 4, [on_one, on_two, other])
     for outcome, _ in by_rank[0]:
         assert max(outcome.loss_gap, outcome.gradient_gap, outcome.param_gap) < RTOL
@@ -355,7 +357,7 @@ def test_two_matmuls_on_two_meshes():
     )
     plan = plan.model_copy(update={"layouts": layouts})
     (edge,) = build_edges(graph, plan)
-    assert edge.sent.tp == Shard(1)
+    assert edge.sent["tp"] == Shard(1)
     found = run_ranks(two_matmuls, 8, to_json(graph), plan)
     assert max(loss_gap for loss_gap, _, _ in found) < RTOL
     assert found[0][1] < RTOL
@@ -408,7 +410,7 @@ def in_sequence(name: str, **choices: Any) -> Plan:
         lower(program.bind(size), layout, axis_size=plan.tp)
         for program, layout in zip(graph.classes, tp, strict=True)
     ]
-    cp = propagate_cp(graph, programs, microbatch_size=size, cp=plan.cp)
+    cp = propagate_on(graph, find_axis("cp"), size=plan.cp, microbatch_size=size, programs=programs)
     return plan.model_copy(update={"layouts": (*tp, *cp)})
 
 
@@ -435,7 +437,10 @@ def test_sequences_on_tp_inside_cp_between_stages():
 @pytest.mark.slow
 def test_context_parallelism_beside_different_meshes():
     """D12, D19: a sequence in two on both sides, dp and tp changing places between them."""
-    check(8, [("gpt", {"cp": 2, "tp": 2, "pp": 2, "stage_tps": tps}) for tps in [(2, 1), (1, 2)]])
+    check(
+        8,
+        [("gpt", {"cp": 2, "tp": 2, "pp": 2, "by_stage": {"tp": tps}}) for tps in [(2, 1), (1, 2)]],
+    )
 
 
 def test_every_layer_works_on_its_part_of_the_sequence():
@@ -443,7 +448,7 @@ def test_every_layer_works_on_its_part_of_the_sequence():
     graph = capture("gpt", torch.float64)
     plan = plan_for("gpt", cp=2)
     layer = next(b for b in graph.blocks if "layers" in b.name)
-    local = local_program(graph, plan, layer.class_index, tp=1, microbatch_size=2)
+    local = local_program(graph, plan, layer.class_index, degrees=plan.degrees, microbatch_size=2)
     products = [op for op in local.ops if op.target == "aten.linear.default"]
     assert {local.tensor[op.outputs[0]].shape[1] for op in products} == {8}
     moved = [op.inputs[0] for op in local.ops if op.target == "planner.redistribute"]

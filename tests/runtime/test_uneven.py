@@ -127,7 +127,7 @@ def test_uneven_batches_on_other_axes_equal_one_process():
     """G4, D12, D19: sequences cut in every sample, however many; stages of their own mesh."""
     graph = capture("gpt", torch.float64)
     two = {"cp": 2, "dp": 2, "microbatch_size": 2}
-    own = default_plan(graph, tp=2, pp=2, stage_tps=(2, 1), microbatch_size=4)
+    own = default_plan(graph, tp=2, pp=2, by_stage={"tp": (2, 1)}, microbatch_size=4)
     cases = [
         Case("gpt", default_plan(graph, **two), (5,)),
         # (Every op on all tp ranks: layouts found for four samples may cut by sample.)

@@ -58,9 +58,9 @@ CONTEXT = {
     "cp4": {"cp": 4},
 }
 OWN_MESHES = {
-    "tp2-then-dp2": {"tp": 2, "pp": 2, "stage_tps": (2, 1)},
-    "dp2-then-tp2": {"tp": 2, "pp": 2, "stage_tps": (1, 2)},
-    "dp2-then-tp2-zero3": {"dp": 2, "pp": 2, "stage_tps": (1, 2), "zero_stage": 3},
+    "tp2-then-dp2": {"tp": 2, "pp": 2, "by_stage": {"tp": (2, 1)}},
+    "dp2-then-tp2": {"tp": 2, "pp": 2, "by_stage": {"tp": (1, 2)}},
+    "dp2-then-tp2-zero3": {"dp": 2, "pp": 2, "by_stage": {"tp": (1, 2)}, "zero_stage": 3},
 }
 FIRST_TRIED = ("gpt", "hf-gpt2", "hf-llama")
 WITHOUT_SEQUENCES = ("mlp", "batchnorm-mlp", "resnet", "unet", "vit")

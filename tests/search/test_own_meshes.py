@@ -159,7 +159,7 @@ def test_the_best_equals_trying_every_mix(instances):
         step_s = result.plan.estimate["step_s"]
         gaps.append(gap)
         gains.append(alone / step_s - 1)
-        is_mixed = any(stage.tp for stage in result.plan.stages)
+        is_mixed = any(stage.own_sizes for stage in result.plan.stages)
         assert is_mixed == (step_s < alone * (1 - 1e-9))
         if number % 8 == 0:
             other = find_plan(graph, machine, replace(request, solver="cpsat"))
@@ -189,7 +189,7 @@ def gain_of_mixing(graph, machine, request, *, factor: float) -> float | None:
         return None
     assert gap < 1e-9
     assert result.plan.estimate["step_s"] == pytest.approx(best)
-    is_mixed = any(stage.tp for stage in result.plan.stages)
+    is_mixed = any(stage.own_sizes for stage in result.plan.stages)
     assert not is_mixed or best < alone * (1 - 1e-9)
     return alone / best - 1 if is_mixed else 0.0
 

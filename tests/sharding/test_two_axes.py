@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from planner.layout.context import propagate_cp
+from planner.layout.axes import find_axis
 from planner.layout.layout import ProcessMesh
 from planner.layout.lowering import local_program, lower
 from planner.layout.placement import Partial, Replicate, Shard, parse_placement
-from planner.layout.propagate import propagate_graph, propagate_layout
+from planner.layout.propagate import propagate_graph, propagate_layout, propagate_on
 from planner.layout.redistribute import REDISTRIBUTE, op_collectives
 from planner.plan import ClassLayout
 from planner.plan.defaults import default_plan
@@ -153,7 +153,7 @@ def test_context_parallelism_equals_dense(name):
     """D19: each rank has a part of every sequence; keys and values are gathered."""
     graph = captured(name)
     layouts = propagate_graph(
-        graph, microbatch_size=2, axis_size=2, boundary=Shard(1), sequences_only=True
+        graph, microbatch_size=2, axis_size=2, boundary=Shard(1), whole_params=True
     )
     assert any("S(1)" in layout.outputs for layout in layouts)
     for layout in layouts:
@@ -196,7 +196,7 @@ def test_context_and_tensor_parallelism_together(name):
         axis_size=2,
         boundary=Shard(1),
         programs=programs,
-        sequences_only=True,
+        whole_params=True,
     )
     for tp_layout, cp_layout in zip(tp, cp, strict=True):
         check_on_mesh(graph.classes[tp_layout.class_index].bind(2), tp_layout, cp_layout)
@@ -240,7 +240,11 @@ def in_sequence(graph):
     programs = [
         lower(graph.classes[layout.class_index].bind(2), layout, axis_size=2) for layout in tp
     ]
-    return tp, programs, propagate_cp(graph, programs, microbatch_size=2, cp=2)
+    return (
+        tp,
+        programs,
+        propagate_on(graph, find_axis("cp"), size=2, microbatch_size=2, programs=programs),
+    )
 
 
 MOVED_BY_A_LAYER = {
@@ -291,9 +295,9 @@ def test_layouts_on_both_axes_suit_a_smaller_microbatch():
     assert {"S(0)x2", "S(0)x4"} <= {p for _, text in cp[layer].ops for p in re.split(",|->", text)}
     for program, on_tp, on_cp in zip(graph.classes, tp, cp, strict=True):
         index = on_tp.class_index
-        full = local_program(graph, plan, index, tp=2, microbatch_size=2)
+        full = local_program(graph, plan, index, degrees=plan.degrees, microbatch_size=2)
         assert full == lower(programs[index], on_cp, axis="cp", axis_size=2, sum_later=True)
-        local = local_program(graph, plan, index, tp=2, microbatch_size=1)
+        local = local_program(graph, plan, index, degrees=plan.degrees, microbatch_size=1)
         check_on_mesh(program.bind(1), on_tp, on_cp, local)
 
 

@@ -1,8 +1,8 @@
 """Values inside a model in training, whole: what an op made of a global batch, on one device.
 
 A block is run as usual, by its own local program with the watched tensors as further
-outputs, so what is seen is what training computes. Pieces are then put together over cp
-and tp (sums taken), and over replicas and microbatches along the samples.
+outputs, so what is seen is what training computes. Pieces are then put together over the axes
+that blocks are lowered on (sums taken), and over replicas and microbatches along the samples.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from planner.errors import PlanError
 from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.layout.axes import lowered_axes
 from planner.layout.lowering import local_program, made_as
 from planner.layout.placement import Partial, Placement, Shard
+from planner.layout.placements import Placements
 from planner.runtime.stage.collectives import run_step
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.programs import Run
-from planner.runtime.step.wiring import Placements, stage_of
+from planner.runtime.step.wiring import stage_of
 from planner.schedule.jobs import JobKind
 
 if TYPE_CHECKING:
@@ -72,11 +74,10 @@ def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str,
             if (watched.name, microbatch) not in seen:
                 continue
             value = seen.pop((watched.name, microbatch))
-            # cp cut the finer pieces, so they are put together first.
-            for axis, placement in (("cp", placed.cp), ("tp", placed.tp)):
+            for axis, placement in reversed(placed.pairs):  # fine cuts first
                 value = _whole(value, placement, mesh.group_name(axis))
-            if mesh.rank("cp") == mesh.rank("tp") == 0:
-                mine.append((watched.name, microbatch, mesh.rank("dp"), value.cpu()))
+            if mesh.is_first_of_samples:
+                mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
     return _on_rank_0(mine, wanted, mesh.control)
 
 
@@ -132,12 +133,12 @@ def _handing_out(
             engine.graph,
             engine.plan,
             engine.graph.blocks[block_index].class_index,
-            tp=mesh.size("tp"),
+            degrees=mesh.degrees,
             microbatch_size=num_samples,
             watched=tuple(w.tensor for w in watched),
         )
-        groups = {axis: mesh.group(axis) for axis in ("tp", "cp")}
-        return to_graph_module(program, groups, mesh.device), len(program.outputs) - len(watched)
+        module = to_graph_module(program, mesh.lowered_groups(), mesh.device)
+        return module, len(program.outputs) - len(watched)
 
     jobs = engine.schedule.jobs[mesh.rank("pp")]
     order = iter(
@@ -147,8 +148,8 @@ def _handing_out(
     def noted(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         made = run(*tensors)
         microbatch = next(order)
-        for one, value in zip(watched, made[count:], strict=True):
-            seen[one.name, microbatch] = value
+        for tensor, value in zip(watched, made[count:], strict=True):
+            seen[tensor.name, microbatch] = value
         return made[:count]
 
     return lambda num_samples: partial(noted, *program_of(num_samples))
@@ -156,11 +157,16 @@ def _handing_out(
 
 def _made_as(engine: Engine, watched: Watched) -> Placements:
     plan = engine.plan
-    tp = plan.stage_tp(stage_of(plan, watched.block))
-    program = engine.graph.classes[engine.graph.blocks[watched.block].class_index]
+    degrees = plan.stage_degrees(stage_of(plan, watched.block))
     class_index = engine.graph.blocks[watched.block].class_index
-    layouts = (plan.layout(class_index, axis=axis, tp=tp) for axis in ("tp", "cp"))
-    return Placements(*(made_as(program, layout, watched.tensor) for layout in layouts))
+    program = engine.graph.classes[class_index]
+    layouts = {
+        axis.name: plan.layout(class_index, axis=axis.name, degrees=degrees)
+        for axis in lowered_axes()
+    }
+    return Placements.of(
+        {axis: made_as(program, layout, watched.tensor) for axis, layout in layouts.items()}
+    )
 
 
 def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
@@ -183,8 +189,8 @@ def _on_rank_0(
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []
     dist.gather_object(mine, everyone if is_first else None, dst=0, group=control)
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for name, microbatch, dp_rank, value in (part for rank in everyone for part in rank):
-        parts.setdefault(name, []).append((microbatch, dp_rank, value))
+    for name, microbatch, number, value in (part for rank in everyone for part in rank):
+        parts.setdefault(name, []).append((microbatch, number, value))
     return {w.name: _joined(w.meta, parts[w.name]) for w in wanted} if is_first else {}
 
 

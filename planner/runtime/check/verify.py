@@ -33,6 +33,7 @@ from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
 from planner.graph.model_file import ModelSource, load_model_file
+from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.one_process import OneProcess, Piece, Step
@@ -332,14 +333,15 @@ def _replicas(graph: ModelGraph, plan: Plan) -> int | None:
     found = blocks_across_samples(graph)
     across = [block for block in graph.blocks if block.index in found]
     stages = {stage_of(plan, block.index) for block in across}
-    replicas = {plan.stage_dp(stage) for stage in stages}
+    replicas = {plan.stage_degrees(stage).along("batch") for stage in stages}
     if len(replicas) > 1:
         sizes = sorted({plan.stage_microbatch_size(stage) for stage in stages})
         raise PlanError(
             f"blocks {across[0].name} to {across[-1].name} compute across samples (statistics of "
-            "the batch, or samples compared with each other), and their stages, of different dp, "
-            f"see {' and '.join(map(str, sizes))} samples at a time; give those stages "
-            "the same tp to verify the plan"
+            "the batch, or samples compared with each other), and their stages, of different "
+            f"{rest_axis().name}, see {' and '.join(map(str, sizes))} samples at a time; give "
+            f"those stages the same {' and '.join(axis.name for axis in own_axes())} to verify "
+            "the plan"
         )
     return replicas.pop() if replicas else None
 

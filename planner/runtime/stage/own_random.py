@@ -1,6 +1,6 @@
 """Random ops on shards: each rank draws numbers of its own, where replicas draw equal ones.
 
-The seed of a draw comes from the CPU's default generator, which the ranks of a tp group
+The seed of a draw comes from the CPU's default generator, which the ranks of a group
 advance in step; so it is new on each call, and the same again when a recompute restores
 that generator. Ops that run on replicas are not disturbed.
 

@@ -40,7 +40,7 @@ class Programs:
         selective = any(stage.recompute == "selective" for stage in plan.stages)
         self._keeper = keeper if selective else None
         self._weight_queue = weight_queue
-        self._full_size = plan.dp * plan.microbatch_size // mesh.size("dp")
+        self._full_size = plan.microbatch_samples // mesh.size("batch")
         self._chosen = {entry.class_index: entry.ops for entry in plan.recomputed}
         self._of_class: dict[int, Callable[[int], Run]] = {}
 
@@ -62,7 +62,7 @@ class Programs:
                 self._graph,
                 self._plan,
                 class_index,
-                tp=self._mesh.size("tp"),
+                degrees=self._mesh.degrees,
                 microbatch_size=num_samples,
             )
         except LayoutError as error:
@@ -75,7 +75,7 @@ class Programs:
         whole = self._graph.classes[class_index]
         module = to_graph_module(
             program,
-            {axis: self._mesh.group(axis) for axis in ("tp", "cp")},
+            self._mesh.lowered_groups(),
             self._mesh.device,
             weight_queue=self._weight_queue,
             keeper=self._keeper,

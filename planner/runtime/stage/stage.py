@@ -3,8 +3,8 @@
 Blocks run on local tensors. Parameters are registered per block under attribute names
 free of dots (`fqns` maps them back), because that is where FSDP2 shards and gathers them;
 those that several blocks of the stage share are registered on the stage. With FSDP2 a
-parameter in use may be a DTensor over tp; its local tensor is taken, and autograd carries
-the gradient back with the parameter's own placement.
+parameter in use may be a DTensor over an axis that cuts parameters; its local tensor is
+taken, and autograd carries the gradient back with the parameter's own placement.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from planner.graph import ModelGraph
 from planner.graph.blocks import written_buffers
-from planner.layout.placement import Placement, Replicate, Shard
+from planner.layout.placements import WHOLE, Placements, moves_between
 from planner.ops.record import is_random
 from planner.plan import StagePlan
 from planner.runtime.stage.collectives import redistribute
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
-from planner.runtime.step.wiring import BlockPlacements, Placements, StageWiring
+from planner.runtime.step.wiring import BlockPlacements, StageWiring
 
 
 def attribute(fqn: str) -> str:
@@ -135,13 +135,13 @@ class StageModule(nn.Module):
         placements: Callable[[int], BlockPlacements],
         programs: Programs,
         tensors: Mapping[str, Tensor],
-        groups: tuple[str, str],
+        groups: Mapping[str, str],
         keeper: Keeper,
         away: ActivationsOnHost | None = None,
     ) -> None:
-        """`tensors` holds local weights by name, `groups` the names of the tp and cp groups;
-        with selective recomputation the programs' kept ops listen to `keeper`. `away` is for
-        plans with activations on the host.
+        """`tensors` holds local weights by name, `groups` the names of the groups of
+        the axes that blocks are lowered on; with selective recomputation the programs' kept ops
+        listen to `keeper`. `away` is for plans with activations on the host.
         """
         super().__init__()
         self.wiring = wiring
@@ -150,7 +150,7 @@ class StageModule(nn.Module):
         self._groups = groups
         self.fqns: dict[str, str] = {}
         self._placement_of = {e.tensor: e.taken for e in wiring.incoming}
-        self._placement_of |= dict.fromkeys(wiring.side_inputs, Placements())
+        self._placement_of |= dict.fromkeys(wiring.side_inputs, WHOLE)
         uses = Counter(n for b in plan.blocks for n in dict.fromkeys(graph.blocks[b].params))
         self.passed: dict[str, Tensor] = {}
         self._shared: dict[str, str] = {}
@@ -206,7 +206,7 @@ class StageModule(nn.Module):
                 )
             )
             self._placement_of |= dict(zip(block.outputs, makes, strict=True))
-        results = [*wiring.outputs, *([(graph.loss, Placements())] if wiring.has_loss else [])]
+        results = [*wiring.outputs, *([(graph.loss, WHOLE)] if wiring.has_loss else [])]
         self._results = tuple((n, self._placement_of[n], p) for n, p in results)
         self._steps = _with_frees(steps, {n for n, _ in results})
         self._inputs = (*(e.tensor for e in wiring.incoming), *wiring.side_inputs)
@@ -245,19 +245,12 @@ class StageModule(nn.Module):
         return tuple(self._as(values[name], src, dst) for name, src, dst in self._results)
 
     def _as(self, tensor: Tensor, src: Placements, dst: Placements) -> Tensor:
-        """Redistribute between blocks. Where both axes cut one dim, cp cuts finer pieces, and
-        the coarse cut can't change under them.
-        """
+        """Redistribute between blocks, one axis after the other."""
         if src == dst:
             return tensor
-        on_tp, on_cp = self._groups
-        between = src.cp
-        if src.tp != dst.tp:
-            if _cut_one_dim(src.tp, src.cp) or _cut_one_dim(dst.tp, src.cp):
-                between = Replicate()
-                tensor = redistribute(tensor, on_cp, str(src.cp), "R", False)
-            tensor = redistribute(tensor, on_tp, str(src.tp), str(dst.tp), False)
-        return redistribute(tensor, on_cp, str(between), str(dst.cp), False)
+        for axis, before, after in moves_between(src, dst):
+            tensor = redistribute(tensor, self._groups[axis], str(before), str(after), False)
+        return tensor
 
     def take_again(self) -> Callable[[], None] | None:
         """Return what makes the last block's tensors again: its backward will begin with it.
@@ -280,10 +273,6 @@ class StageModule(nn.Module):
 
 def _is_sharded(block: BlockModule) -> bool:
     return any(isinstance(param, DTensor) for param in block.parameters())
-
-
-def _cut_one_dim(a: Placement, b: Placement) -> bool:
-    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
 
 
 def _with_frees(steps: list[BlockStep], kept: set[str]) -> tuple[BlockStep, ...]:

@@ -1,12 +1,11 @@
 """Where this process stands among the ranks of a plan, and the process groups around it.
 
-Each pp rank has a mesh of its own (`Plan.mesh`): its ranks as dp x cp x tp. Process groups
-are made for
+Each pp rank has a mesh of its own (`Plan.mesh`), whose axes are those of `planner.layout.axes`.
+Process groups are made for
 
-    tp     ranks that hold pieces of one computation
-    cp     ranks that hold parts of the same sequences
-    data   dp x cp: ranks that hold the same parameters and different data, over which
-           gradients are summed and ZeRO shards
+    each axis that blocks are lowered on    ranks that hold parts of one computation
+    "data", several axes together           ranks that hold the same parameters, over which
+                                            gradients are summed and ZeRO shards
 
 and by whoever needs others, through `Mesh.open_group`. Every rank takes part in making every
 group, in one order: groups that only their members make are named by how many groups a
@@ -26,45 +25,88 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
+from planner.layout.axes import (
+    Degrees,
+    batch_axes,
+    data_axes,
+    lowered_axes,
+    members,
+    split_axes,
+)
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
 
-AXES = ("pp", "dp", "cp", "tp")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """A rank's device, coordinate on each axis, and groups.
+    """A rank's device, place in its mesh, and groups. Groups are added and, by `close`, destroyed.
 
-    `meshes` are those of all pp ranks. `control` is a gloo group of all ranks, for small
-    host messages, whatever the backend. Groups are added and, by `close`, destroyed.
+    Attributes:
+        device: where its tensors are.
+        control: a gloo group of all ranks, for small host messages, whatever the backend.
+        meshes: those of all pp ranks.
+        pp_rank: this rank's own.
+        global_rank: this rank's number among all ranks.
     """
 
     device: torch.device
     control: dist.ProcessGroup
     meshes: tuple[ProcessMesh, ...]
-    sizes: tuple[int, int, int, int]
-    coordinate: tuple[int, int, int, int]
+    pp_rank: int
+    global_rank: int
     _lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _opened: list[dist.ProcessGroup] = field(default_factory=list)
 
-    def size(self, axis: str) -> int:
-        """Return the degree of an axis here; of "data", dp times cp."""
-        if axis == "data":
-            return self.size("dp") * self.size("cp")
-        return self.sizes[AXES.index(axis)]
+    @property
+    def own(self) -> ProcessMesh:
+        """The mesh of this rank's pp rank."""
+        return self.meshes[self.pp_rank]
 
-    def rank(self, axis: str) -> int:
-        """Return this process's coordinate on an axis."""
-        if axis == "data":
-            return self.rank("dp") * self.size("cp") + self.rank("cp")
-        return self.coordinate[AXES.index(axis)]
+    def size(self, name: str) -> int:
+        """Return the number of ranks along an axis, "pp", "batch" or "data" (`axes.JOINT`)."""
+        return len(self.meshes) if name == "pp" else self.own.size(*members(name))
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the group of this rank's line along tp, cp or data; None when alone."""
-        return self._lines.get(axis)
+    def rank(self, name: str) -> int:
+        """Return this process's number among those."""
+        if name == "pp":
+            return self.pp_rank
+        return self.own.number(self.global_rank, *members(name))
+
+    @property
+    def degrees(self) -> Degrees:
+        """The sizes of this rank's mesh."""
+        return Degrees(**dict(zip(self.own.axes, self.own.shape, strict=True)))
+
+    @property
+    def is_first_of_samples(self) -> bool:
+        """Whether it is the first of the ranks that compute the same values for the same samples:
+        what all of them have alike (the loss) is counted here.
+        """
+        return all(self.rank(axis.name) == 0 for axis in lowered_axes())
+
+    def first_of_samples(self) -> int:
+        """Return the global rank that is the first of those with this rank's samples."""
+        own = self.own
+        cuts = {axis.name for axis in batch_axes()}
+        place = zip(own.axes, own.coordinate(self.global_rank), strict=True)
+        return own.rank_at(tuple(at if axis in cuts else 0 for axis, at in place))
+
+    def first_of_samples_in_data(self) -> list[int]:
+        """Return which numbers in the "data" group are the first with their samples."""
+        own = self.own
+        line = next(line for line in own.groups(*members("data")) if self.global_rank in line)
+        others = [axis.name for axis in data_axes() if not axis.cuts_batch]
+        return [at for at, rank in enumerate(line) if own.number(rank, *others) == 0]
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """Return the group of this rank's line along an axis or "data"; None when alone."""
+        return self._lines.get(name)
+
+    def lowered_groups(self) -> dict[str, dist.ProcessGroup | None]:
+        """Return the groups that the collectives inside blocks name, by axis."""
+        return {axis.name: self.group(axis.name) for axis in lowered_axes()}
 
     def group_name(self, axis: str) -> str:
         """Return the name of that group, empty when alone."""
@@ -86,10 +128,12 @@ class Mesh:
         return mine
 
     def device_mesh(self) -> DeviceMesh:
-        """Return the axes data and, if there is one, tp as PyTorch has them, for FSDP2."""
+        """Return the axes "data" and those of parameters' pieces as PyTorch has them, for FSDP2."""
         # Not a tensor: on fake tensors (`dryrun`) ranks could not be looked up in it.
-        ranks = np.array(self.meshes[self.rank("pp")].ranks)
-        axes = [axis for axis in ("data", "tp") if self.group(axis) is not None]
+        own, inner = self.own, [axis.name for axis in reversed(split_axes())]
+        order = [own.axes.index(axis) for axis in (*members("data"), *inner)]
+        ranks = np.array(own.ranks).reshape(own.shape).transpose(order)
+        axes = [axis for axis in ("data", *inner) if self.group(axis) is not None]
         return DeviceMesh.from_group(
             [self._lines[axis] for axis in axes],
             self.device.type,
@@ -107,11 +151,10 @@ class Mesh:
         self._lines.clear()
 
 
-def coordinate_of(plan: Plan, rank: int) -> tuple[int, int, int, int]:
-    """Return a global rank's place on pp, dp, cp and tp; tp groups are neighbours."""
-    pp_rank = rank // (plan.dp * plan.cp * plan.tp)
-    dp_rank, cp_rank, tp_rank = plan.mesh(pp_rank).coordinate(rank)
-    return pp_rank, dp_rank, cp_rank, tp_rank
+def coordinate_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return a global rank's pp rank and its place along each axis of its mesh."""
+    pp_rank = rank // plan.degrees.num_ranks
+    return pp_rank, *plan.mesh(pp_rank).coordinate(rank)
 
 
 def default_group() -> dist.ProcessGroup:
@@ -133,13 +176,12 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         _start_process_group(plan, device)
     if dist.get_world_size() != plan.world_size:
         raise PlanError(
-            f"the plan is for {plan.world_size} ranks (pp={plan.pp} dp={plan.dp} cp={plan.cp} "
-            f"tp={plan.tp}) and {dist.get_world_size()} are running; start it with: "
+            f"the plan is for {plan.world_size} ranks (pp={plan.pp} {plan.degrees}) "
+            f"and {dist.get_world_size()} are running; start it with: "
             "planner launch plan.json script.py"
         )
-    coordinate = coordinate_of(plan, dist.get_rank())
-    meshes = tuple(plan.mesh(pp_rank) for pp_rank in range(plan.pp))
-    dp, cp, tp = meshes[coordinate[0]].shape
+    pp_rank, *_ = coordinate_of(plan, dist.get_rank())
+    meshes = tuple(plan.mesh(each) for each in range(plan.pp))
     opened = []
     if devices.backend(device) == "gloo":
         control = default_group()
@@ -150,23 +192,16 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         device=device,
         control=control,
         meshes=meshes,
-        sizes=(plan.pp, dp, cp, tp),
-        coordinate=coordinate,
+        pp_rank=pp_rank,
+        global_rank=dist.get_rank(),
         _opened=opened,
     )
-    for axis in ("tp", "cp", "data"):
-        lines = [line for m in meshes for line in _lines(m, axis) if len(line) > 1]
+    for name in (*(axis.name for axis in lowered_axes()), "data"):
+        lines = [line for m in meshes for line in m.groups(*members(name)) if len(line) > 1]
         group = mesh.open_group(lines)
         if group is not None:
-            mesh._lines[axis] = group
+            mesh._lines[name] = group
     return mesh
-
-
-def _lines(mesh: ProcessMesh, axis: str) -> Iterable[tuple[int, ...]]:
-    if axis != "data":
-        return mesh.groups(axis)
-    tp = mesh.shape[2]
-    return [mesh.ranks[tp_rank::tp] for tp_rank in range(tp)]
 
 
 def _start_process_group(plan: Plan, device: torch.device) -> None:

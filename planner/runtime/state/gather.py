@@ -10,12 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from planner.graph import ModelGraph, TensorMeta
-from planner.layout.placement import Placement, Shard
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements
+from planner.ops.call import local_shape
 from planner.plan import Plan
 from planner.runtime.stage.collectives import run_step
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.masters import rest_dtype
-from planner.runtime.step.wiring import local_shape, stage_params
+from planner.runtime.step.wiring import stage_params
 
 
 def gather(
@@ -23,12 +25,12 @@ def gather(
     plan: Plan,
     mesh: Mesh,
     wanted: Iterable[TensorMeta],
-    piece: Callable[[TensorMeta], tuple[Tensor, Placement]],
+    piece: Callable[[TensorMeta], tuple[Tensor, Placements]],
 ) -> dict[str, Tensor]:
     """Return whole tensors by the user's names on rank 0, {} elsewhere; all ranks call it.
 
     `piece` gives this rank's local piece of a tensor it holds (a DTensor speaks for
-    itself) and its tp placement. Tensors go one at a time, from the first pp rank that
+    itself) and its placements. Tensors go one at a time, from the first pp rank that
     holds them; a tied parameter is returned under each of its names.
     """
     result: dict[str, Tensor] = {}
@@ -46,24 +48,27 @@ def gather(
     return result
 
 
-def _whole(tensor: Tensor, placement: Placement, mesh: Mesh) -> Tensor:
+def _whole(tensor: Tensor, placements: Placements, mesh: Mesh) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
-        tensor = _over_data(tensor, placement, mesh)
+        tensor = _over_data(tensor, placements, mesh)
     tensor = tensor.to(mesh.device)  # from the host, if that holds it: groups are of devices
-    group = mesh.group("tp")
-    if group is None or not isinstance(placement, Shard):
-        return tensor
-    return run_step(tensor, group.group_name, ("all_gather", placement, 0))
+    for axis, placement in reversed(placements.pairs):  # fine cuts first
+        group = mesh.group(axis)
+        if group is not None and isinstance(placement, Shard):
+            tensor = run_step(tensor, group.group_name, ("all_gather", placement, 0))
+    return tensor
 
 
-def _over_data(tensor: DTensor, placement: Placement, mesh: Mesh) -> Tensor:
+def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
     """Gather what FSDP2 cut along dim 0, as torch.chunk does: the last pieces may be short.
 
-    DTensor's own way gathers over tp first, which for a dim cut twice is the wrong order,
-    and warns about it.
+    DTensor's own way gathers over the axes of pieces first, which for a dim cut twice is the
+    wrong order, and warns about it.
     """
-    shape = local_shape(tuple(tensor.shape), placement, mesh.size("tp"))
+    shape = tuple(tensor.shape)
+    for axis, placement in placements.pairs:
+        shape = local_shape(shape, placement, mesh.size(axis))
     group = mesh.group("data")
     assert group is not None, "FSDP2 is used only with replicas"
     length = -(-shape[0] // mesh.size("data"))

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import ModelError
+from planner.layout.axes import split_axes
 
 
 def build_optimizer(
@@ -51,7 +52,8 @@ def build_optimizer(
             raise ModelError(
                 f"{type(optimizer).__name__} updates an element by others of its parameter, and "
                 "the plan cuts parameters over ranks, which would change the training; use an "
-                "element-wise optimizer (SGD, Adam, AdamW, ...), or search with `tp` 1 and `zero` 0"
+                "element-wise optimizer (SGD, Adam, AdamW, ...), or search with "
+                f"{', '.join(f'`{axis.name}` 1' for axis in split_axes())} and `zero` 0"
             )
     return optimizer
 

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph, TensorMeta
+from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh, sizes, slices
-from planner.layout.placement import Placement, Shard
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements
 from planner.layout.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.stage.stage import StageModule
@@ -94,27 +96,32 @@ def _box(
     graph: ModelGraph,
     plan: Plan,
     meta: TensorMeta,
-    placement: Placement,
+    placements: Placements,
     mesh: ProcessMesh,
     rank: int,
 ) -> Box:
     """Return the part of a parameter's gradient that a rank holds."""
-    if isinstance(placement, Shard) and placement.segments > 1:
-        users = [block.name for block in graph.blocks if meta.name in block.params]
-        raise LayoutError(
-            f"blocks {users[0]} and {users[-1]} share {meta.fqn}, which lies as {placement} on tp, "
-            "and their stages have different tp; give both stages the same tp, or pin it to R"
-        )
-    dp_rank, cp_rank, tp_rank = mesh.coordinate(rank)
-    dp, cp, tp = mesh.shape
     box = [(0, size) for size in meta.shape_at(1)]
-    if isinstance(placement, Shard):
-        length = box[placement.dim][1] // tp
-        box[placement.dim] = (tp_rank * length, (tp_rank + 1) * length)
-    if plan.zero_stage and dp * cp > 1:  # as torch.chunk cuts: the last may be short or empty
+    for axis, placement in placements.pairs:  # coarse cuts first
+        if not isinstance(placement, Shard):
+            continue
+        if placement.segments > 1:
+            users = [block.name for block in graph.blocks if meta.name in block.params]
+            raise LayoutError(
+                f"blocks {users[0]} and {users[-1]} share {meta.fqn}, which lies as {placement} on "
+                f"{axis}, and their stages have different {axis}; give both stages the same "
+                f"{axis}, or pin it to R"
+            )
+        start, stop = box[placement.dim]
+        length = (stop - start) // mesh.size(axis)
+        first = start + mesh.number(rank, axis) * length
+        box[placement.dim] = (first, first + length)
+    data = members("data")
+    if plan.zero_stage and mesh.size(*data) > 1:
+        # As torch.chunk cuts: the last may be short or empty.
         start, stop = box[0]
-        length = -(-(stop - start) // (dp * cp))
-        first = min(stop, start + (dp_rank * cp + cp_rank) * length)
+        length = -(-(stop - start) // mesh.size(*data))
+        first = min(stop, start + mesh.number(rank, *data) * length)
         box[0] = (first, min(stop, first + length))
     return tuple(box)
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from planner.errors import LayoutError, ModelError
 from planner.graph import ModelGraph, TensorMeta
-from planner.layout.placement import Placement, Shard
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements
 from planner.plan import Precision
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.masters import rest_dtype
@@ -19,21 +20,31 @@ from planner.runtime.state.masters import rest_dtype
 BROADCAST_BYTES = 64 * 2**20
 
 
-def local_piece(whole: Tensor, placement: Placement, parts: int, rank: int, fqn: str) -> Tensor:
-    """Return a copy of one rank's piece of a parameter. Raises LayoutError if uneven."""
-    if not isinstance(placement, Shard):
+def own_piece(whole: Tensor, placements: Placements, mesh: Mesh, fqn: str) -> Tensor:
+    """Return a copy of this rank's piece of a parameter. Raises LayoutError if uneven."""
+    piece = whole
+    for axis, placement in placements.pairs:  # coarse cuts first
+        if isinstance(placement, Shard):
+            piece = local_piece(piece, placement, axis, mesh.size(axis), mesh.rank(axis), fqn)
+    if piece is whole:
         return whole.clone()
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def local_piece(
+    whole: Tensor, placement: Shard, axis: str, parts: int, rank: int, fqn: str
+) -> Tensor:
+    """Return what one rank of an axis has of a parameter. Raises LayoutError if uneven."""
     length = whole.shape[placement.dim]
     if length % (parts * placement.segments):
         raise LayoutError(
-            f"tp={parts} does not divide dim {placement.dim} of {fqn} (size {length}); "
-            "search again with another tp"
+            f"{axis}={parts} does not divide dim {placement.dim} of {fqn} (size {length}); "
+            f"search again with another {axis}"
         )
     by_segment = whole.unflatten(placement.dim, (placement.segments, -1))
-    piece = by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
+    return by_segment.chunk(parts, placement.dim + 1)[rank].flatten(
         placement.dim, placement.dim + 1
     )
-    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def module_tensor(module: nn.Module, meta: TensorMeta) -> Tensor:

@@ -1,4 +1,6 @@
-"""ZeRO 1, 2 and 3 with FSDP2: what is sharded over dp and cp, when it is gathered and reduced.
+"""ZeRO 1, 2 and 3 with FSDP2: what is sharded, when it is gathered and reduced.
+
+Sharded over all ranks with the same parameters: the group "data" of `planner.layout.axes`.
 
     zero_stage   parameters in a step            gradients
     1            gathered once, kept             whole, reduce-scattered after the last microbatch
@@ -32,7 +34,10 @@ from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
+from planner.errors import LayoutError
+from planner.layout.axes import split_axes
 from planner.layout.placement import Placement, Shard
+from planner.layout.placements import Placements
 from planner.plan import Precision
 from planner.runtime.stage.stage import BlockModule, StageModule
 from planner.runtime.start.mesh import Mesh
@@ -47,19 +52,23 @@ def shard_stage(
     stage: StageModule,
     mesh: Mesh,
     zero_stage: int,
-    placements: Mapping[str, Placement],
+    placements: Mapping[str, Placements],
     precision: Precision,
     *,
     on_host: bool = False,
 ) -> None:
-    """Shard a stage over dp in place, one FSDP2 unit per block and one for shared parameters.
+    """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
-    `placements` gives the tp placement of each parameter by the user's name.
+    `placements` gives those of each parameter by the user's name. Raises LayoutError where
+    more than one axis cuts parameters: FSDP2 takes DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
-    if mesh.size("tp") > 1:
-        _over_tp(stage, device_mesh["tp"], placements)
-    dp_mesh = device_mesh["data"]
+    cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
+    if len(cut) > 1:
+        raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
+    for axis in cut:
+        _as_dtensors(stage, device_mesh[axis], axis, placements)
+    data_mesh = device_mesh["data"]
     # Inputs are cast by the programs, where the capture says so.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if precision == "bf16":
@@ -71,12 +80,12 @@ def shard_stage(
     )
     policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in stage.blocks:
-        fully_shard(block, mesh=dp_mesh, reshard_after_forward=zero_stage == 3, **policies)
-    fully_shard(stage, mesh=dp_mesh, reshard_after_forward=False, **policies)
+        fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
+    fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
     # A block's program writes into nothing that another handed on: capture made all writes pure.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():
-        # The loss carries the 1/dp, as it does without ZeRO; the sum over dp stays a sum.
+        # The loss carries the weight of a part, as it does without ZeRO; sums stay sums.
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -90,7 +99,9 @@ def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None
     stage.set_is_last_backward(is_last)
 
 
-def _over_tp(stage: StageModule, tp_mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+def _as_dtensors(
+    stage: StageModule, mesh: DeviceMesh, axis: str, placements: Mapping[str, Placements]
+) -> None:
     for block in stage.blocks:
         assert isinstance(block, BlockModule)
         block.params_are_dtensors = True
@@ -99,6 +110,6 @@ def _over_tp(stage: StageModule, tp_mesh: DeviceMesh, placements: Mapping[str, P
         module = stage.get_submodule(owner)
         param = module.get_parameter(name)
         local = DTensor.from_local(
-            param.detach(), tp_mesh, [torch_placement(placements[fqn])], run_check=False
+            param.detach(), mesh, [torch_placement(placements[fqn][axis])], run_check=False
         )
         module.register_parameter(name, nn.Parameter(local, requires_grad=param.requires_grad))

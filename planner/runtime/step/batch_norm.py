@@ -1,9 +1,9 @@
 """Running statistics of the whole batch, though each microbatch is normalised by its own.
 
 Programs made by `planner.plan.batch_statistics.deferred` leave mean and variance of each
-microbatch in the buffers. They are merged over the step's microbatches and dp replicas
-(Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-Variances", 1979), and the running ones move once, as one device would move them.
+microbatch in the buffers. They are merged over the step's microbatches and their parts on
+other ranks (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
+Sample Variances", 1979), and the running ones move once, as one device would move them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class DeferredStatistics:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Move the running statistics, equally on all dp replicas."""
+        """Move the running statistics, equally on all ranks that have them."""
         layers = self._all()
         if not layers:
             return
@@ -136,9 +136,9 @@ class DeferredStatistics:
             rows = [torch.empty_like(flat) for _ in range(self._mesh.size("data"))]
             dist.all_gather(rows, flat, group=group)
         total: list[Moments] = []
-        # cp ranks saw the same samples: one of them speaks for all.
-        for row in rows[:: self._mesh.size("cp")]:
-            parts = row.split(sizes)
+        # Of ranks that saw the same samples one counts.
+        for number in self._mesh.first_of_samples_in_data():
+            parts = rows[number].split(sizes)
             found = [
                 Moments(count[0], mean, squares)
                 for count, mean, squares in zip(parts[::3], parts[1::3], parts[2::3], strict=True)

@@ -1,8 +1,8 @@
 """Engine: a model trained as its plan says, from the outside like one device.
 
 Every rank builds the engine with the same model and calls `step` with the same global
-batch; the engine takes its part of both. One device is the plan dp = tp = pp = 1 and
-takes the same path.
+batch; the engine takes its part of both. One device is the plan with all sizes one and takes
+the same path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
-from planner.layout.placement import Placement
+from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
@@ -36,7 +36,7 @@ from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams, cast_params
 from planner.runtime.state.untouched import Untouched
-from planner.runtime.state.weights import local_piece, synced_tensors
+from planner.runtime.state.weights import own_piece, synced_tensors
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble, cut_batch
@@ -166,12 +166,8 @@ class Engine:
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
             pieces = {
-                meta.name: local_piece(
-                    whole[meta.name],
-                    self._param_placements[meta.name],
-                    mesh.size("tp"),
-                    mesh.rank("tp"),
-                    meta.fqn,
+                meta.name: own_piece(
+                    whole[meta.name], self._param_placements[meta.name], mesh, meta.fqn
                 )
                 for meta in metas
             }
@@ -184,7 +180,7 @@ class Engine:
                 placements=lambda b: block_placements(graph, plan, b),
                 programs=programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
-                groups=(mesh.group_name("tp"), mesh.group_name("cp")),
+                groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
                 away=self._away,
             )
@@ -288,8 +284,8 @@ class Engine:
 
     def _feed(self, batch: Any) -> Feed:
         cut = cut_batch(batch, self.graph, self.plan)
-        dp, dp_rank = self.mesh.size("dp"), self.mesh.rank("dp")
-        parts = [cut.split.part(m, dp, dp_rank) for m in range(cut.split.num_microbatches)]
+        count, number = self.mesh.size("batch"), self.mesh.rank("batch")
+        parts = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
         wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
         metas = [self.graph.tensor[name] for name in sorted(wanted)]
         microbatches = [
@@ -327,7 +323,7 @@ class Engine:
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
         total = torch.zeros((), dtype=self._loss_dtype, device=self.mesh.device)
-        if losses and self.mesh.rank("tp") == self.mesh.rank("cp") == 0:
+        if losses and self.mesh.is_first_of_samples:
             weights = torch.stack(tuple(feed.loss_weights))
             # A part in which nothing counts has no mean: its loss may be NaN.
             shares = torch.where(weights == 0, weights, torch.stack(losses) * weights)
@@ -384,7 +380,7 @@ class Engine:
             ),
         )
 
-    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placement]:
+    def _piece(self, meta: TensorMeta) -> tuple[Tensor, Placements]:
         placement = self._param_placements[meta.name]
         if meta.kind == "param":
             return self._param(meta), placement

@@ -26,7 +26,7 @@ class Feed:
 
     `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
     mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
-    all microbatches and dp ranks they sum to one.
+    all microbatches and parts of them they sum to one.
     """
 
     split: BatchSplit
@@ -69,7 +69,9 @@ def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
     metas = {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
     _check_structure(tree, leaves, graph.batch_tree, metas)
     num_samples = _num_samples(leaves, metas, plan)
-    most_replicas = max(plan.stage_dp(index) for index in range(len(plan.stages)))
+    most_replicas = max(
+        plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))
+    )
     least = plan.num_microbatches * most_replicas
     if not least <= num_samples <= plan.global_batch:
         fitting = "" if least == plan.global_batch else f"{least} to "

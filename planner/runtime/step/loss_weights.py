@@ -28,7 +28,8 @@ class LossWeights:
     def __init__(
         self, mesh: Mesh, *, dtype: torch.dtype, has_loss: bool, count: LossWeight | None
     ) -> None:
-        self._dp, self._dp_rank, self._device = mesh.size("dp"), mesh.rank("dp"), mesh.device
+        self._num_parts, self._number = mesh.size("batch"), mesh.rank("batch")
+        self._device = mesh.device
         self._dtype, self._has_loss, self._count = dtype, has_loss, count
         self._by_samples: dict[int, tuple[Tensor, ...]] = {}
 
@@ -40,18 +41,18 @@ class LossWeights:
             return self._tensors(self._counted(cut, self._count))
         num_samples = cut.split.num_samples
         if num_samples not in self._by_samples:
-            weights = [len(own) / num_samples for own in self._parts(cut, self._dp_rank)]
+            weights = [len(own) / num_samples for own in self._parts(cut, self._number)]
             self._by_samples[num_samples] = self._tensors(weights)
         return self._by_samples[num_samples]
 
-    def _parts(self, cut: CutBatch, dp_rank: int) -> list[range]:
+    def _parts(self, cut: CutBatch, number: int) -> list[range]:
         count = cut.split.num_microbatches
-        return [cut.split.part(index, self._dp, dp_rank) for index in range(count)]
+        return [cut.split.part(index, self._num_parts, number) for index in range(count)]
 
     def _counted(self, cut: CutBatch, count: LossWeight) -> list[float]:
         counts = [
-            [float(count(cut.part(samples))) for samples in self._parts(cut, dp_rank)]
-            for dp_rank in range(self._dp)
+            [float(count(cut.part(samples))) for samples in self._parts(cut, number)]
+            for number in range(self._num_parts)
         ]
         total = sum(map(sum, counts))
         if not total > 0 or min(map(min, counts)) < 0:
@@ -59,7 +60,7 @@ class LossWeights:
                 f"loss_weight gave {counts} for the parts of the batch on each replica; they must "
                 "not be negative, nor all zero"
             )
-        return [own / total for own in counts[self._dp_rank]]
+        return [own / total for own in counts[self._number]]
 
     def _tensors(self, weights: list[float]) -> tuple[Tensor, ...]:
         return torch.tensor(weights, dtype=self._dtype, device=self._device).unbind()

@@ -1,8 +1,8 @@
-"""Random numbers of a step: equal on ranks of one replica and stage, different elsewhere.
+"""Random numbers of a step: equal on ranks with the same samples and stage, different elsewhere.
 
-Ranks that differ on tp and cp only hold replicas of one computation and must draw the same
-dropout masks (ops on shards take streams of their own from there); other ranks work on
-other data or other layers. The stream is the engine's own: the script's generator, which it
+Ranks with the same samples hold replicas of one computation and must draw the same dropout masks
+(ops on shards take streams of their own from there); other ranks work on other samples or other
+layers. The stream is the engine's own: the script's generator, which it
 may use to choose equal batches on every rank, is put aside during a step.
 """
 
@@ -24,9 +24,8 @@ class RandomStream:
 
     def __init__(self, seed: int, mesh: Mesh) -> None:
         """`seed` is the same on every rank."""
-        # The replica's first rank: pp ranks may number their replicas differently.
-        replica = mesh.rank("dp") * mesh.size("cp") * mesh.size("tp")
-        place = mesh.meshes[mesh.rank("pp")].ranks[replica]
+        # A global rank, since pp ranks may cut the batch differently.
+        place = mesh.first_of_samples()
         self._device = mesh.device
         with torch.random.fork_rng(devices=_gpus(self._device)):
             torch.manual_seed((seed + _PRIME * place) % 2**63)

@@ -1,4 +1,4 @@
-"""Gradients summed over the ranks that share a parameter: dp replicas, and tied copies."""
+"""Gradients summed over the ranks that share a parameter: replicas, and tied copies."""
 
 from __future__ import annotations
 

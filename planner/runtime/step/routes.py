@@ -13,8 +13,9 @@ from typing import NamedTuple
 from planner.errors import LayoutError
 from planner.graph import Affine, size_at
 from planner.graph.batch_split import BatchSplit
+from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh
-from planner.layout.placement import Placement, Shard
+from planner.layout.placement import Shard
 from planner.layout.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.step.wiring import Edge
@@ -60,14 +61,13 @@ class Routes:
 
         Of a piece of segments only the sizes mean something.
         """
-        pp_rank = rank // (self.plan.world_size // self.plan.pp)
+        pp_rank = rank // self.plan.degrees.num_ranks
         at_producer = pp_rank == self.plan.stages[edge.producer].pp_rank
         mesh = self._mesh(edge.producer if at_producer else edge.consumer)
         placements = edge.sent if at_producer else edge.taken
-        dp_rank, cp_rank, tp_rank = mesh.coordinate(rank)
-        dp, cp, tp = mesh.shape
         split = BatchSplit(num_samples=num_samples, num_microbatches=1)
-        samples = split.part(0, dp, dp_rank)
+        batch = members("batch")
+        samples = split.part(0, mesh.size(*batch), mesh.number(rank, *batch))
         box = []
         for dim, size in enumerate(edge.shape):
             span = (0, size_at(size, len(samples)))
@@ -75,13 +75,15 @@ class Routes:
                 assert isinstance(size, Affine)
                 # (Entries that are there for any number of samples go with every part.)
                 span = (size.per_sample * samples.start, size.at(samples.stop))
-            span = _cut(span, edge, dim, placements.tp, tp, tp_rank)
-            box.append(_cut(span, edge, dim, placements.cp, cp, cp_rank))
+            for axis, placement in placements.pairs:  # coarse cuts first
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    span = _cut(span, edge, dim, mesh.size(axis), mesh.number(rank, axis))
+            box.append(span)
         return tuple(box)
 
     def pairs(self, edge: Edge) -> set[tuple[int, int]]:
         """Return the ranks that ever send to each other over an edge, with direction."""
-        samples = self.plan.dp * self.plan.microbatch_size
+        samples = self.plan.microbatch_samples
         ways = [False, True] if edge.requires_grad else [False]
         return {
             (part.source, part.target)
@@ -93,11 +95,7 @@ class Routes:
         return self.plan.mesh(self.plan.stages[stage_index].pp_rank)
 
 
-def _cut(
-    span: tuple[int, int], edge: Edge, dim: int, placement: Placement, parts: int, rank: int
-) -> tuple[int, int]:
-    if not isinstance(placement, Shard) or placement.dim != dim or parts == 1:
-        return span
+def _cut(span: tuple[int, int], edge: Edge, dim: int, parts: int, rank: int) -> tuple[int, int]:
     start, stop = span
     length, rest = divmod(stop - start, parts)
     if rest:

@@ -2,7 +2,8 @@
 
 The parameters are those of the rank's stages, or their copies where the plan makes some: in
 fp32 for precision "bf16", on the host for an optimizer there. Their gradients are summed
-over dp and cp replicas and over tied copies, and clipped by the norm over the whole model.
+over the ranks with the same parameters and over tied copies, and clipped by the norm over the
+whole model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Shard
+from planner.layout.axes import split_axes
+from planner.layout.placement import Shard
+from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
@@ -43,7 +46,7 @@ class TrainedParams:
         plan: Plan,
         mesh: Mesh,
         owners: Mapping[int, Owner],
-        placements: Mapping[str, Placement],
+        placements: Mapping[str, Placements],
         *,
         sharded: bool,
         host: Host | None = None,
@@ -85,11 +88,11 @@ class TrainedParams:
             given,
             module,
             self.stepped_by_name(),
-            is_cut=self._sharded or self._mesh.size("tp") > 1,
+            is_cut=self._sharded or any(self._mesh.size(axis.name) > 1 for axis in split_axes()),
         )
         masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
         if masters and optimizer is not None and self._host is not None:
-            trained = [one for owner in masters for one in owner.trained.values()]
+            trained = [master for owner in masters for master in owner.trained.values()]
             self._updates = HostUpdates(trained, optimizer, self._host)
         return optimizer
 
@@ -125,8 +128,10 @@ class TrainedParams:
             for fqn, param in owner.named_params().items():
                 name = metas[fqn].name
                 is_first_copy = not any(name in names for names in users[:index])
-                on_tp = isinstance(self._placements[name], Shard)
-                copies = replicas * (1 if on_tp else self._mesh.size("tp"))
+                copies = replicas
+                for axis in split_axes():
+                    is_piece = isinstance(self._placements[name][axis.name], Shard)
+                    copies *= 1 if is_piece else self._mesh.size(axis.name)
                 yield param, is_first_copy / copies
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:

@@ -9,31 +9,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph, Size, TensorMeta
+from planner.layout.axes import lowered_axes, own_axes, rest_axis
 from planner.layout.placement import Partial, Placement, Replicate, Shard, parse_placement
+from planner.layout.placements import Placements
 from planner.plan import Plan
-
-
-class Placements(NamedTuple):
-    """How a tensor lies on the tp and cp axes; where both cut one dim, tp cuts first."""
-
-    tp: Placement = Replicate()
-    cp: Placement = Replicate()
-
-    def __str__(self) -> str:
-        return f"{self.tp}@tp {self.cp}@cp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
     """One tensor on its way from the stage that makes it to one stage that uses it.
 
-    `sent` is how it lies when it leaves, `taken` when it arrives: the same where the two
-    stages have meshes of one shape. `shape` is whole on tp and cp; its first size that
-    depends on the number of samples, at `batch_dim`, is divided over dp (None: no such).
+    Attributes:
+        index: position among the edges of the plan.
+        tensor: name of the tensor in the graph.
+        producer: index of the stage that makes it.
+        consumer: index of the stage that uses it.
+        shape: sizes in each part of the batch, whole on all axes that blocks are lowered on.
+        batch_dim: the first dim whose size depends on the number of samples, None for none; the
+            batch axes divide it.
+        dtype: of its elements.
+        sent: how it lies when it leaves.
+        taken: how it lies when it arrives: as `sent` where the two stages have meshes of one shape.
+        requires_grad: whether a gradient goes back.
     """
 
     index: int
@@ -52,9 +52,14 @@ class Edge:
 class StageWiring:
     """What one stage takes and hands on.
 
-    `side_inputs` are batch inputs and preamble values; `outputs` the distinct (tensor,
-    placements) pairs its outgoing edges carry, `output_of` the position of each edge's pair
-    among them. `has_loss` tells that one more output follows: the loss.
+    Attributes:
+        stage_index: the stage.
+        incoming: edges from other stages.
+        outgoing: edges to other stages.
+        side_inputs: names of the batch inputs and preamble values that its blocks use.
+        outputs: the distinct (tensor, placements) pairs that its outgoing edges carry.
+        output_of: for each outgoing edge the position of its pair in `outputs`.
+        has_loss: whether one more output follows, the loss.
     """
 
     stage_index: int
@@ -77,23 +82,28 @@ def block_placements(
     `stage` is the one that holds the block: who knows it spares the search for it.
     """
     block = graph.blocks[block_index]
-    stage_tp = plan.stage_tp(stage_of(plan, block_index) if stage is None else stage)
-    tp, cp = (plan.layout(block.class_index, axis=axis, tp=stage_tp) for axis in ("tp", "cp"))
+    stage = stage_of(plan, block_index) if stage is None else stage
+    degrees = plan.stage_degrees(stage)
+    found = [
+        (axis.name, plan.layout(block.class_index, axis=axis.name, degrees=degrees))
+        for axis in lowered_axes()
+    ]
+    layouts = [(axis, layout) for axis, layout in found if layout is not None]
     return (
-        _pairs(len(block.inputs), tp.inputs if tp else None, cp.inputs if cp else None),
-        _pairs(len(block.params), tp.params if tp else None, cp.params if cp else None),
-        _pairs(len(block.outputs), tp.outputs if tp else None, cp.outputs if cp else None),
+        _joined(len(block.inputs), tuple((axis, layout.inputs) for axis, layout in layouts)),
+        _joined(len(block.params), tuple((axis, layout.params) for axis, layout in layouts)),
+        _joined(len(block.outputs), tuple((axis, layout.outputs) for axis, layout in layouts)),
     )
 
 
 @lru_cache(maxsize=4096)
-def _pairs(
-    count: int, tp: tuple[str, ...] | None, cp: tuple[str, ...] | None
-) -> tuple[Placements, ...]:
-    whole = ("R",) * count
-    pairs = zip(tp or whole, cp or whole, strict=True)
+def _joined(count: int, by_axis: tuple[tuple[str, tuple[str, ...]], ...]) -> tuple[Placements, ...]:
+    """Return the placements of `count` tensors, given in text for each axis with a layout."""
+    if any(len(texts) != count for _, texts in by_axis):
+        raise LayoutError(f"a layout places another number of tensors than {count}")
     return tuple(
-        Placements(parse_placement(on_tp), parse_placement(on_cp)) for on_tp, on_cp in pairs
+        Placements.of({axis: parse_placement(texts[at]) for axis, texts in by_axis})
+        for at in range(count)
     )
 
 
@@ -110,23 +120,24 @@ def stage_params(graph: ModelGraph, plan: Plan) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, Placement]:
-    """Return the tp placement of each parameter, buffer and constant that a pp rank holds.
+def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, Placements]:
+    """Return how each parameter, buffer and constant that a pp rank holds lies on its mesh.
 
     Raises LayoutError when two of its blocks that share one want it placed differently.
     """
-    found: dict[str, tuple[Placement, str]] = {}
+    found: dict[str, tuple[Placements, str]] = {}
     for s, stage in enumerate(plan.stages):
         for index in stage.blocks if stage.pp_rank == pp_rank else ():
             block = graph.blocks[index]
             _, params, _ = block_placements(graph, plan, index, s)
             for name, placed in zip(block.params, params, strict=True):
-                before, owner = found.setdefault(name, (placed.tp, block.name))
-                if before != placed.tp:
+                before, owner = found.setdefault(name, (placed, block.name))
+                if before != placed:
+                    axis = next(a.name for a in lowered_axes() if before[a.name] != placed[a.name])
                     raise LayoutError(
-                        f"{graph.tensor[name].fqn or name} is {before} on tp in block {owner} and "
-                        f"{placed.tp} in block {block.name}; blocks that share a parameter must "
-                        "agree"
+                        f"{graph.tensor[name].fqn or name} is {before[axis]} on {axis} in block "
+                        f"{owner} and {placed[axis]} in block {block.name}; blocks that share a "
+                        "parameter must agree"
                     )
     return {name: placement for name, (placement, _) in found.items()}
 
@@ -134,8 +145,8 @@ def param_placements(graph: ModelGraph, plan: Plan, pp_rank: int) -> dict[str, P
 def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
     """Return every edge between two different stages, in order of consumer, then use.
 
-    Raises LayoutError for a tensor that stages of different dp can't hand over, because it
-    is not known which part of it belongs to which samples.
+    Raises LayoutError for a tensor that stages which cut the batch differently can't hand over,
+    because it is not known which part of it belongs to which samples.
     """
     edges: dict[tuple[str, int], Edge] = {}
     home = {block: s for s, stage in enumerate(plan.stages) for block in stage.blocks}
@@ -149,14 +160,16 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
         meta = graph.tensor[name]
         made = _made_as(graph, plan, name, producer)
         wanted = block_placements(graph, plan, block, consumer)[0][position]
-        if plan.stage_tp(producer) == plan.stage_tp(consumer):
-            sent = taken = Placements(
-                _on_the_wire(made.tp, wanted.tp), _on_the_wire(made.cp, wanted.cp)
+        if plan.stage_degrees(producer) == plan.stage_degrees(consumer):
+            sent = taken = Placements.of(
+                {a.name: _on_the_wire(made[a.name], wanted[a.name]) for a in lowered_axes()}
             )
         else:
             _check_samples(graph, plan, name, block)
             sent, taken = _between_meshes(made), _between_meshes(wanted)
-        if sent.tp == taken.tp == Replicate() and sends_pieces(plan, producer, consumer):
+        inner = lowered_axes()[0].name
+        is_whole = sent[inner] == taken[inner] == Replicate()
+        if is_whole and sends_pieces(plan, producer, consumer):
             sent, taken = _in_pieces(plan, meta, sent, taken, producer, consumer)
         edges[name, consumer] = Edge(
             index=len(edges),
@@ -174,18 +187,19 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
 
 
 def sends_pieces(plan: Plan, producer: int, consumer: int) -> bool:
-    """Whether what all tp ranks of both stages hold goes in tp pieces, gathered on arrival.
+    """Whether what all ranks of the inner axis hold goes in pieces, gathered on arrival.
 
-    Each rank then sends 1/tp of it instead of all. That pays where the way between the
-    stages is slower than the one inside a tp group: when it leaves the node and the
+    Each of the n ranks then sends 1/n of it instead of all. That pays where the way between the
+    stages is slower than the one inside a group of the axis: when it leaves the node and the
     groups do not. On one node the gather costs as much as is saved.
     """
     per_node = plan.cluster.devices_per_node
-    if plan.stage_tp(producer) == plan.stage_tp(consumer) == 1:
+    inner = lowered_axes()[0].name
+    if plan.stage_degrees(producer)[inner] == plan.stage_degrees(consumer)[inner] == 1:
         return False
     ends = [plan.mesh(plan.stages[s].pp_rank) for s in (producer, consumer)]
     stays = all(
-        len({rank // per_node for rank in group}) == 1 for m in ends for group in m.groups("tp")
+        len({rank // per_node for rank in group}) == 1 for m in ends for group in m.groups(inner)
     )
     leaves = any(
         a // per_node != b // per_node for a, b in zip(ends[0].ranks, ends[1].ranks, strict=True)
@@ -212,13 +226,6 @@ def wire_stage(
     )
 
 
-def local_shape(shape: tuple[int, ...], placement: Placement, parts: int) -> tuple[int, ...]:
-    """Return the shape of one rank's piece."""
-    if not isinstance(placement, Shard):
-        return shape
-    return tuple(s // parts if d == placement.dim else s for d, s in enumerate(shape))
-
-
 def _made_as(graph: ModelGraph, plan: Plan, name: str, stage: int) -> Placements:
     producer = graph.producer[name]
     _, _, outputs = block_placements(graph, plan, producer, stage)
@@ -239,26 +246,29 @@ def _between_meshes(placed: Placements) -> Placements:
     pieces of segments put together.
     """
     return Placements(
-        *(p if isinstance(p, Shard) and p.segments == 1 else Replicate() for p in placed)
+        tuple((a, p) for a, p in placed.pairs if isinstance(p, Shard) and p.segments == 1)
     )
 
 
 def _in_pieces(
     plan: Plan, meta: TensorMeta, sent: Placements, taken: Placements, producer: int, consumer: int
 ) -> tuple[Placements, Placements]:
-    """Cut both ends along the first dim that divides and that nothing else cuts."""
-    tps = plan.stage_tp(producer), plan.stage_tp(consumer)
-    for dim, size in enumerate(meta.shape):
-        if isinstance(size, Affine) or Shard(dim) in (sent.cp, taken.cp):
+    """Cut both ends on the inner axis along the first dim that divides and nothing else cuts."""
+    inner = lowered_axes()[0].name
+    sizes = [plan.stage_degrees(stage)[inner] for stage in (producer, consumer)]
+    cut = [placement for end in (sent, taken) for _, placement in end.pairs]
+    for dim, length in enumerate(meta.shape):
+        if isinstance(length, Affine) or Shard(dim) in cut:
             continue
-        if all(size % tp == 0 for tp in tps):
-            pieces = [Shard(dim) if tp > 1 else Replicate() for tp in tps]
-            return sent._replace(tp=pieces[0]), taken._replace(tp=pieces[1])
+        if all(length % size == 0 for size in sizes):
+            ends = zip((sent, taken), sizes, strict=True)
+            sent, taken = (end.on(inner, Shard(dim)) if n > 1 else end for end, n in ends)
+            return sent, taken
     return sent, taken
 
 
 def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None:
-    """Refuse a tensor whose samples can't be told apart, between stages of different dp."""
+    """Refuse a tensor whose samples can't be told apart, where stages cut the batch differently."""
     meta = graph.tensor[name]
     sizes = [size for size in meta.shape if isinstance(size, Affine)]
     if len(sizes) == 1 and sizes[0] == Affine(1):
@@ -271,5 +281,6 @@ def _check_samples(graph: ModelGraph, plan: Plan, name: str, block: int) -> None
     )
     raise LayoutError(
         f"block {producer} hands {name} to block {graph.blocks[block].name}, whose stage has "
-        f"another dp, and {why}; give the stages of both blocks the same tp"
+        f"another {rest_axis().name}, and {why}; give the stages of both blocks the same "
+        f"{' and '.join(axis.name for axis in own_axes())}"
     )

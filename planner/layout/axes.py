@@ -1,0 +1,256 @@
+"""The axes of a mesh, as data: what each divides, what its ranks exchange, where it may lie.
+
+The ranks of a pipeline stage form a box with one side for each axis of `AXES`. The order is
+that of the network: ranks along the last axis are neighbours, ranks along the first are the
+farthest apart.
+
+    axis  a rank has a part of   its ranks exchange                      when
+    dp    the samples            gradients (sum)                         once a step
+    cp    every sequence         gradients (sum)                         once a step
+                                 keys and values, or queries and heads   inside blocks
+    tp    parameters and heads   activations (gathers, sums, scatters)   inside blocks
+
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank      (sizes dp, cp, tp)
+
+Two properties of an axis decide how everything else treats it:
+
+- `cuts_batch`: its ranks take different samples. No program changes. Along any other axis all
+  ranks take the same samples, and the program of each block is lowered on the axis: every op
+  runs on shards or on whole tensors as the axis' layouts (`ClassLayout`) say.
+- `whole_params`: its ranks all hold every parameter. Then gradients are summed over the axis,
+  and ZeRO may shard over it. Along any other axis a parameter lies as the layouts say.
+
+Code loops over axes by these properties (`batch_axes`, `lowered_axes`, `data_axes`) and does not
+name an axis. `docs/contributing-axes.md` tells how to add an axis. The pipeline (pp, vpp) is not
+an axis of this table: it divides the list of blocks and has a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.layout.placement import Placement, Replicate, Shard
+from planner.layout.sequences import SEQUENCE_DIM, check_hands_on_sequences
+
+
+def _any_model(graph: ModelGraph, axis: str, size: int) -> None:
+    """The check of an axis on which every model can be trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of a mesh. Raises LayoutError where its properties contradict each other."""
+
+    name: str
+    """As in plans, on the command line and in messages: two or three letters."""
+    divides: str
+    """What each of its ranks has a part of, in words."""
+    cuts_batch: bool
+    """Whether its ranks take different samples of a microbatch. If not, blocks are lowered on it.
+    Random numbers (dropout) differ between ranks with different samples and nowhere else: what
+    an op draws on shards is a stream of its own that follows from the common one."""
+    whole_params: bool
+    """Whether each of its ranks holds all parameters. If so, gradients are summed over the axis
+    once a step (with ZeRO 2 and 3 once a microbatch), and ZeRO shards over it."""
+    boundary: Placement = field(default_factory=Replicate)
+    """Where blocks are lowered on it: how blocks hand on activations whose sizes divide, in a
+    plan made without a search."""
+    check: Callable[[ModelGraph, str, int], None] = _any_model
+    """Raises LayoutError where a model can't be divided over it; takes graph, axis name, size."""
+    own_by_stage: bool = False
+    """Whether stages may have sizes of their own on it. The axis that `takes_rest` makes up for
+    the difference, since all stages have the same number of ranks."""
+    takes_rest: bool = False
+    """Whether it gets the ranks that a stage's own sizes leave; true for one axis."""
+    in_every_file: bool = False
+    """Whether every plan file names it. A file older than an axis does not: the size is then 1."""
+
+    def __post_init__(self) -> None:
+        """Check that samples are cut only between ranks that can all train on any of them."""
+        if self.cuts_batch and not self.whole_params:
+            raise LayoutError(
+                f"axis {self.name} cuts the batch, so each of its ranks needs all parameters; "
+                "set whole_params, or lower blocks on it instead"
+            )
+
+
+AXES: tuple[Axis, ...] = (
+    Axis(
+        name="dp",
+        divides="samples of a microbatch",
+        cuts_batch=True,
+        whole_params=True,
+        takes_rest=True,
+        in_every_file=True,
+    ),
+    Axis(
+        name="cp",
+        divides="positions of every sequence",
+        cuts_batch=False,
+        whole_params=True,
+        boundary=Shard(SEQUENCE_DIM),
+        check=check_hands_on_sequences,
+    ),
+    Axis(
+        name="tp",
+        divides="parameters, heads and hidden sizes",
+        cuts_batch=False,
+        whole_params=False,
+        own_by_stage=True,
+        in_every_file=True,
+    ),
+)
+"""All axes, outermost first. Read it through the functions below: `register_axis` replaces it."""
+
+
+def register_axis(axis: Axis, *, outside: str) -> None:
+    """Add an axis whose ranks are farther apart than those of the axis `outside`.
+
+    Every process of a run registers it before it reads a plan. Raises LayoutError when the name
+    is taken, since a plan's sizes would then change their meaning.
+    """
+    global AXES
+    if axis.name in axis_names() or axis.name in (*JOINT, "pp", "vpp"):
+        raise LayoutError(f"axis {axis.name!r} is there already; choose another name")
+    place = axis_names().index(find_axis(outside).name)
+    AXES = (*AXES[:place], axis, *AXES[place:])
+
+
+def find_axis(name: str) -> Axis:
+    """Return an axis by name; raise LayoutError naming those there are."""
+    for axis in AXES:
+        if axis.name == name:
+            return axis
+    raise LayoutError(f"mesh axis {name!r} is unknown; axes are {', '.join(axis_names())}")
+
+
+def axis_names() -> tuple[str, ...]:
+    """Return the names of all axes, outermost first."""
+    return tuple(axis.name for axis in AXES)
+
+
+def batch_axes() -> tuple[Axis, ...]:
+    """Return the axes that cut the batch, outermost first."""
+    return tuple(axis for axis in AXES if axis.cuts_batch)
+
+
+def data_axes() -> tuple[Axis, ...]:
+    """Return the axes over which gradients are summed and ZeRO shards, outermost first."""
+    return tuple(axis for axis in AXES if axis.whole_params)
+
+
+def lowered_axes() -> tuple[Axis, ...]:
+    """Return the axes that blocks are lowered on, innermost first.
+
+    That is the order of lowering: where two axes cut one dim of a tensor, the inner axis cuts the
+    coarse pieces and the outer axis cuts each of those.
+    """
+    return tuple(axis for axis in reversed(AXES) if not axis.cuts_batch)
+
+
+def split_axes() -> tuple[Axis, ...]:
+    """Return the axes along which ranks hold pieces of parameters, innermost first."""
+    return tuple(axis for axis in reversed(AXES) if not axis.whole_params)
+
+
+def own_axes() -> tuple[Axis, ...]:
+    """Return the axes on which stages may have sizes of their own, outermost first."""
+    return tuple(axis for axis in AXES if axis.own_by_stage)
+
+
+def rest_axis() -> Axis:
+    """Return the axis that gets the ranks which a stage's own sizes leave."""
+    (axis,) = (axis for axis in AXES if axis.takes_rest)
+    return axis
+
+
+JOINT: dict[str, Callable[[], tuple[Axis, ...]]] = {"batch": batch_axes, "data": data_axes}
+"""Names of several axes together: "batch" numbers the parts of a microbatch, and "data" the ranks
+with the same parameters (gradients are summed over these, and ZeRO shards over them)."""
+
+
+def members(name: str) -> tuple[str, ...]:
+    """Return the names of the axes that a joint name stands for, or the name itself."""
+    return tuple(axis.name for axis in JOINT[name]()) if name in JOINT else (name,)
+
+
+OwnSizes = tuple[tuple[str, int], ...]
+"""Sizes on axes where a stage differs from its plan, as (axis, size)."""
+
+
+class Degrees(Mapping[str, int]):
+    """The size of a mesh along every axis: ``Degrees(dp=2, tp=4)["tp"]``; 1 where not given.
+
+    Frozen and hashable; two are equal where all sizes are. Raises LayoutError for an unknown
+    axis.
+    """
+
+    __slots__ = ("_hash", "_sizes")
+
+    def __init__(self, **sizes: int) -> None:
+        names = axis_names()
+        if unknown := sizes.keys() - set(names):
+            find_axis(min(unknown))  # raises
+        self._sizes = {name: sizes.get(name, 1) for name in names}
+        self._hash = hash(tuple(self._sizes.items()))
+
+    def __getitem__(self, axis: str) -> int:
+        return self._sizes[axis]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Degrees) and self._sizes == other._sizes
+
+    def __repr__(self) -> str:
+        return f"Degrees({', '.join(f'{name}={size}' for name, size in self.items())})"
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.items())
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, int]], Degrees], tuple[dict[str, int]]]:
+        # Not the hash: text hashes differently in every process.
+        return _unpickled, (self._sizes,)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of the whole mesh."""
+        return prod(self._sizes.values())
+
+    def along(self, name: str) -> int:
+        """Return the number of ranks along an axis or along "batch" or "data"."""
+        return prod(self._sizes[axis] for axis in members(name))
+
+    def with_sizes(self, **sizes: int) -> Degrees:
+        """Return a mesh with some sizes changed."""
+        return Degrees(**{**self._sizes, **sizes})
+
+    def with_own(self, own: OwnSizes) -> Degrees:
+        """Return a mesh of as many ranks with a stage's own sizes; one axis takes the rest.
+
+        Raises LayoutError where the own sizes do not divide the ranks.
+        """
+        if not own:
+            return self
+        rest = rest_axis().name
+        sizes = {**self._sizes, **dict(own), rest: 1}
+        sizes[rest], left = divmod(self.num_ranks, prod(sizes.values()))
+        if left:
+            given = " ".join(f"{name}={size}" for name, size in own)
+            raise LayoutError(f"{given} does not divide the {self.num_ranks} ranks of a stage")
+        return Degrees(**sizes)
+
+
+def _unpickled(sizes: dict[str, int]) -> Degrees:
+    return Degrees(**sizes)

@@ -1,0 +1,196 @@
+"""A mesh axis is an entry of a table: two more, added here, are planned with and trained with.
+
+`rp` cuts the batch a second time, between replicas that are farther apart than those of dp. `hp`
+cuts parameters a second time, outside tp.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import LayoutError, PlanError
+from planner.layout import axes
+from planner.layout.axes import Axis, Degrees, register_axis
+from planner.layout.placement import Replicate, Shard
+from planner.layout.placements import Placements, moves_between
+from planner.plan import Plan, load_plan, save_plan
+from planner.plan.defaults import default_plan
+from planner.runtime.start.mesh import build_mesh
+from tests.runtime.scenarios import Outcome, capture, train_beside_one_process
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+
+
+@contextmanager
+def more_axes() -> Iterator[None]:
+    before = axes.AXES
+    register_axis(
+        Axis(name="rp", divides="samples, again", cuts_batch=True, whole_params=True), outside="dp"
+    )
+    register_axis(
+        Axis(name="hp", divides="parameters, again", cuts_batch=False, whole_params=False),
+        outside="tp",
+    )
+    try:
+        yield
+    finally:
+        axes.AXES = before
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    with more_axes():
+        yield
+
+
+def plan_of(name: str = "gpt", **choices: Any) -> Plan:
+    return default_plan(capture(name, torch.float64), **choices)
+
+
+# -- planned ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("registered")
+def test_its_size_counts_in_a_plan(tmp_path):
+    plan = plan_of(rp=2, dp=3, tp=2, microbatch_size=5, num_microbatches=7)
+    assert plan.world_size == 12
+    assert plan.global_batch == 2 * 3 * 5 * 7
+    assert plan.stage_microbatch_size(0) == 5
+    save_plan(plan, tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["rp"] == 2
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+def test_a_file_with_an_axis_that_is_not_there_is_refused(tmp_path):
+    with more_axes():
+        save_plan(plan_of(rp=2), tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="damaged at rp"):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_a_file_older_than_the_axis_means_one(tmp_path):
+    save_plan(plan_of(dp=2), tmp_path / "plan.json")
+    with more_axes():
+        plan = load_plan(tmp_path / "plan.json")
+        assert (plan.degrees["rp"], plan.degrees["dp"]) == (1, 2)
+
+
+@pytest.mark.parametrize(("size", "says"), [(0, "greater than or equal to 1"), ("x", "integer")])
+def test_a_size_must_be_a_count(tmp_path, size, says):
+    with more_axes():
+        save_plan(plan_of(rp=2), tmp_path / "plan.json")
+        data = json.loads((tmp_path / "plan.json").read_text())
+        (tmp_path / "plan.json").write_text(json.dumps(data | {"rp": size}))
+        with pytest.raises(PlanError, match=f"damaged at rp.*{says}"):
+            load_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.usefixtures("registered")
+def test_its_ranks_are_the_farthest_apart():
+    """rank = ((rp_rank * dp + dp_rank) * hp + hp_rank) * tp + tp_rank."""
+    mesh = plan_of(rp=2, dp=2, tp=2).mesh(0)
+    assert list(mesh.groups("tp")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert list(mesh.groups("rp")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert list(mesh.groups(*axes.members("data"))) == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [mesh.number(rank, *axes.members("batch")) for rank in range(8)] == [
+        *(0, 0, 1, 1),
+        *(2, 2, 3, 3),
+    ]
+
+
+def test_an_axis_without_a_table_entry_has_no_size():
+    with pytest.raises(LayoutError, match="mesh axis 'rp' is unknown; axes are dp, cp, tp"):
+        Degrees(rp=2)
+
+
+def test_a_name_is_taken_once():
+    again = Axis(name="dp", divides="", cuts_batch=True, whole_params=True)
+    with pytest.raises(LayoutError, match="'dp' is there already"):
+        register_axis(again, outside="tp")
+
+
+def test_who_takes_other_samples_needs_all_parameters():
+    with pytest.raises(LayoutError, match="needs all parameters"):
+        Axis(name="xp", divides="", cuts_batch=True, whole_params=False)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_coarse_cut_changes_while_nothing_finer_cuts_the_dim():
+    """tp cuts first, then hp, then cp: the order of lowering."""
+    src = Placements.of({"tp": Shard(1), "hp": Shard(1), "cp": Shard(1)})
+    dst = Placements.of({"tp": Replicate(), "hp": Shard(0), "cp": Shard(1)})
+    assert [(m.axis, str(m.src), str(m.dst)) for m in moves_between(src, dst)] == [
+        ("cp", "S(1)", "R"),
+        ("hp", "S(1)", "R"),
+        ("tp", "S(1)", "R"),
+        ("hp", "R", "S(0)"),
+        ("cp", "R", "S(1)"),
+    ]
+
+
+# -- trained ----------------------------------------------------------------------------------
+
+
+def train_files(cases: list[tuple[str, str]]) -> list[Outcome]:
+    """Train each (model, plan in JSON) on this process group, with the axes registered."""
+    with more_axes():
+        return [
+            train_beside_one_process(name, Plan.model_validate_json(text)) for name, text in cases
+        ]
+
+
+def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
+    with more_axes():
+        files = [(name, plan_of(name, **choices).model_dump_json()) for name, choices in cases]
+    by_rank = run_ranks(train_files, world_size, files)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert outcomes[0].loss_gap < RTOL, case
+        assert outcomes[0].gradient_gap < RTOL, case
+        assert outcomes[0].param_gap < RTOL, case
+        assert {o.losses for o in outcomes} == {outcomes[0].losses}, case
+
+
+def test_a_second_cut_of_the_batch_trains_as_one_process():
+    """Alone, and with ZeRO over it."""
+    check(2, [("gpt", {"rp": 2}), ("gpt", {"rp": 2, "zero_stage": 3, "recompute": "full"})])
+
+
+def test_it_goes_with_the_other_axes():
+    """With each of them, and with tied weights on two stages."""
+    check(
+        4,
+        [
+            ("gpt", {"rp": 2, "dp": 2, "zero_stage": 1}),
+            ("gpt", {"rp": 2, "cp": 2}),
+            ("gpt", {"rp": 2, "tp": 2, "zero_stage": 1}),
+            ("tied-gpt", {"rp": 2, "pp": 2}),
+        ],
+    )
+
+
+def test_a_second_cut_of_parameters_trains_as_one_process():
+    """Pieces of pieces: blocks are lowered on tp, then on hp."""
+    check(4, [("gpt", {"hp": 2, "tp": 2}), ("gpt", {"hp": 2, "cp": 2})])
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """This rank's part of the batch, how many there are, and how many ranks sum gradients."""
+    with more_axes():
+        mesh = build_mesh(Plan.model_validate_json(text), torch.device("cpu"))
+        data = mesh.group("data")
+        found = (mesh.rank("batch"), mesh.size("batch"), 0 if data is None else data.size())
+        mesh.close()
+        return found
+
+
+def test_gradients_are_summed_over_it():
+    with more_axes():
+        text = plan_of(rp=2, tp=2).model_dump_json()
+    assert run_ranks(numbers, 4, text) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
