@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
+from costmodel.memory.bound import RankBound, least_bytes
 from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
@@ -20,7 +21,6 @@ from profiles import Profile
 from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
 from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.bounds.rank_bytes import RankBytes, least_bytes
 from search.on_host import NOTHING, OnHost, tiers
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
@@ -180,12 +180,12 @@ class Candidates:
             shared = sum(size for _, _, size in table.ties)
 
             def least(param_bytes: float) -> float:
-                rank = RankBytes(
+                rank = RankBound(
                     load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
                     replicas=one.dp * one.cp, zero=one.zero, profile=self.profile,
                     precision=self.precision, on_host=self.on_host,
                 )  # fmt: skip
-                return float(rank.holding(0.0, has_gradients=False))
+                return float(rank.with_saved(0.0))
 
             empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
             room = (limit - empty) / slope + shared if slope > 0 else float("inf")

@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.memory.bound import least_bytes
 from costmodel.time.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
 from search.bounds.exchange_bounds import LeastExchange
-from search.bounds.rank_bytes import least_bytes
 from search.bounds.zero_bubble_bound import ZeroBubbleBound
 from search.partition.chain_problem import Floats
 from search.space import Configuration, Shape, recompute_choices

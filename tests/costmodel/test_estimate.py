@@ -6,10 +6,11 @@ import pytest
 
 from costmodel import CostCache, StageLoad, block_load, estimate, join
 from costmodel.estimate import plan_job_seconds
-from costmodel.memory.memory import COUNTER_BYTES, job_peak_bytes, kept_bytes, rank_memory
-from costmodel.memory.rank_walk import walk_rank
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.memory.stage_jobs import StageJobs
+from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
+from costmodel.memory.exact.rank_walk import walk_rank
+from costmodel.memory.exact.stage_jobs import StageJobs
+from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
+from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
 from planner.layout.propagate import propagate_graph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
@@ -291,18 +292,15 @@ def test_the_last_microbatch_need_not_be_recomputed(graph, profile):
     assert three.peak_bytes > all_four.peak_bytes
 
 
-def test_bf16_takes_eighteen_bytes_a_parameter():
-    """V14: 2 weight, 4 gradient, 4 master and 8 state bytes at ZeRO 0; shards of all but the
-    gathered weights under ZeRO 3.
-    """
-    load = StageLoad(param_bytes=2_000_000.0, largest_param_bytes=200_000.0, num_blocks=10)
-    profile = load_profile("h100-sxm5-80gb")
-    parts = rank_memory(load, kept=0, transient=0, dp=1, zero_stage=0, profile=profile,
-                        precision="bf16")  # fmt: skip
-    scratch = parts.transient_bytes
-    assert parts.tensor_bytes - scratch == 18_000_000
-    fp32 = rank_memory(load, kept=0, transient=0, dp=1, zero_stage=0, profile=profile)
-    assert fp32.tensor_bytes - fp32.transient_bytes == 4 * 2_000_000
+def test_bf16_takes_eighteen_bytes_a_parameter(profile):
+    """V14: 2 weight, 4 gradient, 4 master and 8 state bytes at ZeRO 0; in fp32 four times 4."""
+    bytes_of = {"bf16": 18.0 / 2, "model": 16.0 / 4}
+    for precision, factor in bytes_of.items():
+        rank = RankBound(
+            load=StageLoad(), num_microbatches=1, recompute="none", replicas=1, zero=0,
+            profile=profile, precision=precision,
+        )  # fmt: skip
+        assert rank.slopes[Phase.AFTER_BACKWARD].per_param_byte == factor
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

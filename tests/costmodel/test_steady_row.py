@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from costmodel import estimate
-from costmodel.memory import plan_memory
-from costmodel.memory.steady_row import SteadyRow, steady_row
+from costmodel.memory.exact import plan_memory
+from costmodel.memory.exact.steady_row import SteadyRow, steady_row
 from planner.plan.defaults import default_plan
 from planner.schedule import build_schedule
 from planner.schedule.jobs import JobKind

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from costmodel.cache import CostCache
-from costmodel.memory.arrivals import find_traffic
-from costmodel.memory.memory import (
+from costmodel.memory.exact.messages import find_traffic
+from costmodel.memory.exact.placed_stage import PlacedStages
+from costmodel.memory.exact.rank_walk import Moment, walk_rank
+from costmodel.memory.exact.steady_row import SteadyRow, steady_row
+from costmodel.memory.parts import (
     ADAMW_STATES,
     COUNTER_BYTES,
     MemoryParts,
     host_state_bytes,
     with_overheads,
 )
-from costmodel.memory.placed_stage import PlacedStages
-from costmodel.memory.rank_walk import Moment, walk_rank
-from costmodel.memory.steady_row import SteadyRow, steady_row
 from costmodel.side_values import frozen_bytes
 from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.plan_price import PlanPrice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from costmodel.memory.ops.backward_walk import Aside
+from costmodel.memory.block.backward_walk import Aside
 
 
 def weight_job(aside: Sequence[Aside], *, first: bool, wide: int) -> tuple[int, int]:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from costmodel.memory.ops.backward_walk import Aside
-from costmodel.memory.ops.weights_aside import held_aside, weight_job
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.memory.stage_jobs import Message, StageJobs, Way
+from costmodel.memory.block.backward_walk import Aside
+from costmodel.memory.block.deferred_weights import held_aside, weight_job
+from costmodel.memory.exact.stage_jobs import Message, StageJobs, Way
+from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
 from planner.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]

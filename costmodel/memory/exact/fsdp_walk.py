@@ -17,7 +17,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
 
 
 class Unit(NamedTuple):

@@ -2,7 +2,7 @@
 
 A gradient is freed once the op that made its tensor has run backward; what autograd kept is
 freed by the earliest op that kept it. How gradients share buffers is in
-`costmodel.memory.ops.gradients`.
+`costmodel.memory.block.gradients`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from costmodel.memory.ops.gradients import Gradients, seen_through
-from costmodel.time.backward_facts import BackwardFacts, Product, Taker
+from costmodel.memory.block.backward_facts import BackwardFacts, Product, Taker
+from costmodel.memory.block.gradients import Gradients, seen_through
 from planner.graph import Op
 from planner.ops.weight_products import LARGE_BYTES
 

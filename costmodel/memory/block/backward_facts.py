@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from costmodel.memory.ops.gradients import leaves_gaps, passes_on
+from costmodel.memory.block.gradients import leaves_gaps, passes_on
 from costmodel.memory.ops.kept import Kept
 from costmodel.memory.ops.kept_products import has_rows
 from costmodel.memory.ops.kernel_scratch import scratch_bytes, unreduced_bytes
@@ -68,8 +68,8 @@ class OpFacts(NamedTuple):
 class BackwardFacts:
     """The ops of a program, last first. `outputs` are those that get gradients, with bytes;
     `roots` the storages that inputs and outputs lie in, `strides` how outputs lie; `readers` the
-    first op that reads each tensor; `products` the activations that trained weights multiply, by
-    op; `kept` all that autograd keeps, and `first_saver` the first op that keeps anything.
+    first op that reads each tensor; `kept` all that autograd keeps, and `first_saver` the first op
+    that keeps anything.
     """
 
     program: Program
@@ -78,7 +78,6 @@ class BackwardFacts:
     roots: Mapping[str, str]
     strides: Mapping[str, Strides]
     readers: Mapping[str, str]
-    products: Mapping[str, str]
     kept: Mapping[str, int]
     kept_bytes: int
     first_saver: str | None
@@ -99,7 +98,6 @@ def backward_facts(
         roots={name: storage[name].root for name in edges},
         strides={name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs},
         readers={name: op.name for op in reversed(program.ops) for name in op.inputs},
-        products={name: product[0].name for name, product in products.items()},
         kept={one.root: one.num_bytes for kept, _ in saved.by_op.values() for one in kept},
         kept_bytes=saved.num_bytes,
         first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Kept()), None),

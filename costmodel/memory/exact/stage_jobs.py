@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from costmodel.memory.sharded_bytes import ShardedStage
-from costmodel.memory.stage_bytes import StageWalk
+from costmodel.memory.exact.fsdp_walk import ShardedStage
+from costmodel.memory.exact.stage_walk import StageWalk
 from planner.schedule.jobs import Job, JobKind
 
 
@@ -35,7 +35,7 @@ class StageJobs:
     `on_host` sends to the host what a microbatch keeps, where its wait is long enough. A
     microbatch's loss has `loss_bytes`. With `sharded` gradients are FSDP2's, as messages are.
     `alone` remembers what microbatches hold on stages of this kind that hand nothing over in place
-    (`costmodel.memory.microbatch_bytes.before_any_job`).
+    (`costmodel.memory.exact.microbatch.before_any_job`).
     """
 
     walk: StageWalk

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Literal
 
 from costmodel.cache import CostCache
+from costmodel.memory.exact.fsdp_units import sharded_stage
+from costmodel.memory.exact.placed_block import BlockKind, PlacedBlock
+from costmodel.memory.exact.stage_jobs import Message, StageJobs
+from costmodel.memory.exact.stage_walk import StageWalk
 from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage
-from costmodel.memory.placed_block import BlockKind, PlacedBlock
-from costmodel.memory.stage_bytes import StageWalk
-from costmodel.memory.stage_jobs import Message, StageJobs
-from costmodel.memory.zero_units import sharded_stage
 from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.copies import copy_between
 from planner.layout.placement import Shard

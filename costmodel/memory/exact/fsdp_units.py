@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from costmodel.memory.placed_block import BlockKind
-from costmodel.memory.sharded_bytes import ShardedStage, Unit
-from costmodel.memory.stage_bytes import StageWalk
+from costmodel.memory.exact.fsdp_walk import ShardedStage, Unit
+from costmodel.memory.exact.placed_block import BlockKind
+from costmodel.memory.exact.stage_walk import StageWalk
 from planner.plan import Plan
 
 

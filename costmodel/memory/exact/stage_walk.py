@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.ops.backward_walk import Aside, BackwardWalk
-from costmodel.memory.ops.gradients import Gradients
-from costmodel.memory.ops.weights_aside import held_aside, weight_job
-from costmodel.memory.placed_block import Copy, PlacedBlock
+from costmodel.memory.block.backward_walk import Aside, BackwardWalk
+from costmodel.memory.block.deferred_weights import held_aside, weight_job
+from costmodel.memory.block.gradients import Gradients
+from costmodel.memory.exact.placed_block import Copy, PlacedBlock
 
 
 class Turn(NamedTuple):

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
-from costmodel.memory.ops.backward_walk import BackwardWalk, backward_walk
-from costmodel.memory.ops.liveness import forward_walk
-from costmodel.memory.ops.remade import held_results, kept_storages
+from costmodel.memory.block.backward_facts import backward_facts
+from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
+from costmodel.memory.block.forward_walk import forward_walk
+from costmodel.memory.block.recomputed import held_results, kept_storages
 from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors, saved_tensors
-from costmodel.time.backward_facts import backward_facts
 from planner.graph import Program
 from planner.ops.weight_products import deferrable_products
 from planner.plan import Recompute
@@ -104,7 +104,7 @@ def _held(
             skipped=frozenset() if recompute == "full" else _others(program, remade),
         )  # fmt: skip
         copied = (name for name in program.params if program.tensor[name].kind in _COPIED)
-        second_rise = second.rise_bytes + sum(_bytes(program, name) for name in copied)
+        second_rise = second + sum(_bytes(program, name) for name in copied)
         made_again = sum(left.values()) + sum(every[root] for root in inner - frozenset(roots))
     first = forward_walk(program, saved, roots=frozenset(roots), extra=kept_extra)
     edges = {storage[name].root for name in program.outputs}
@@ -132,7 +132,7 @@ def _held(
         kept_bytes=sum(kept_extra.values())
         + sum(size for root, size in roots.items() if root not in edges),
         made_again_bytes=made_again,
-        forward_rise_bytes=first.rise_bytes,
+        forward_rise_bytes=first,
         second_rise_bytes=second_rise,
         backward=_backward(program, saved, results),
     )

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from costmodel.memory.arrivals import Arrival, Receives, Traffic
-from costmodel.memory.microbatch_bytes import MicrobatchBytes, Storage, before_any_job
-from costmodel.memory.sharded_bytes import ShardedBytes
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.memory.stage_jobs import Message, StageJobs, Way, ways_of
+from costmodel.memory.exact.fsdp_walk import ShardedBytes
+from costmodel.memory.exact.messages import Arrival, Receives, Traffic
+from costmodel.memory.exact.microbatch import MicrobatchBytes, Storage, before_any_job
+from costmodel.memory.exact.stage_jobs import Message, StageJobs, Way, ways_of
+from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.trips import trips
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.ops.block_bytes import BlockBytes
+from costmodel.memory.block.block_bytes import BlockBytes
 
 
 class Copy(NamedTuple):
