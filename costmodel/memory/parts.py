@@ -1,15 +1,9 @@
-"""Bytes one rank needs at its worst moment, in named parts."""
+"""The parts that a rank's memory is reported in, and what the allocator adds to them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-import numpy as np
-
-from costmodel.time.communication import MASTER_FACTOR
-from costmodel.time.offload import HOST_BUCKET_BYTES
-from costmodel.time.stage import StageLoad
-from planner.plan import Precision
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -19,25 +13,28 @@ ADAMW_STATES, COUNTER_BYTES = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryParts:
-    """Bytes of one rank; every part is a number or an array of numbers.
-
-    `activation_bytes` are kept for backward by all microbatches in flight at the worst
-    moment, `transient_bytes` what the job of that moment (or the optimizer, if it needs
-    more) has on top, `batch_bytes` the global batch, which every rank is given whole.
-    `allocator_bytes` is rounding and fragmentation. `host_bytes`, of the host's memory and at
-    the height of that, are no part of the total.
-    """
+    """Bytes of one rank at its fullest moment; every part is a number or an array of numbers."""
 
     parameter_bytes: Amount = 0
+    """Weights at rest or gathered, frozen parameters, buffers and constants."""
     gradient_bytes: Amount = 0
+    """Gradients, buckets of gradients, or shards of them."""
     optimizer_bytes: Amount = 0
+    """The optimizer's state, in bf16 with the fp32 masters."""
     activation_bytes: Amount = 0
+    """What all microbatches in flight keep for their backwards."""
     transient_bytes: Amount = 0
+    """What the job of that moment holds only while it runs, or the optimizer, if that is more."""
     communication_bytes: Amount = 0
+    """Receive buffers posted ahead."""
     batch_bytes: Amount = 0
+    """The global batch, which every rank is given whole."""
     allocator_bytes: Amount = 0
+    """Rounding and fragmentation."""
     context_bytes: Amount = 0
+    """The framework and the driver."""
     host_bytes: Amount = 0
+    """Bytes of the host's memory at the height of that: no part of the total."""
 
     @property
     def tensor_bytes(self) -> Amount:
@@ -64,22 +61,4 @@ def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
     )
 
 
-def host_state_bytes(weights: StageLoad, *, dp: int, sharded: bool, precision: Precision) -> Amount:
-    """Return what an optimizer on the host has there, its state and what it steps on.
-
-    Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
-    weights on their way (`planner.runtime.state.host_optimizer`); a bucket is at least as large as
-    the largest tensor, for which the largest block stands. With ZeRO: shards of both.
-    """
-    wide = MASTER_FACTOR if precision == "bf16" else 1
-    stepped = wide * (weights.param_bytes / dp if sharded else weights.param_bytes)
-    counters = COUNTER_BYTES * weights.num_params
-    if sharded:
-        return (ADAMW_STATES + 2) * stepped + counters
-    most = np.maximum(HOST_BUCKET_BYTES, wide * weights.largest_param_bytes)
-    buckets = np.minimum(_SLOTS * most, stepped)
-    return (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / wide)
-
-
-_SLOTS = 2
 _OUTSIDE = {"allocator_bytes", "context_bytes"}

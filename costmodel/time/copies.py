@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.memory.exact.placed_block import Copy
+from costmodel.memory.exact.stage.placed_block import Copy
 from costmodel.memory.ops.kernel_scratch import staging_bytes
 from costmodel.memory.ops.storage import is_view_slice
 from planner.layout.placement import Placement, Replicate, Shard

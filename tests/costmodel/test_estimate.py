@@ -8,8 +8,8 @@ from costmodel import CostCache, StageLoad, block_load, estimate, join
 from costmodel.estimate import plan_job_seconds
 from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
-from costmodel.memory.exact.stage_jobs import StageJobs
-from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
 from planner.layout.propagate import propagate_graph
@@ -127,12 +127,14 @@ def test_more_work_takes_longer_and_more_memory(graph, profile):
     costs = CostCache(graph, profile)
     base = estimate(graph, profile, make_plan(graph), costs=costs)
     more = estimate(graph, profile, make_plan(graph, m=8), costs=costs)
-    wide = estimate(graph, profile, make_plan(graph, size=4), costs=costs)
+    gradient_factor = estimate(graph, profile, make_plan(graph, size=4), costs=costs)
     again = estimate(graph, profile, make_plan(graph, recompute="full"), costs=costs)
     assert more.step_s > base.step_s
-    assert wide.time.compute_s > base.time.compute_s  # the host is the limit of so tiny a step
-    assert wide.step_s >= base.step_s * (1 - 1e-9)
-    assert wide.peak_bytes > base.peak_bytes
+    assert (
+        gradient_factor.time.compute_s > base.time.compute_s
+    )  # the host is the limit of so tiny a step
+    assert gradient_factor.step_s >= base.step_s * (1 - 1e-9)
+    assert gradient_factor.peak_bytes > base.peak_bytes
     assert again.step_s > base.step_s
     assert again.memory[0].activation_bytes < base.memory[0].activation_bytes
 
@@ -145,8 +147,8 @@ def test_zero_shards_what_it_says(graph, profile):
     whole = by_stage[0]
     counters = COUNTER_BYTES * len(graph.params)
     for z in (1, 2, 3):
-        moments = by_stage[z].optimizer_bytes - counters
-        assert moments == pytest.approx((whole.optimizer_bytes - counters) / 4)
+        samples = by_stage[z].optimizer_bytes - counters
+        assert samples == pytest.approx((whole.optimizer_bytes - counters) / 4)
     assert by_stage[1].gradient_bytes == whole.gradient_bytes
     assert by_stage[2].gradient_bytes == pytest.approx(whole.gradient_bytes / 4)
     assert by_stage[3].parameter_bytes < whole.parameter_bytes
@@ -155,11 +157,11 @@ def test_zero_shards_what_it_says(graph, profile):
 class OneByte:
     """A stage that keeps one byte of each microbatch."""
 
-    blocks, side, arriving, sent_copies, wide = (), {}, {}, {}, 1
-    forward = ForwardBytes(turns=(), last_bytes=1, kept_bytes=1, kept={})
+    blocks, side, arriving, sent_copies, gradient_factor = (), {}, {}, {}, 1
+    forward = ForwardBytes(samples=(), last_bytes=1, kept_bytes=1, kept={})
 
     def backward(self, received, **how):
-        return BackwardBytes(turns=(), rise_bytes=0, left_bytes=0, aside=())
+        return BackwardBytes(samples=(), rise_bytes=0, new_gradient_bytes=0, deferred=())
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
@@ -167,14 +169,14 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
     one = OneByte()
     jobs = StageJobs(
-        walk=one, last=one, first_aside=one, all_aside=one, incoming=(), outgoing=(),
+        walk=one, last=one, first_deferred=one, all_deferred=one, incoming=(), outgoing=(),
         accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
 
     def most_kept(kind, rank):
         row = build_schedule(kind, pp=pp, vpp=1, num_microbatches=m).jobs[rank]
-        moments = walk_rank(row, {rank: jobs}, lambda stage: stage, receive_ahead=0)
-        return max(moment.kept_bytes for moment in moments)
+        samples = walk_rank(row, {rank: jobs}, lambda stage: stage, receive_ahead=0)
+        return max(sample.saved_bytes for sample in samples)
 
     for rank in range(pp):
         assert most_kept("1f1b", rank) == min(m, pp - rank)

@@ -38,7 +38,9 @@ def find_peaks(program: Program, saved: SavedTensors, products: Mapping[str, Pro
         forward_bytes=forward_walk(
             program,
             saved,
-            roots=frozenset(one.root for storages, _ in saved.by_op.values() for one in storages),
+            roots=frozenset(
+                storage.root for storages, _ in saved.by_op.values() for storage in storages
+            ),
             extra={op.name: saved.kept[op.name].extra_bytes for op in program.ops},
         ),
         backward_bytes=facts.kept_bytes + sum(facts.outputs.values()) + rise,

@@ -1,9 +1,13 @@
-"""The bytes of one rank over a step: its row of the job table, played as the executor does.
+"""The bytes of one rank over a step: its row of the job table, in the executor's order.
 
-What is alive at any moment of a step: what is there all the time; gradients, from the first
-backward on where they have no place of their own; what each microbatch in flight holds
-(`microbatch_bytes`); receive buffers, posted a few jobs ahead; and the height of the job
-that runs.
+What is alive between two jobs, above what lies there all the time (`resident`):
+
+    activations     what each microbatch in flight keeps on each stage (`microbatch`)
+    gradients       from the first backward on, unless they have buckets from the start
+    FSDP2's         gathered weights, whole and sharded gradients, messages (`fsdp_walk`)
+    buffers         receives, posted `receive_ahead` jobs ahead so that senders need not wait
+
+A job adds its own height to that.
 """
 
 from __future__ import annotations
@@ -13,33 +17,36 @@ from typing import NamedTuple
 
 from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic
-from costmodel.memory.exact.microbatch import MicrobatchBytes, Storage, before_any_job
-from costmodel.memory.exact.stage_jobs import Message, StageJobs, Way, ways_of
-from costmodel.memory.exact.stage_walk import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.microbatch import Effect, MicrobatchBytes, Storage, before_any_job
+from costmodel.memory.exact.stage.blocks import ForwardBytes
+from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs, job_variants
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.trips import trips
 
 
-class Moment(NamedTuple):
-    """One job with the bytes alive at its end and at its height, above what is always there;
-    at the height those kept for backward, in gradients, and in buffers. `host_bytes` are the
-    activations on the host then.
-    """
+class MemorySample(NamedTuple):
+    """The bytes of a rank during one job, above what lies there all the time."""
 
     job: Job
     end_bytes: int
+    """Alive when the job has ended."""
     peak_bytes: int
-    kept_bytes: int
+    """Alive at the job's height: the next three, and what the job holds only while it runs."""
+    saved_bytes: int
+    """Activations saved for backwards."""
     gradient_bytes: int
+    """Gradients of parameters."""
     buffer_bytes: int
+    """Receive buffers."""
     host_bytes: int
+    """Activations on the host."""
 
-    def holding(self, more_bytes: int) -> Moment:
-        """Return the moment with more kept all the time."""
+    def with_more_saved(self, more_bytes: int) -> MemorySample:
+        """Return the sample with more saved all the time."""
         return self._replace(
             end_bytes=self.end_bytes + more_bytes,
             peak_bytes=self.peak_bytes + more_bytes,
-            kept_bytes=self.kept_bytes + more_bytes,
+            saved_bytes=self.saved_bytes + more_bytes,
         )
 
 
@@ -50,39 +57,41 @@ def walk_rank(
     *,
     receive_ahead: int,
     traffic: Traffic | None = None,
-) -> Iterator[Moment]:
-    """Yield a moment for each job of a rank; `home` gives the pp rank of a stage.
+) -> Iterator[MemorySample]:
+    """Yield a sample for each job of a rank; `home` gives the pp rank of a stage.
 
     Receives are posted `receive_ahead` jobs ahead. Without `traffic` they are posted in the order
     of need, and what is sent has left at once.
     """
-    play = _Play(stages, home, traffic or Traffic())
+    tally = _RankTally(stages, home, traffic or Traffic())
     waiting = [index for index, stage in stages.items() if stage.on_host]
-    travels = trips(row, waiting) if waiting else ()
+    offloads = trips(row, waiting) if waiting else ()
     for job in row[:receive_ahead]:
-        play.post(job)
-    ways = ways_of(row, stages, play.called)
-    for position, (job, way) in enumerate(zip(row, ways, strict=True)):
+        tally.post(job)
+    variants = job_variants(row, stages, tally.stage_keys)
+    for position, (job, variant) in enumerate(zip(row, variants, strict=True)):
         if position + receive_ahead < len(row):
-            play.post(row[position + receive_ahead])
-        for trip in travels:
-            place = trip.stage_index, trip.microbatch_index
-            if position == trip.leaving:
-                play.host_bytes += sum(play.movable[place])
-            if position == trip.leaving + 1:
-                play.away_bytes += play.movable[place][0]
-            if position == trip.arriving:
-                play.away_bytes -= play.movable[place][0]
-        # What leaves gets its place there before what has come back gives up its own.
-        host_bytes = play.host_bytes
-        for trip in travels:
-            if position == trip.arriving + 1:
-                place = trip.stage_index, trip.microbatch_index
-                play.host_bytes -= sum(play.movable[place])
-        yield play.run(job, way, host_bytes)
+            tally.post(row[position + receive_ahead])
+        # A copy runs beside one job: what is offloaded beside a job is off the device after it,
+        # and what is prefetched beside a job is on the device from its start.
+        for offload in offloads:
+            place = offload.stage_index, offload.microbatch_index
+            if position == offload.leaving:
+                tally.host_bytes += sum(tally.movable[place])
+            if position == offload.leaving + 1:
+                tally.offloaded_bytes += tally.movable[place][0]
+            if position == offload.arriving:
+                tally.offloaded_bytes -= tally.movable[place][0]
+        # What is offloaded gets its place on the host before what has come back frees its own.
+        host_bytes = tally.host_bytes
+        for offload in offloads:
+            if position == offload.arriving + 1:
+                place = offload.stage_index, offload.microbatch_index
+                tally.host_bytes -= sum(tally.movable[place])
+        yield tally.run(job, variant, host_bytes)
 
 
-class _Play:
+class _RankTally:
     """Bytes alive now. Mutable: it is a tally."""
 
     def __init__(
@@ -91,7 +100,7 @@ class _Play:
         home: Callable[[int], int],
         traffic: Traffic,
     ) -> None:
-        self._stages, self._home = stages, home
+        self._home = home
         self._traffic, self._receives = traffic, Receives(traffic)
         self._arriving = {
             (s, is_grad): [
@@ -120,18 +129,20 @@ class _Play:
         }
         self._unseen = before_any_job(stages, keeps_sent=bool(traffic.taken_at))
         self._microbatches: dict[tuple[int, int], MicrobatchBytes] = {}
-        # (Who gets it, what it is, whose it is, and its storage there.)
         self._under_way: list[tuple[int, Arrival, tuple[int, int], Storage]] = []
-        # What a microbatch keeps: of its own, and also kept by a message under way.
+        """(Who gets it, what it is, whose it is, and its storage there.)"""
         self.movable: dict[tuple[int, int], tuple[int, int]] = {}
-        self.away_bytes = self.host_bytes = 0
-        self._kept = self._buffers = self._gradients = 0
+        """What an offload frees of a microbatch: its own, and also kept by a message under way."""
+        self.offloaded_bytes = self.host_bytes = 0
+        self._saved = self._buffers = self._gradients = 0
         self._sharded_bytes = self._sharded_gradients = 0
 
     @property
-    def called(self) -> dict[int, int]:
-        """What each stage is called where its microbatches' bytes are found."""
-        return {stage: called for stage, (_, called, _) in self._unseen.items()}
+    def stage_keys(self) -> dict[int, int]:
+        """The name of each stage where its microbatches' bytes are found: stages of one kind
+        share them.
+        """
+        return {stage: key for stage, (_, key, _) in self._unseen.items()}
 
     def post(self, job: Job) -> None:
         """Make the receive buffers of a job."""
@@ -146,33 +157,34 @@ class _Play:
             for posted in self._receives.expect(self._home(message.other_stage), wanted):
                 self._buffers += self._arriving_bytes[posted[:4]]
 
-    def run(self, job: Job, way: Way, host_bytes: int) -> Moment:
-        """Run a job."""
+    def run(self, job: Job, variant: JobVariant, host_bytes: int) -> MemorySample:
+        """Run a job and return its sample."""
         s, m = job.stage_index, job.microbatch_index
         sharded = self._sharded.get(s)
         gradients = self._gradients + self._sharded_gradients
-        others_bytes = self._sharded_bytes - (sharded.held.live_bytes if sharded else 0)
-        beside = others_bytes - self._sharded_gradients
-        # What a backward runs again ahead of its gradients finds what arrived in buffers still.
-        kept, buffers = self._kept, self._buffers
+        other_stages = self._sharded_bytes - (sharded.state.live_bytes if sharded else 0)
+        beside = other_stages - self._sharded_gradients
+        saved, buffers = self._saved, self._buffers
         if self._under_way:
-            self._let_leave(job)
+            self._free_received(job)
         group, _, unseen = self._unseen[s]
         holder = group, m
-        held = self._microbatches.get(holder, unseen)
-        effect, self._microbatches[holder] = held.after(way)
+        microbatch = self._microbatches.get(holder, unseen)
+        effect, self._microbatches[holder] = microbatch.after(variant)
         rise = effect.rise_bytes
         if sharded is not None and effect.done is not None:
-            rise = self._play_sharded(sharded, effect.done, way)
+            rise = self._run_sharded(sharded, effect, is_last=variant.is_last)
         self._buffers -= effect.taken_bytes
-        height_bytes = self._kept + effect.height_bytes
+        at_height = self._saved + effect.height_bytes
+        # A backward's recomputation runs before it waits for gradients: those are in receive
+        # buffers still. The job's height is the higher of the two points.
         ahead = effect.ahead_bytes
-        if ahead is None or ahead + kept + buffers < rise + height_bytes + self._buffers:
-            kept, buffers = height_bytes, self._buffers
+        if ahead is None or ahead + saved + buffers < rise + at_height + self._buffers:
+            saved, buffers = at_height, self._buffers
         else:
             rise = ahead
-        self._kept += effect.kept_bytes
-        self._gradients += effect.left_bytes
+        self._saved += effect.kept_bytes
+        self._gradients += effect.new_gradient_bytes
         if self._traffic.taken_at:
             self._under_way += [
                 (
@@ -185,40 +197,46 @@ class _Play:
             ]
         if effect.movable is not None:
             self.movable[s, m] = effect.movable
-        live_bytes = self._kept + self._buffers + self._gradients + self._sharded_bytes
-        kept -= self.away_bytes
-        peak_bytes = kept + gradients + buffers + rise + beside
-        end_bytes = live_bytes - self.away_bytes
-        return Moment(job, end_bytes, peak_bytes, kept, gradients, buffers, host_bytes)
-
-    def _play_sharded(
-        self, sharded: ShardedBytes, done: ForwardBytes | BackwardBytes, way: Way
-    ) -> int:
-        """Play a job's weights and gradients under ZeRO, and return its height."""
-        before = sharded.held
-        rise = (
-            sharded.forward(done)
-            if isinstance(done, ForwardBytes)
-            else sharded.backward(done, is_last=way.is_last)
+        live_bytes = self._saved + self._buffers + self._gradients + self._sharded_bytes
+        saved -= self.offloaded_bytes
+        return MemorySample(
+            job,
+            end_bytes=live_bytes - self.offloaded_bytes,
+            peak_bytes=saved + gradients + buffers + rise + beside,
+            saved_bytes=saved,
+            gradient_bytes=gradients,
+            buffer_bytes=buffers,
+            host_bytes=host_bytes,
         )
-        self._sharded_bytes += sharded.held.live_bytes - before.live_bytes
-        self._sharded_gradients += sharded.held.gradient_bytes - before.gradient_bytes
+
+    def _run_sharded(self, sharded: ShardedBytes, effect: Effect, *, is_last: bool) -> int:
+        """Simulate a job's weights and gradients under ZeRO, and return the job's height."""
+        done, before = effect.done, sharded.state
+        assert done is not None
+        if isinstance(done, ForwardBytes):
+            rise = sharded.forward(done)
+        else:
+            rise = sharded.backward(done, is_last=is_last)
+        self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
+        self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
         return rise
 
-    def _let_leave(self, job: Job) -> None:
-        """Let go what others took before they sent what a job gets."""
+    def _free_received(self, job: Job) -> None:
+        """Free what others received before they sent what this job gets: on gloo a message's
+        arrival is the first proof that earlier ones have left.
+        """
         if job.kind is JobKind.BACKWARD_WEIGHT:
             return
         is_grad = job.kind is not JobKind.FORWARD
         for message in self._arriving[job.stage_index, is_grad]:
             source = self._home(message.other_stage)
             made_at = self._traffic.made_at[self._arrival(job, message, comes=True)]
-            for one in [*self._under_way]:
-                target, sent, holder, key = one
+            for entry in [*self._under_way]:
+                target, sent, holder, key = entry
                 if target == source and self._traffic.taken_at[sent] <= made_at:
-                    self._under_way.remove(one)
+                    self._under_way.remove(entry)
                     freed, self._microbatches[holder] = self._microbatches[holder].without(key)
-                    self._kept -= freed
+                    self._saved -= freed
 
     def _arrival(self, job: Job, message: Message, *, comes: bool) -> Arrival:
         is_grad = job.kind is not JobKind.FORWARD
