@@ -11,7 +11,7 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
-from costmodel.memory.bound import RankBound, least_bytes
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
@@ -206,9 +206,8 @@ class Candidates:
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
             if index in too_large:
                 continue
-            least = least_bytes(
-                table.whole,
-                in_flight=1,
+            rank = RankBound(
+                load=table.whole,
                 num_microbatches=configuration.num_microbatches,
                 recompute=choice,
                 replicas=configuration.dp * configuration.cp,
@@ -217,7 +216,7 @@ class Candidates:
                 precision=self.precision,
                 on_host=self.on_host,
             )
-            if least <= memory_limit_bytes:
+            if rank.least(1) <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None

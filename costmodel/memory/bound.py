@@ -1,9 +1,8 @@
 """The lower fidelity: a closed form of a rank's memory that the exact walk never falls below.
 
-A search has no job table yet when it must decide whether a stage may fit. It needs an answer in
-a few array operations, for many stages at once. So memory is bounded by a maximum of lines, each
-affine in what one microbatch keeps (which is proportional to the microbatch size b) and in the
-parameters of the stage:
+A search has no job table yet when it must decide whether a stage may fit, and it must decide for
+many stages at once. So memory is bounded by a maximum of lines, each affine in what one microbatch
+keeps (which is proportional to the microbatch size b) and in the parameters of the stage:
 
     bytes(b) >= max over phases p of
                     (live_p * saved(b) + slope_p * params + fixed) * (1 + overhead) + context
@@ -20,13 +19,12 @@ buckets, which exist from the start. All other gradients appear with the first b
 that has every microbatch in flight before its first backward therefore has no gradients at its
 fullest point, and one microbatch less once it has them.
 
-Each `PARTS` entry has a counterpart in the exact fidelity (`costmodel.memory.exact.resident`, or
-the walk itself). A new part of memory is an entry there and an entry here.
+Each `PARTS` entry has a counterpart in the exact fidelity (`exact.resident`, or the walk itself).
+A new part of memory is an entry there and an entry here.
 
 `RankBound.least` is the bound: a search prunes by it alone. `RankBound.conservative` is no bound.
-It adds the inside of the highest job, posted receive buffers and FSDP messages, and is about what
-the exact walk will find. A search uses it to prefer a stage that is likely to fit when the exact
-walk rejected the one that the bound allowed.
+It adds the inside of the highest job, posted receive buffers and FSDP messages. A search uses it to
+choose a stage that is likely to fit when the exact walk rejected the one that the bound allowed.
 """
 
 from __future__ import annotations
@@ -148,12 +146,9 @@ class RankBound:
         return fits
 
     def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
-        """Return what the rank needs at least if in a phase it ever keeps so many bytes of
-        activations.
-        """
-        live = np.maximum(
-            saved_bytes + self.resident_bytes[phase], self.resident_bytes[Phase.UPDATE]
-        )
+        """Return what the rank needs at least if in a phase it keeps so many bytes at once."""
+        resident = self.resident_bytes
+        live = np.maximum(saved_bytes + resident[phase], resident[Phase.UPDATE])
         return live * self._overhead + self.profile.context_bytes
 
     def lines(self, in_flight: int, limit_bytes: float) -> tuple[Line, ...]:
@@ -303,11 +298,3 @@ PARTS: Mapping[str, Callable[[RankBound, Phase], Resident]] = {
     "batch": batch,
 }
 """Every part of memory that is resident between two jobs, activations apart."""
-
-
-def least_bytes(load: StageLoad, *, in_flight: int, **options: Any) -> Any:
-    """Return what a rank needs at least whose stage has at most `in_flight` microbatches in flight.
-
-    `options` are `RankBound`'s other fields.
-    """
-    return RankBound(load=load, **options).least(in_flight)

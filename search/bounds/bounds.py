@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.memory.bound import least_bytes
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
@@ -176,9 +176,8 @@ class TableBounds:
         return float(np.min(peaks, axis=0).max())
 
     def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: Recompute) -> Any:
-        return least_bytes(
-            load,
-            in_flight=1,
+        rank = RankBound(
+            load=load,
             num_microbatches=configuration.num_microbatches,
             splits_backward=True,
             recompute=recompute,
@@ -188,6 +187,7 @@ class TableBounds:
             precision=self.table.precision,
             on_host=self.table.on_host,
         )
+        return rank.least(1)
 
     def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
         """Return the bytes that activations in flight alone must take on some rank."""

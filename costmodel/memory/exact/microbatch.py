@@ -28,19 +28,19 @@ Storage = tuple[str | int, ...]
 class Effect(NamedTuple):
     """What a job does to a rank's bytes."""
 
-    taken_bytes: int
+    taken_bytes: int = 0
     """At its start, so many go from receive buffers to the microbatch."""
-    height_bytes: int
+    height_bytes: int = 0
     """At its height, so many more are kept than before ..."""
-    rise_bytes: int
+    rise_bytes: int = 0
     """... and so many live beside those."""
-    ahead_bytes: int | None
+    ahead_bytes: int | None = None
     """Or so many live before anything is received, if the job may begin then."""
-    kept_bytes: int
+    kept_bytes: int = 0
     """Afterwards, so many more are kept than before ..."""
-    new_gradient_bytes: int
+    new_gradient_bytes: int = 0
     """... and so many more are gradients of parameters."""
-    done: ForwardBytes | BackwardBytes | None
+    done: ForwardBytes | BackwardBytes | None = None
     """The job as its stage walks it."""
     sent: tuple[tuple[Message, Storage], ...] = ()
     """What it sends to other ranks."""
@@ -49,10 +49,7 @@ class Effect(NamedTuple):
 
 
 class LinkedStages:
-    """Stages of a rank that hand values over in place; all others are on other ranks.
-
-    `keeps_sent`: what is sent is held until it has left (`MicrobatchBytes.without`).
-    """
+    """Stages of a rank that hand values over in place; `keeps_sent`: messages are kept (gloo)."""
 
     def __init__(self, stages: Mapping[int, StageJobs], *, keeps_sent: bool) -> None:
         self.stages, self.keeps_sent = stages, keeps_sent
@@ -74,13 +71,11 @@ class LinkedStages:
 
 
 class _Kept(NamedTuple):
-    """What a microbatch keeps of a stage's forward: bytes, storages by name, and the leaves
-    where gradients of what arrived will be left.
-    """
+    """What a microbatch keeps of a stage's forward."""
 
     own_bytes: int
     storages: Mapping[str, Storage]
-    leaves: tuple[Storage, ...]
+    leaves: tuple[Storage, ...]  # where gradients of what arrived will be left
 
 
 class MicrobatchBytes:
@@ -184,9 +179,7 @@ class MicrobatchBytes:
             taken_bytes=taken_bytes,
             height_bytes=height_bytes,
             rise_bytes=done.rise_bytes,
-            ahead_bytes=None,
             kept_bytes=kept_bytes + done.kept_bytes + stage.loss_bytes,
-            new_gradient_bytes=0,
             done=done,
             sent=tuple(sent),
             movable=(
@@ -268,13 +261,9 @@ class MicrobatchBytes:
             gradient_factor=self._linked.stages[s].walk.gradient_factor,
         )
         return Effect(
-            taken_bytes=0,
-            height_bytes=0,
             rise_bytes=rise,
-            ahead_bytes=None,
             kept_bytes=-sum(self._release(key) for key in keys),
             new_gradient_bytes=left,
-            done=None,
         )
 
 
