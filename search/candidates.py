@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees
@@ -21,7 +22,6 @@ from profiles import Profile
 from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
 from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.bounds.rank_bytes import RankBytes, least_bytes
 from search.on_host import NOTHING, OnHost, tiers
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
@@ -181,12 +181,12 @@ class Candidates:
             shared = sum(size for _, _, size in table.ties)
 
             def least(param_bytes: float) -> float:
-                rank = RankBytes(
+                rank = RankBound(
                     load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
                     replicas=one.dp * one.cp, zero=one.zero, profile=self.profile,
                     precision=self.precision, on_host=self.on_host,
                 )  # fmt: skip
-                return float(rank.holding(0.0, has_gradients=False))
+                return float(rank.with_saved(0.0))
 
             empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
             room = (limit - empty) / slope + shared if slope > 0 else float("inf")
@@ -207,9 +207,8 @@ class Candidates:
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
             if index in too_large:
                 continue
-            least = least_bytes(
-                table.whole,
-                in_flight=1,
+            rank = RankBound(
+                load=table.whole,
                 num_microbatches=configuration.num_microbatches,
                 recompute=choice,
                 replicas=configuration.dp * configuration.cp,
@@ -218,7 +217,7 @@ class Candidates:
                 precision=self.precision,
                 on_host=self.on_host,
             )
-            if least <= memory_limit_bytes:
+            if rank.least(1) <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None

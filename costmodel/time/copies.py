@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.memory.placed_block import Copy
+from costmodel.memory.exact.stage.placed_block import Copy
 from planner.layout.axes import Degrees
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements, moves_between

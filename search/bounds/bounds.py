@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage import StageLoad, again_seconds
 from planner.plan import Recompute
 from planner.schedule import find_schedule
 from search.bounds.exchange_bounds import LeastExchange
-from search.bounds.rank_bytes import least_bytes
 from search.bounds.zero_bubble_bound import ZeroBubbleBound
 from search.partition.chain_problem import Floats
 from search.space import Configuration, Shape, recompute_choices
@@ -176,9 +176,8 @@ class TableBounds:
         return float(np.min(peaks, axis=0).max())
 
     def _peak(self, load: StageLoad, configuration: Configuration, *, recompute: Recompute) -> Any:
-        return least_bytes(
-            load,
-            in_flight=1,
+        rank = RankBound(
+            load=load,
             num_microbatches=configuration.num_microbatches,
             splits_backward=True,
             recompute=recompute,
@@ -188,6 +187,7 @@ class TableBounds:
             precision=self.table.precision,
             on_host=self.table.on_host,
         )
+        return rank.least(1)
 
     def kept_bound(self, configuration: Configuration, in_flight: Sequence[int]) -> float:
         """Return the bytes that activations in flight alone must take on some rank."""

@@ -15,11 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel import StageLoad
-from costmodel.memory.memory import job_peak_bytes, kept_bytes
+from costmodel.memory.bound import RankBound, job_peak_bytes, kept_bytes
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
-from search.bounds.rank_bytes import RankBytes
 from search.partition.chain_problem import Floats, TooLarge
 from search.space import Configuration, recompute_choices
 from search.stages.rank_stages import again_of_stages
@@ -242,7 +241,7 @@ class EvenStages:
         if self.table.on_host.activations:
             return ()
         held = self._held(one, choices, schedule)
-        needed = self._rank(one).holding(held, has_gradients=False)
+        needed = self._rank(one).with_saved(held)
         homes = self.homes.tolist()
         first = [homes.index(rank) for rank in range(self.pp)]
         return tuple(
@@ -269,7 +268,7 @@ class EvenStages:
             inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
             np.maximum.at(top, self.homes, np.where(names == name, inside, 0.0))
         held = self._held(one, choices, schedule) + top
-        needed: Floats = self._rank(one).holding(held, has_gradients=False)
+        needed: Floats = self._rank(one).with_saved(held)
         return needed
 
     def _held(
@@ -290,13 +289,13 @@ class EvenStages:
         one = configuration
         held = self.table.on_host.live(np.asarray(live, dtype=float))
         kept = np.stack([self._least_held(name) for name in recompute_choices(one.recompute)])
-        needed: Floats = self._rank(one).holding(held * kept, has_gradients=False)
+        needed: Floats = self._rank(one).with_saved(held * kept)
         return needed
 
-    def _rank(self, configuration: Configuration) -> RankBytes:
+    def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""
         one = configuration
-        return RankBytes(
+        return RankBound(
             load=StageLoad(param_bytes=self._param_bytes),
             num_microbatches=one.num_microbatches,
             recompute="none",

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import inf
 
 from costmodel import CostCache
-from costmodel.memory.memory import kept_bytes
+from costmodel.memory.bound import kept_bytes
 from costmodel.time.program import accumulate_seconds
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis

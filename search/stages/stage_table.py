@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.cache import CostCache
-from costmodel.memory.memory import kept_bytes
+from costmodel.memory.bound import kept_bytes
 from costmodel.time.boundary import block_entry_seconds, output_placements
 from costmodel.time.communication import DataParallelSeconds, boundary_seconds
 from costmodel.time.inputs import input_seconds

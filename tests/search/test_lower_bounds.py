@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from costmodel.memory.bound import RankBound
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage import StageLoad
 from planner.schedule import build_schedule
 from planner.units import GIB
 from search import SearchRequest
-from search.bounds.rank_bytes import RankBytes
 from search.bounds.zero_bubble_bound import ZeroBubbleBound
 from search.candidates import Candidates, live_stages_of
 from search.partition.chain_problem import Cut
@@ -28,7 +28,7 @@ def test_what_may_fit_is_what_the_least_says(zero, splits_backward, precision):
     """M17: `may_fit` is `least` within the limit for every number of microbatches in flight."""
     rng = np.random.default_rng(17)
     sizes = {name: rng.uniform(0, GIB, 50) for name in ("saved_bytes", "param_bytes")}
-    rank = RankBytes(
+    rank = RankBound(
         load=StageLoad(**sizes), num_microbatches=6, recompute="none", replicas=2, zero=zero,
         profile=MACHINE, splits_backward=splits_backward, precision=precision,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from costmodel.memory.ops.gradients import leaves_gaps, passes_on
+from costmodel.memory.block.gradients import leaves_gaps, passes_on
 from costmodel.memory.ops.kernel_scratch import scratch_bytes, unreduced_bytes
 from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors
 from planner.graph import Op, Program
@@ -16,30 +16,32 @@ from planner.ops.weight_products import ProductArgs
 
 
 class Taker(NamedTuple):
-    """An input that an op gives a gradient: its bytes, whether it is a parameter and the weight of
-    a product, whether the gradient is the op's own or a view of it, perhaps with gaps, and how it
-    lies where it is neither.
-    """
+    """An input that an op gives a gradient."""
 
     name: str
     num_bytes: int
     is_param: bool
     is_weight: bool
+    """Whether it is the weight of a product."""
     is_same: bool
+    """Whether its gradient is the arriving gradient, or a view of it."""
     has_gaps: bool
+    """Whether that view has gaps."""
     strides: Strides
+    """How its gradient lies, where it is not such a view."""
 
 
 class Product(NamedTuple):
-    """A product by a trained weight, as it is put aside: the inputs that get their gradients
-    later, the storages that it waits with and, where it has none in rows, a copy of its input in
-    rows; `never_freed` are those that somebody else holds, and the rest is `Aside`'s.
-    """
+    """A product by a trained weight, as it is deferred; see `DeferredWeight`."""
 
     later: frozenset[str]
+    """Inputs that get their gradients later: weight and bias."""
     held: tuple[tuple[str, int], ...]
+    """(Name, bytes) of the storages it waits with."""
     rows_bytes: int | None
+    """Bytes of a copy of its input in rows, where the input does not lie in rows."""
     never_freed: frozenset[str]
+    """Storages that outlive the backward."""
     weight_bytes: int
     bias_bytes: int
     adds: bool
@@ -48,39 +50,45 @@ class Product(NamedTuple):
 
 
 class OpFacts(NamedTuple):
-    """An op in a backward: who gets gradients, what its kernel holds only while it runs and how
-    much more where gradients are summed or cast, also where its product is put aside, and what
-    it is the first to have kept: storages and more.
-    """
+    """An op in a backward."""
 
     op: Op
     takers: tuple[Taker, ...]
+    """Inputs that get gradients."""
     scratch_bytes: int
+    """What its kernel holds only while it runs."""
     unreduced_bytes: int
-    aside_unreduced_bytes: int
+    """And more where gradients are summed over broadcast dims, or cast."""
+    deferred_unreduced_bytes: int
+    """The same where its weight gradient is deferred."""
     kept: tuple[tuple[str, int], ...]
+    """(Name, bytes) of storages that it is the first to have saved: its backward frees them."""
     extra_bytes: int
+    """What it saved beside tensors: masks, statistics."""
     product: Product | None
+    """The product, if it is one by a trained weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardFacts:
-    """The ops of a program, last first. `outputs` are those that get gradients, with bytes;
-    `roots` the storages that inputs and outputs lie in, `strides` how outputs lie; `readers` the
-    first op that reads each tensor; `products` the activations that trained weights multiply, by
-    op; `kept` all that autograd keeps, and `first_saver` the first op that keeps anything.
-    """
+    """The ops of a program, last first, and what its backward begins with."""
 
     program: Program
     ops: tuple[OpFacts, ...]
     outputs: Mapping[str, int]
+    """Bytes of the outputs that get gradients."""
     roots: Mapping[str, str]
+    """The storage that each input and output lies in."""
     strides: Mapping[str, Strides]
+    """How outputs lie."""
     readers: Mapping[str, str]
-    products: Mapping[str, str]
+    """The first op that reads each tensor."""
     kept: Mapping[str, int]
+    """Bytes of all storages that autograd keeps."""
     kept_bytes: int
+    """All of them, and what ops keep beside."""
     first_saver: str | None
+    """The first op that saves anything."""
 
 
 def backward_facts(
@@ -98,8 +106,9 @@ def backward_facts(
         roots={name: storage[name].root for name in edges},
         strides={name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs},
         readers={name: op.name for op in reversed(program.ops) for name in op.inputs},
-        products={name: product[0].name for name, product in products.items()},
-        kept={one.root: one.num_bytes for kept, _ in saved.by_op.values() for one in kept},
+        kept={
+            storage.root: storage.num_bytes for kept, _ in saved.by_op.values() for storage in kept
+        },
         kept_bytes=saved.num_bytes,
         first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Saved()), None),
     )
@@ -111,7 +120,7 @@ def _op_facts(
     tensor = program.tensor
     kept, extra = saved.by_op.get(op.name, ((), 0))
     takers: list[Taker] = []
-    aside = None
+    deferred = None
     scratch = in_all = without_weights = 0
     if any(tensor[name].requires_grad for name in op.outputs):
         needing = [name for name in dict.fromkeys(op.inputs) if tensor[name].requires_grad]
@@ -132,33 +141,37 @@ def _op_facts(
         scratch = scratch_bytes(op, program, saved, forward=False)
         in_all = without_weights = unreduced_bytes(op, needing, program, saved)
         if product is not None:
-            aside = _product(product, program, saved)
-            others = [name for name in needing if name not in aside.later]
+            deferred = _product(product, program, saved)
+            others = [name for name in needing if name not in deferred.later]
             without_weights = unreduced_bytes(op, others, program, saved)
     return OpFacts(
         op=op,
         takers=tuple(takers),
         scratch_bytes=scratch,
         unreduced_bytes=in_all,
-        aside_unreduced_bytes=without_weights,
-        kept=tuple((one.root, one.num_bytes) for one in kept),
+        deferred_unreduced_bytes=without_weights,
+        kept=tuple((storage.root, storage.num_bytes) for storage in kept),
         extra_bytes=extra,
-        product=aside,
+        product=deferred,
     )
 
 
 def _product(product: ProductArgs, program: Program, saved: SavedTensors) -> Product:
     tensor, storage = program.tensor, saved.storages.storage
     x, weight, bias, _ = product
-    # A product put aside waits with its input as given, or with a copy of it in rows.
+    # A product deferred waits with its input as given, or with a copy of it in rows.
     as_given = has_rows(tensor[x.name].shape_at(1), saved.storages.strides[x.name])
     given = [ref.name for ref in (x if as_given else None, weight, bias) if ref is not None]
     roots = dict.fromkeys(storage[name] for name in given)
     return Product(
         later=frozenset(ref.name for ref in (weight, bias) if ref is not None),
-        held=tuple((one.root, one.num_bytes) for one in roots if one.kind not in HELD_ANYWAY),
+        held=tuple(
+            (storage.root, storage.num_bytes)
+            for storage in roots
+            if storage.kind not in HELD_ANYWAY
+        ),
         rows_bytes=None if as_given else tensor[x.name].bytes_at(1),
-        never_freed=frozenset(one.root for one in roots),
+        never_freed=frozenset(storage.root for storage in roots),
         weight_bytes=tensor[weight.name].bytes_at(1),
         bias_bytes=0 if bias is None else tensor[bias.name].bytes_at(1),
         adds=tensor[weight.name].kind == "param",

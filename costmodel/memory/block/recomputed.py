@@ -26,10 +26,12 @@ class SelectiveBytes:
     unsaved_bytes: int
 
 
-def selective_bytes(program: Program, saved: SavedTensors, remade: Iterable[str]) -> SelectiveBytes:
-    """Return what a bound local program keeps when the ops named in `remade` run again."""
-    roots, extra = kept_storages(program, saved, remade)
-    needed = {one.root for storages, _ in saved.by_op.values() for one in storages}
+def selective_bytes(
+    program: Program, saved: SavedTensors, recomputed: Iterable[str]
+) -> SelectiveBytes:
+    """Return what a bound local program keeps when the ops named in `recomputed` run again."""
+    roots, extra = kept_storages(program, saved, recomputed)
+    needed = {storage.root for storages, _ in saved.by_op.values() for storage in storages}
     return SelectiveBytes(
         kept_bytes=sum(roots.values()) + sum(extra.values()),
         unsaved_bytes=sum(size for root, size in roots.items() if root not in needed),
@@ -37,12 +39,12 @@ def selective_bytes(program: Program, saved: SavedTensors, remade: Iterable[str]
 
 
 def kept_storages(
-    program: Program, saved: SavedTensors, remade: Iterable[str]
+    program: Program, saved: SavedTensors, recomputed: Iterable[str]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of each storage kept when the ops named in `remade` run again, inputs
+    """Return the bytes of each storage kept when the ops named in `recomputed` run again, inputs
     left out, and what each other op keeps besides (masks, statistics), by its name.
     """
-    again = frozenset(remade)
+    again = frozenset(recomputed)
     storage = saved.storages.storage
     maker = {output: op.name for op in program.ops for output in op.outputs}
     read_again = {
@@ -65,15 +67,21 @@ def kept_storages(
                 saves_later = True
             elif storage[name].kind not in HELD_ANYWAY:
                 kept[name] = storage[name]
-    roots = {one.root: one.num_bytes for one in kept.values() if one.root not in program.inputs}
+    roots = {
+        storage.root: storage.num_bytes
+        for storage in kept.values()
+        if storage.root not in program.inputs
+    }
     return roots, extra
 
 
-def held_results(program: Program, saved: SavedTensors, remade: Iterable[str]) -> frozenset[str]:
+def held_results(
+    program: Program, saved: SavedTensors, recomputed: Iterable[str]
+) -> frozenset[str]:
     """Return the storages that a call of the block holds for its second run, and so until nothing
     is left of its graph: results that an op made again reads.
     """
-    again = frozenset(remade)
+    again = frozenset(recomputed)
     roots, _ = kept_storages(program, saved, again)
     maker = {output: op.name for op in program.ops for output in op.outputs}
     read = {name for op in program.ops if op.name in again for name in op.inputs if name in maker}

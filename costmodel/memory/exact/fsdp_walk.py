@@ -1,4 +1,4 @@
-"""What ZeRO holds beside a rank's activations, played block by block as FSDP2 does it.
+"""What ZeRO holds beside a rank's activations: FSDP2, simulated block by block.
 
 Weights are gathered into one message, from which each parameter is copied; the message of a
 forward stays until the next block's is copied too, that of a backward is let go at once, and the
@@ -11,96 +11,46 @@ _fsdp_collectives}.py.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage
 
 
-class Unit(NamedTuple):
-    """Parameters gathered together: bytes of all of them, of their gradients as autograd makes
-    them and as they are summed, and of the message that takes the sums; whether an input of
-    their block needs a gradient; and the last parameter's part of the gradients.
-    """
+class FsdpState(NamedTuple):
+    """What FSDP2 holds of a stage between two jobs.
 
-    gathered_bytes: int
-    gradient_bytes: int
-    sum_bytes: int
-    message_bytes: int
-    has_input_gradient: bool
-    last_part: Fraction
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardedStage:
-    """The units of a stage: its blocks', None where one has no parameters, and that of the
-    parameters that several blocks share. `shards_on_host`: gradients' shards leave the device.
-    `copies_to_reduce`: a message is summed in a copy of it, as on gloo.
-    """
-
-    blocks: Sequence[Unit | None]
-    shared: Unit | None
-    zero_stage: int
-    replicas: int
-    shards_on_host: bool
-    copies_to_reduce: bool
-
-    @property
-    def shard_bytes(self) -> int:
-        """A rank's shards, in the dtype that gradients are summed in."""
-        return sum(unit.message_bytes // self.replicas for unit in self.units.values())
-
-    @cached_property
-    def units(self) -> Mapping[int, Unit]:
-        """The units there are."""
-        every = enumerate([*self.blocks, self.shared])
-        return {index: unit for index, unit in every if unit is not None}
-
-    @cached_property
-    def ran_before(self) -> Mapping[int, int]:
-        """The unit that ran before each; before the first, the last one of another forward."""
-        order = list(self.units)
-        return dict(zip(order, [*order[-1:], *order[:-1]], strict=True))
-
-    @cached_property
-    def played(self) -> dict[tuple, Played]:
-        """Jobs already played, by job, what was held and how."""
-        return {}
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether autograd adds to gradients that are there."""
-        units = self.units.values()
-        return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
-
-
-class Held(NamedTuple):
-    """What FSDP2 holds of a stage between two jobs: units whose weights are gathered, or fetched
-    for later; whose gradients are whole, summed or as autograd made them, or in shards; and the
-    one whose message of sums is still there. What that takes together, and its gradients alone.
-
-    Units are known by their block's position; the shared one by the number of blocks.
+    Units are named by their block's position; the shared one by the number of blocks.
     """
 
     gathered: frozenset[int] = frozenset()
-    fetched: frozenset[int] = frozenset()
+    """Units whose weights are gathered."""
+    prefetched: frozenset[int] = frozenset()
+    """Units whose message of weights has arrived for a later block."""
     summed: frozenset[int] = frozenset()
+    """Units whose whole gradients are summed over microbatches (ZeRO 1)."""
     fresh: frozenset[int] = frozenset()
+    """Units whose whole gradients are as autograd made them."""
     sharded: frozenset[int] = frozenset()
+    """Units whose gradients are in shards."""
     sum_message: int | None = None
+    """The unit whose reduce-scatter message is still alive."""
     live_bytes: int = 0
+    """All of that together."""
     gradient_bytes: int = 0
+    """Its gradients alone."""
 
 
-class Played(NamedTuple):
-    """A job's height, what is held after it, and the job itself, so that no other has its id."""
+class SimulatedJob(NamedTuple):
+    """A job that was simulated from some state on."""
 
     peak_bytes: int
-    held: Held
+    """Its height, activations counted."""
+    state: FsdpState
+    """What is held after it."""
     job: ForwardBytes | BackwardBytes
+    """The job itself: as long as it is here, no other object gets its id."""
 
 
 class ShardedBytes:
@@ -113,18 +63,18 @@ class ShardedBytes:
         self._stage = stage
         self._in_flight = 0
         self._ran_back = False
-        self.held = Held()
+        self.state = FsdpState()
 
     def forward(self, job: ForwardBytes) -> int:
         """Play a forward and return its height, activations counted, above its start."""
         self._in_flight += 1
-        key = id(job), self.held
-        known = self._stage.played.get(key)
+        key = id(job), self.state
+        known = self._stage.simulated.get(key)
         if known is None:
-            play = _Play(self._stage, self.held)
-            play.forward(job)
-            known = self._remember(key, play, job)
-        self.held = known.held
+            tally = _FsdpTally(self._stage, self.state)
+            tally.forward(job)
+            known = self._remember(key, tally, job)
+        self.state = known.state
         return known.peak_bytes
 
     def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
@@ -135,17 +85,19 @@ class ShardedBytes:
         is_first = self._in_flight == 1 and not self._ran_back
         self._ran_back = (self._ran_back or is_first) and not is_last
         self._in_flight -= 1
-        key = id(job), self.held, is_last, is_first
-        known = self._stage.played.get(key)
+        key = id(job), self.state, is_last, is_first
+        known = self._stage.simulated.get(key)
         if known is None:
-            play = _Play(self._stage, self.held)
-            play.backward(job, is_last=is_last, is_first=is_first)
-            known = self._remember(key, play, job)
-        self.held = known.held
+            tally = _FsdpTally(self._stage, self.state)
+            tally.backward(job, is_last=is_last, is_first=is_first)
+            known = self._remember(key, tally, job)
+        self.state = known.state
         return known.peak_bytes
 
-    def _remember(self, key: tuple, play: _Play, job: ForwardBytes | BackwardBytes) -> Played:
-        known = self._stage.played[key] = Played(play.peak, play.held(), job)
+    def _remember(
+        self, key: tuple, tally: _FsdpTally, job: ForwardBytes | BackwardBytes
+    ) -> SimulatedJob:
+        known = self._stage.simulated[key] = SimulatedJob(tally.peak, tally.state(), job)
         return known
 
 
@@ -178,31 +130,31 @@ class _Units:
         self.num_bytes = 0
 
 
-class _Play:
+class _FsdpTally:
     """One job from what is held at its start to what is at its end. Mutable: it is a tally."""
 
-    def __init__(self, stage: ShardedStage, held: Held) -> None:
+    def __init__(self, stage: ShardedStage, state: FsdpState) -> None:
         self._stage = stage
         self._shared = len(stage.blocks)
         self._units = stage.units
         units = self._units.items()
         gathered = {index: unit.gathered_bytes for index, unit in units}
         gradients = {index: unit.gradient_bytes for index, unit in units}
-        self._gathered = _Units(gathered, held.gathered)
-        self._fetched = _Units(gathered, held.fetched)
+        self._gathered = _Units(gathered, state.gathered)
+        self._prefetched = _Units(gathered, state.prefetched)
         self._forward_message: int | None = None
-        self._sum_message = held.sum_message
-        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, held.summed)
-        self._fresh = _Units(gradients, held.fresh)
+        self._sum_message = state.sum_message
+        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, state.summed)
+        self._fresh = _Units(gradients, state.fresh)
         shards = {index: self._shard_bytes(index) for index in self._units}
-        self._sharded = _Units(shards, held.sharded)
+        self._sharded = _Units(shards, state.sharded)
         self._base = self.peak = 0
 
-    def held(self) -> Held:
+    def state(self) -> FsdpState:
         """Return what is held now."""
-        return Held(
+        return FsdpState(
             gathered=frozenset(self._gathered.members),
-            fetched=frozenset(self._fetched.members),
+            prefetched=frozenset(self._prefetched.members),
             summed=frozenset(self._summed.members),
             fresh=frozenset(self._fresh.members),
             sharded=frozenset(self._sharded.members),
@@ -218,7 +170,7 @@ class _Play:
 
     @property
     def _live_bytes(self) -> int:
-        held = self._gathered.num_bytes + self._fetched.num_bytes
+        held = self._gathered.num_bytes + self._prefetched.num_bytes
         if self._forward_message is not None:
             held += self._units[self._forward_message].gathered_bytes
         if self._sum_message is not None:
@@ -234,10 +186,10 @@ class _Play:
     def forward(self, job: ForwardBytes) -> None:
         """Play a forward."""
         self._before_forward(self._shared)
-        for index, turn in enumerate(job.turns):
-            self._base = turn.start_bytes
+        for index, sample in enumerate(job.samples):
+            self._base = sample.start_bytes
             self._before_forward(index)
-            self._base = turn.peak_bytes
+            self._base = sample.peak_bytes
             self._note()
             self._after_forward(index)
         self._base = job.last_bytes
@@ -247,10 +199,10 @@ class _Play:
 
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
-            self._fetched.add(index)
+            self._prefetched.add(index)
             self._gathered.add(index)
             self._note()
-            self._fetched.discard(index)
+            self._prefetched.discard(index)
             self._forward_message = index
 
     def _after_forward(self, index: int) -> None:
@@ -259,17 +211,17 @@ class _Play:
 
     def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
         """Play a backward; `is_first` is that of the stage's first forward in a step."""
-        last = len(job.turns) - 1
+        last = len(job.samples) - 1
         waiting: list[int] = []
-        for back, turn in enumerate(job.turns):
+        for back, sample in enumerate(job.samples):
             index = last - back
-            self._base = turn.start_bytes
+            self._base = sample.start_bytes
             self._before_backward(index, is_first)
             if index == last:
                 self._before_backward(self._shared, is_first)
-            self._base = turn.peak_bytes
+            self._base = sample.peak_bytes
             self._note()
-            self._base = turn.end_bytes
+            self._base = sample.end_bytes
             if index in self._units:
                 self._make_gradient(index)
                 if self._units[index].has_input_gradient:
@@ -282,7 +234,7 @@ class _Play:
         for index in waiting:
             self._after_backward(index, is_last)
         if is_last:
-            self._fetched.clear()
+            self._prefetched.clear()
             self._sum_message = None
 
     def _make_gradient(self, index: int) -> None:
@@ -295,13 +247,13 @@ class _Play:
         if index not in self._units:
             return
         if index not in self._gathered:
-            self._fetched.add(index)
+            self._prefetched.add(index)
             self._gathered.add(index)
             self._note()
-            self._fetched.discard(index)
+            self._prefetched.discard(index)
         before = self._stage.ran_before[index]
         if before not in self._gathered and not (is_first and before >= index):
-            self._fetched.add(before)
+            self._prefetched.add(before)
 
     def _after_backward(self, index: int, is_last: bool) -> None:
         self._note()

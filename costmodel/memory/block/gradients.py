@@ -8,7 +8,6 @@ sum takes a buffer more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import prod
 
 from costmodel.memory.ops.saved import SavedTensors
@@ -54,10 +53,6 @@ class Gradients:
             self._second[name] = buffer
         else:
             self.of[name] = buffer
-
-    def bytes_of(self, names: Iterable[str]) -> int:
-        """Bytes of the buffers these tensors' gradients lie in, each once."""
-        return sum(self._bytes[b] for b in {self.of[name] for name in names if name in self.of})
 
     def buffer_of(self, name: str) -> tuple[int, int]:
         """The number of a gradient's buffer, and its bytes."""

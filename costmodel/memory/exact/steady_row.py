@@ -2,7 +2,7 @@
 
 Between warmup and cooldown a pipeline repeats itself: the same jobs, microbatches counted on. What
 a rank holds at the same place of two repetitions is then the same, but for the losses it gathers,
-so whoever wants the worst moment of a row need not go through all of them.
+so whoever wants the worst sample of a row need not go through all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SteadyRow(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def steady_row(row: tuple[Job, ...], *, ahead: int) -> SteadyRow:
-    """Return a row with the same moments, each perhaps less often; microbatches are renumbered.
+    """Return a row with the same samples, each perhaps less often; microbatches are renumbered.
 
     With p jobs to a repetition that moves on by d microbatches, row[i + p] is row[i] with d added,
     for all i of its middle. Whole repetitions are taken out of that, and k * d taken off the
@@ -58,8 +58,8 @@ def steady_row(row: tuple[Job, ...], *, ahead: int) -> SteadyRow:
 
 
 def _is_complete(row: Sequence[Job]) -> bool:
-    """Whether what goes forward on a stage comes back, and what is put aside is done."""
-    forward, back, aside, weights = (
+    """Whether what goes forward on a stage comes back, and what is deferred is done."""
+    forward, back, deferred, weights = (
         {(job.stage_index, job.microbatch_index) for job in row if job.kind in kinds}
         for kinds in (
             (JobKind.FORWARD,),
@@ -68,7 +68,7 @@ def _is_complete(row: Sequence[Job]) -> bool:
             (JobKind.BACKWARD_WEIGHT,),
         )
     )
-    return forward == back and aside == weights
+    return forward == back and deferred == weights
 
 
 def _middle_of(row: Sequence[Job]) -> tuple[int, int, int, int] | None:

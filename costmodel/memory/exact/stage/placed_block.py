@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.ops.block_bytes import BlockBytes
+from costmodel.memory.block.block_bytes import BlockBytes
 
 
 class Copy(NamedTuple):
-    """A value brought to another placement: the bytes of the copy, those alive at most while it
-    is made, itself counted, and those alive at most beside its gradient while that is brought
-    back. `passes_on`: that gradient is the value's, as it is. `is_view`: there is no copy, but
-    a part of the value's own memory.
-    """
+    """A value brought to another placement."""
 
     num_bytes: int
+    """Bytes of the copy."""
     making_bytes: int
+    """Alive at most while it is made, itself counted."""
     returning_bytes: int
+    """Alive at most beside its gradient while that is brought back."""
     passes_on: bool
+    """Whether its gradient is the value's, as it is."""
     is_view: bool = False
+    """Whether there is no copy, but a part of the value's own memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,8 +1,12 @@
 """What one microbatch holds on stages of a rank, from its first job there to its last.
 
-It is the same for every microbatch that goes the same way, so it is played once: what a microbatch
-holds after some jobs remembers what it holds after each job that came next. Where a stage hands
-nothing over in place, that is so for all stages of its kind.
+It is the same for every microbatch whose jobs run in the same variants, so it is simulated once:
+what a microbatch holds after some jobs remembers what it holds after each job that came next.
+Where a stage hands nothing over in place, that holds for all stages of its kind.
+
+Storages are counted by holders, as Python does: a value that the stage keeps for its backward,
+that another stage of this rank reads in place, and that a message carries, is one storage with
+three holders, and is freed when the last one lets go.
 """
 
 from __future__ import annotations
@@ -11,10 +15,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from costmodel.memory.ops.backward_walk import Aside
-from costmodel.memory.ops.weights_aside import held_aside, weight_job
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.memory.stage_jobs import Message, StageJobs, Way
+from costmodel.memory.block.backward_walk import DeferredWeight
+from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs
 from planner.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]
@@ -22,29 +26,30 @@ Storage = tuple[str | int, ...]
 
 
 class Effect(NamedTuple):
-    """What a job does to a rank's bytes: at its start `taken_bytes` go from receive buffers to
-    the microbatch, at its height `height_bytes` more are kept than before and `rise_bytes` live
-    beside those, or `ahead_bytes` before anything is received, if it may; afterwards
-    `kept_bytes` more are kept than before, and `left_bytes` more are gradients. `done` is the job
-    as its stage walks it, `movable` what could go to the host of what a forward keeps: of its own,
-    and also kept by messages under way.
-    """
+    """What a job does to a rank's bytes."""
 
-    taken_bytes: int
-    height_bytes: int
-    rise_bytes: int
-    ahead_bytes: int | None
-    kept_bytes: int
-    left_bytes: int
-    done: ForwardBytes | BackwardBytes | None
+    taken_bytes: int = 0
+    """At its start, so many go from receive buffers to the microbatch."""
+    height_bytes: int = 0
+    """At its height, so many more are kept than before ..."""
+    rise_bytes: int = 0
+    """... and so many live beside those."""
+    ahead_bytes: int | None = None
+    """Or so many live before anything is received, if the job may begin then."""
+    kept_bytes: int = 0
+    """Afterwards, so many more are kept than before ..."""
+    new_gradient_bytes: int = 0
+    """... and so many more are gradients of parameters."""
+    done: ForwardBytes | BackwardBytes | None = None
+    """The job as its stage walks it."""
     sent: tuple[tuple[Message, Storage], ...] = ()
+    """What it sends to other ranks."""
     movable: tuple[int, int] | None = None
+    """What could be offloaded of what a forward keeps: its own, and also kept by messages."""
 
 
 class LinkedStages:
-    """Stages of a rank that hand values over in place, and who sees what of whom; all others are
-    elsewhere. `keeps_sent`: what is sent is held until it is let go (`MicrobatchBytes.without`).
-    """
+    """Stages of a rank that hand values over in place; `keeps_sent`: messages are kept (gloo)."""
 
     def __init__(self, stages: Mapping[int, StageJobs], *, keeps_sent: bool) -> None:
         self.stages, self.keeps_sent = stages, keeps_sent
@@ -66,19 +71,18 @@ class LinkedStages:
 
 
 class _Kept(NamedTuple):
-    """What a microbatch keeps of a stage's forward: bytes, storages by name, and the leaves
-    where gradients of what arrived will be left.
-    """
+    """What a microbatch keeps of a stage's forward."""
 
     own_bytes: int
     storages: Mapping[str, Storage]
-    leaves: tuple[Storage, ...]
+    leaves: tuple[Storage, ...]  # where gradients of what arrived will be left
 
 
 class MicrobatchBytes:
-    """What a microbatch holds after some of its jobs: storages with their bytes and how many
-    hold each, of which some are `under_way` to other ranks; what each stage's forward keeps, and
-    what weight gradients put aside.
+    """What a microbatch holds after some of its jobs: storages with their bytes and holders (some
+    are under way to other ranks), what each stage's forward keeps, and deferred weight gradients.
+
+    A value of a chain: `after` and `without` return the next one and do not change this one.
     """
 
     def __init__(self, linked: LinkedStages) -> None:
@@ -87,17 +91,17 @@ class MicrobatchBytes:
         self._bytes: dict[Storage, int] = {}
         self._under_way: Counter[Storage] = Counter()
         self._kept: dict[int, _Kept] = {}
-        self._aside: dict[int, tuple[tuple[Aside, ...], list[Storage]]] = {}
-        self._after: dict[Way, tuple[Effect, MicrobatchBytes]] = {}
+        self._deferred: dict[int, tuple[tuple[DeferredWeight, ...], list[Storage]]] = {}
+        self._after: dict[JobVariant, tuple[Effect, MicrobatchBytes]] = {}
         self._without: dict[Storage, tuple[int, MicrobatchBytes]] = {}
 
-    def after(self, way: Way) -> tuple[Effect, MicrobatchBytes]:
+    def after(self, variant: JobVariant) -> tuple[Effect, MicrobatchBytes]:
         """Return what a job does, and what the microbatch holds then."""
-        known = self._after.get(way)
+        known = self._after.get(variant)
         if known is None:
             then = self._copy()
             run = {JobKind.FORWARD: then._forward, JobKind.BACKWARD_WEIGHT: then._weights}
-            known = self._after[way] = run.get(way.kind, then._backward)(way), then
+            known = self._after[variant] = run.get(variant.kind, then._backward)(variant), then
         return known
 
     def without(self, sent: Storage) -> tuple[int, MicrobatchBytes]:
@@ -112,7 +116,7 @@ class MicrobatchBytes:
         then = MicrobatchBytes(self._linked)
         then._holders, then._bytes = dict(self._holders), dict(self._bytes)
         then._under_way = self._under_way.copy()
-        then._kept, then._aside = dict(self._kept), dict(self._aside)
+        then._kept, then._deferred = dict(self._kept), dict(self._deferred)
         return then
 
     def _hold(self, key: Storage, size: int) -> int:
@@ -137,10 +141,10 @@ class MicrobatchBytes:
         self._under_way[key] += 1
         return self._hold(key, size)
 
-    def _forward(self, way: Way) -> Effect:
-        linked, s = self._linked, way.stage_index
+    def _forward(self, variant: JobVariant) -> Effect:
+        linked, s = self._linked, variant.stage_index
         stage, value = linked.stages[s], linked.value
-        walk = getattr(stage, way.walk)
+        walk = getattr(stage, variant.walk)
         kept_bytes = taken_bytes = 0
         for message in stage.incoming:
             if not linked.is_local(message):
@@ -175,9 +179,7 @@ class MicrobatchBytes:
             taken_bytes=taken_bytes,
             height_bytes=height_bytes,
             rise_bytes=done.rise_bytes,
-            ahead_bytes=None,
             kept_bytes=kept_bytes + done.kept_bytes + stage.loss_bytes,
-            left_bytes=0,
             done=done,
             sent=tuple(sent),
             movable=(
@@ -186,14 +188,14 @@ class MicrobatchBytes:
             ),
         )
 
-    def _backward(self, way: Way) -> Effect:
-        linked, s = self._linked, way.stage_index
+    def _backward(self, variant: JobVariant) -> Effect:
+        linked, s = self._linked, variant.stage_index
         stage = linked.stages[s]
-        walk = getattr(stage, way.walk)
-        is_split = way.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
+        walk = getattr(stage, variant.walk)
+        is_split = variant.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
         # The last block is run again before the gradients are waited for.
         blocks = walk.blocks if stage.sharded is None else ()
-        ahead_bytes = blocks[-1].kind.bytes.second_rise_bytes if blocks else 0
+        ahead_bytes = blocks[-1].kind.bytes.recompute_rise_bytes if blocks else 0
         arriving = [message for message in stage.outgoing if message.requires_grad]
         kept_bytes = taken_bytes = 0
         for message in arriving:
@@ -203,8 +205,8 @@ class MicrobatchBytes:
         own_bytes, kept, leaves = self._kept.pop(s)
         done = walk.backward(
             {message.name: message.sent_bytes for message in arriving},
-            first=way.is_first,
-            num_aside=way.num_aside,
+            first=variant.is_first,
+            num_deferred=variant.num_deferred,
             flush=not is_split,
             sharded=stage.sharded is not None,
             staying=frozenset(
@@ -216,12 +218,15 @@ class MicrobatchBytes:
         height_bytes = kept_bytes
         if is_split:
             waiting: list[tuple[Storage, int]] = [
-                (linked.value(s, name) if name in stage.walk.arriving else ("aside", s, name), size)
-                for name, size in held_aside(done.aside).items()
+                (
+                    linked.value(s, name) if name in stage.walk.arriving else ("deferred", s, name),
+                    size,
+                )
+                for name, size in deferred_storages(done.deferred).items()
             ]
             for key, size in waiting:
                 kept_bytes += self._hold(key, size)
-            self._aside[s] = done.aside, [key for key, _ in waiting]
+            self._deferred[s] = done.deferred, [key for key, _ in waiting]
         kept_bytes -= own_bytes
         for key in (*kept.values(), *leaves):
             kept_bytes -= self._release(key)
@@ -242,23 +247,23 @@ class MicrobatchBytes:
             rise_bytes=done.rise_bytes,
             ahead_bytes=ahead_bytes,
             kept_bytes=kept_bytes,
-            left_bytes=done.left_bytes,
+            new_gradient_bytes=done.new_gradient_bytes,
             done=done,
             sent=tuple(sent),
         )
 
-    def _weights(self, way: Way) -> Effect:
-        s = way.stage_index
-        aside, keys = self._aside.pop(s, ((), []))
-        rise, left = weight_job(aside, first=way.is_first, wide=self._linked.stages[s].walk.wide)
+    def _weights(self, variant: JobVariant) -> Effect:
+        s = variant.stage_index
+        deferred, keys = self._deferred.pop(s, ((), []))
+        rise, left = weight_job(
+            deferred,
+            first=variant.is_first,
+            gradient_factor=self._linked.stages[s].walk.gradient_factor,
+        )
         return Effect(
-            taken_bytes=0,
-            height_bytes=0,
             rise_bytes=rise,
-            ahead_bytes=None,
             kept_bytes=-sum(self._release(key) for key in keys),
-            left_bytes=left,
-            done=None,
+            new_gradient_bytes=left,
         )
 
 
@@ -271,7 +276,7 @@ def before_any_job(
     linked = {
         index: stage
         for index, stage in stages.items()
-        if any(one.other_stage in stages for one in (*stage.incoming, *stage.outgoing))
+        if any(end.other_stage in stages for end in (*stage.incoming, *stage.outgoing))
     }
     first = min(linked, default=0)
     together = MicrobatchBytes(LinkedStages(linked, keeps_sent=keeps_sent))

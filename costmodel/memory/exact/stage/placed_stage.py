@@ -1,4 +1,4 @@
-"""A stage of a plan as its byte walk needs it: placed blocks, and what comes and goes."""
+"""A stage of a plan as its walk takes it: placed blocks, and what comes and goes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Literal
 
 from costmodel.cache import CostCache
+from costmodel.memory.exact.stage.fsdp_units import sharded_stage
+from costmodel.memory.exact.stage.jobs import Message, StageJobs
+from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
+from costmodel.memory.exact.stage.walk import StageWalk
 from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage
-from costmodel.memory.placed_block import BlockKind, PlacedBlock
-from costmodel.memory.stage_bytes import StageWalk
-from costmodel.memory.stage_jobs import Message, StageJobs
-from costmodel.memory.zero_units import sharded_stage
 from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.copies import copy_between
 from planner.layout.placements import WHOLE, Placements
@@ -22,10 +22,10 @@ from planner.units import DTYPE_BYTES
 
 
 class PlacedStages:
-    """The stages of a plan as their byte walks need them; those of one kind share their walks.
+    """The stages of a plan as a rank's walk takes them; those of one kind share their walks.
 
     Stages are of one kind where nothing but names tells them apart: what follows from blocks,
-    layouts and options is then the same. `costs` knows the kinds of all plans.
+    layouts and options is then the same. `costs` remembers the kinds of all plans.
     """
 
     def __init__(self, plan: Plan, costs: CostCache, edges: Sequence[Edge]) -> None:
@@ -89,12 +89,12 @@ class PlacedStages:
         return replace(
             like,
             incoming=[
-                _message(self._plan, edge, edge.producer, name=one.name)
-                for edge, one in zip(incoming, like.incoming, strict=True)
+                _message(self._plan, edge, edge.producer, name=message.name)
+                for edge, message in zip(incoming, like.incoming, strict=True)
             ],
             outgoing=[
-                _message(self._plan, edge, edge.consumer, name=one.name)
-                for edge, one in zip(outgoing, like.outgoing, strict=True)
+                _message(self._plan, edge, edge.consumer, name=message.name)
+                for edge, message in zip(outgoing, like.outgoing, strict=True)
             ],
         )
 
@@ -120,8 +120,8 @@ def _stage_jobs(
     return StageJobs(
         walk=walk,
         last=last,
-        first_aside=_aside(walk, 1),
-        all_aside=_aside(walk, len(walk.blocks)),
+        first_deferred=_deferred(walk, 1),
+        all_deferred=_deferred(walk, len(walk.blocks)),
         incoming=[_message(plan, edge, edge.producer, name=edge.tensor) for edge in incoming],
         outgoing=[_message(plan, edge, edge.consumer, name=edge.tensor) for edge in outgoing],
         # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
@@ -137,14 +137,16 @@ def _stage_jobs(
     )
 
 
-def _aside(walk: StageWalk, num_blocks: int) -> StageWalk:
-    """Return a stage whose first blocks put their weight gradients aside."""
+def _deferred(walk: StageWalk, num_blocks: int) -> StageWalk:
+    """Return a stage whose first blocks put their weight gradients deferred."""
     first = walk.blocks[:num_blocks]
-    kinds = {block.kind: block.kind.bytes.aside for block in first}
+    kinds = {block.kind: block.kind.bytes.deferred for block in first}
     if not any(kinds.values()):
         return walk
-    put_aside = {kind: replace(kind, bytes=aside or kind.bytes) for kind, aside in kinds.items()}
-    put = [replace(block, kind=put_aside[block.kind]) for block in first]
+    deferred_names = {
+        kind: replace(kind, bytes=deferred or kind.bytes) for kind, deferred in kinds.items()
+    }
+    put = [replace(block, kind=deferred_names[block.kind]) for block in first]
     return replace(walk, blocks=(*put, *walk.blocks[num_blocks:]))
 
 
@@ -245,6 +247,6 @@ def _walk(
         side=side,
         leaving=frozenset(edge.tensor for edge in leaving),
         sent_copies={name: copy for name, copy in sent.items() if copy is not None},
-        wide=MASTER_FACTOR if plan.precision == "bf16" else 1,
+        gradient_factor=MASTER_FACTOR if plan.precision == "bf16" else 1,
         params_are_dtensors=plan.zero_stage > 0 and tp > 1,
     )

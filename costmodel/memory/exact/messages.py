@@ -17,7 +17,7 @@ from planner.schedule.jobs import Job, JobKind
 
 
 class Arrival(NamedTuple):
-    """A value of a microbatch on its way forward, or its gradient on its way back."""
+    """A value of a microbatch on its variant forward, or its gradient on its variant back."""
 
     producer: int
     consumer: int
