@@ -10,11 +10,11 @@ import pytest
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage import StageLoad, join
 from planner.schedule import build_schedule
-from search.brute_force import smallest_peak_by_brute_force, solve_by_brute_force
 from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_windows import Window
 from search.stages.runs import Runs, distinct, used_fields
+from tests.referees.cuts import smallest_peak_by_brute_force, solve_by_brute_force
 from tests.search.chains import random_chain, uniform_chain
 
 
