@@ -33,9 +33,7 @@ def search(
         list[str] | None,
         typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
     ] = None,
-    solver: Annotated[
-        str, typer.Option(help="Of stage boundaries: dp, recursive, cpsat or brute_force.")
-    ] = "dp",
+    solver: Annotated[str, typer.Option(help="Of stage boundaries: dp, recursive or ilp.")] = "dp",
     pareto: Annotated[
         Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
     ] = None,

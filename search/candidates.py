@@ -33,11 +33,6 @@ from search.stages.drafts import Drafts
 from search.stages.learnt import Learnt
 from search.stages.stage_table import StageTable
 
-# Schedules whose critical path `chain_dp` knows more of than any schedule's.
-_FAMILIES = {
-    "1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial", "zb_h1": "ZB-H1",
-}  # fmt: skip
-
 
 @dataclass(kw_only=True)
 class Candidates:
@@ -127,7 +122,10 @@ class Candidates:
         one = configuration
         choices = recompute_choices(one.recompute)
         again = least_again_s(table, choices)
-        splits = find_schedule(one.schedule).splits_backward
+        order = find_schedule(one.schedule).job_order(
+            pp=one.pp, num_microbatches=one.num_microbatches
+        )
+        splits = order.splits_backward
         stages = table.with_replicas(
             dp=one.dp,
             cp=one.cp,
@@ -150,7 +148,7 @@ class Candidates:
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
-            family=_FAMILIES.get(one.schedule, "split" if splits else "any"),
+            order=order,
             start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),

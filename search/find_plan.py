@@ -154,8 +154,7 @@ def _take_own_table(search: Walk) -> None:
 
 _PROVED = {
     "dp": "chain dynamic programming, path bound",
-    "cpsat": "joint integer program, path bound",
-    "brute_force": "every cut tried, path bound",
+    "ilp": "joint integer program, path bound",
     "recursive": "nobody: recursive bisection is not exact",
 }
 

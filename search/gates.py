@@ -20,7 +20,6 @@ from operator import ge
 from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
-from search.brute_force import solve_by_brute_force
 from search.candidates import in_flight_of
 from search.ilp.joint import solve_by_joint_program
 from search.partition.bisect import solve_by_bisection
@@ -133,8 +132,7 @@ def _out(search: Walk, entry: Entry, rule: str, bound: float = float("inf")) -> 
 
 SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
     "recursive": solve_by_bisection,
-    "cpsat": solve_by_joint_program,
-    "brute_force": solve_by_brute_force,
+    "ilp": solve_by_joint_program,
 }
 """Searchers of stage boundaries beside the chain DP; a recursive cut proves nothing."""
 

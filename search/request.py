@@ -11,7 +11,7 @@ from planner.plan import Plan, Precision, Recompute
 from planner.schedule import find_schedule
 from search.on_host import OFFLOADS, Offload
 
-SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
+SOLVERS = ("dp", "recursive", "ilp")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
@@ -33,7 +33,7 @@ class SearchRequest:
     `max_gap` and `time_limit_s` stop the search early, and the certificate says so.
     `model_file` is written into the plan as the place the model came from. `solver` picks
     the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
-    ``cpsat`` or ``brute_force`` (referees, for small models).
+    ``ilp`` (a joint integer program, for small models).
     `forbid` holds (choice, value) pairs that no answer may use; of a choice that `allow` names,
     only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
     placement text) triples that every layout must respect.

@@ -21,7 +21,7 @@ from planner.graph import ModelGraph
 from planner.layout.sequences import check_hands_on_sequences, longest_sequence
 from planner.plan import Recompute
 from planner.plan.defaults import check_balance
-from planner.schedule import find_schedule
+from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8
@@ -29,9 +29,6 @@ LEAST_POSITIONS = 8192
 """Of a sequence, left to each cp rank unless cp is asked for: what Llama 3 405B left at 131,072
 tokens, with no cp at 8,192 (The Llama 3 Herd of Models, table 4)."""
 SEARCHED_ZERO = (0, 1, 3)
-SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "eager_1f1b")
-"""Schedules tried where none is asked for. Those that hold every microbatch before the first
-backward, or go through them breadth first, keep more memory for no less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,9 +348,9 @@ def _schedules(
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
     if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
-        yield "1f1b", 1
+        yield DEFAULT_SCHEDULE, 1
         return
-    for name in request.values("schedule", SEARCHED_SCHEDULES):
+    for name in request.values("schedule", searched_schedules()):
         spec = find_schedule(name)
         most = min(len(graph.blocks) // pp, spec.max_vpp or len(graph.blocks))
         for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):

@@ -18,7 +18,7 @@ from itertools import product
 
 import numpy as np
 
-from search.bounds.bounds import pipeline_line
+from search.bounds.pipeline_line import pipeline_line
 from search.candidates import in_flight_of
 from search.gates import SOLVERS, Progress, too_large_stages
 from search.meshes.own_mesh_even import Assignments, EvenMix, even_mixes

@@ -6,6 +6,7 @@ import heapq
 from dataclasses import replace
 
 from costmodel import Estimate
+from planner.schedule import DEFAULT_SCHEDULE
 from planner.units import format_bytes, format_seconds
 from search.gates import only_cut, price
 from search.partition.chain_dp import solve_chain
@@ -82,7 +83,9 @@ def _find_among_losers(
 
 def _first_of(entry: Unopened) -> Entry:
     """Return a shape's plainest configuration, to stand for it among the runners-up."""
-    options = sorted(entry.shape.options, key=lambda option: (option[1], option[0] != "1f1b"))
+    options = sorted(
+        entry.shape.options, key=lambda option: (option[1], option[0] != DEFAULT_SCHEDULE)
+    )
     zero = max(entry.shape.zeros, key=lambda stage: (stage == 1, stage))
     one = next(replace(entry.shape, options=tuple(options[:1]), zeros=(zero,)).configurations())
     return Entry(configuration=one, table=entry.table, bound=entry.bound)

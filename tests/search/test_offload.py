@@ -15,7 +15,6 @@ from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.bounds.quick_price import copied_rows
-from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.on_host import tiers
 from search.partition.chain_dp import cut_value, solve_chain
@@ -25,6 +24,7 @@ from search.report.explain import explain_saving, fullest_rank, memory_parts
 from search.space import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
+from tests.referees.cuts import all_cuts
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from search.brute_force import all_cuts
 from search.partition.chain_dp import cut_value, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.other_cuts import OtherCuts
+from tests.referees.cuts import all_cuts
 from tests.search.chains import random_chain
 
 

@@ -20,7 +20,7 @@ from planner.schedule import (
     validate_schedule,
 )
 from planner.schedule.timetable import Playback
-from search.schedule_exact import solve_schedule_exactly
+from tests.referees.schedules import solve_schedule_exactly
 
 
 def small_pipeline(rng: random.Random) -> Pipeline:

@@ -10,10 +10,10 @@ from math import comb
 from costmodel import Estimate
 from planner.graph import ModelGraph
 from search import SearchRequest, SearchResult
-from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.space import Configuration, recompute_choices
+from tests.referees.cuts import all_cuts
 
 
 @dataclass(frozen=True, kw_only=True)
