@@ -33,7 +33,7 @@ class OnHost:
 NOTHING = OnHost()
 
 
-def tiers(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
+def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
     """Return what to assume, in turn, until something fits; within a tier the fastest counts.
 
     A plan with nothing on the host comes first and, where there is one, alone: offload adds copies
