@@ -11,7 +11,7 @@ Offload = Literal["auto", "none", "optimizer", "activations", "both"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "none", "optimizer", "activations", "both")
 
 
-def tiers(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
+def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
     """Return what to assume, in turn, until something fits; within a tier the fastest counts.
 
     A plan with nothing on the host comes first and, where there is one, alone: offload adds copies

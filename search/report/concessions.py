@@ -19,7 +19,7 @@ from planner.units import GIB
 from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
-from search.on_host import tiers
+from search.on_host import offload_fallbacks
 from search.report.nothing_fits import can_fit, round_up
 from search.request import SearchRequest, SearchResult
 from search.space import divisors
@@ -180,7 +180,7 @@ class _Trials:
 
     def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
         """Return candidates that put on the host what the request names, by itself nothing."""
-        on_host = tiers(request.offload, self.profile)[0][0]
+        on_host = offload_fallbacks(request.offload, self.profile)[0][0]
         return Candidates.of(graph, self.profile, request, on_host)
 
     def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:

@@ -108,6 +108,6 @@ def _by_least_bytes(
         for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
     ]
     if not tries:
-        assert candidates.drafts.refusal is not None, "only cp can leave no layout"
-        raise candidates.drafts.refusal
+        assert candidates.layouts.refusal is not None, "only cp can leave no layout"
+        raise candidates.layouts.refusal
     return sorted(tries, key=lambda one: one[:2])

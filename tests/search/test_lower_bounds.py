@@ -108,7 +108,7 @@ def _parts_of_estimate(candidates, one, table, rng):
     """Yield what `least` is of each rank's estimate, for a random cut and random recompute."""
     kinds = recompute_choices(one.recompute)
     if one.vpp > 1:
-        stages = candidates.even_stages(one, table)
+        stages = candidates.interleaved(one, table)
         by_rank = rng.integers(len(kinds), size=one.pp)
         cuts, choices = stages.cuts, tuple(int(by_rank[home]) for home in stages.homes)
         yield from _parts_of_even(candidates, one, table, Cut(cuts=cuts, choices=choices, value=0))
@@ -138,7 +138,7 @@ def _parts_of_estimate(candidates, one, table, rng):
 def _parts_of_even(candidates, one, table, cut):
     """Virtual stages: what is refused under a limit just at each rank's estimate is no rank."""
     memory = candidates.estimate(candidates.plan(one, table, cut)).memory
-    stages = candidates.even_stages(one, table)
+    stages = candidates.interleaved(one, table)
     highest = max(float(parts.total) for parts in memory)
     assert not candidates.too_large_ranks(one, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):

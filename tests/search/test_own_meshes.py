@@ -115,7 +115,7 @@ def every_cut(candidates: Candidates, members: list[Member]) -> Iterator[Cut]:
         return
     kinds = range(len(members) * len(recompute_choices(one.recompute)))
     homes = stage_to_pp_rank(one.schedule, one.pp, one.vpp)
-    for cuts in {candidates.even_stages(m.configuration, m.table).cuts for m in members}:
+    for cuts in {candidates.interleaved(m.configuration, m.table).cuts for m in members}:
         for by_rank in product(kinds, repeat=one.pp):
             yield Cut(cuts=cuts, choices=tuple(by_rank[home] for home in homes), value=0.0)
 

@@ -1,15 +1,14 @@
-"""Virtual stages whose pp ranks have meshes of their own.
+"""Interleaved stages whose pp ranks have meshes of their own.
 
-All stages of a pp rank share its mesh (`planner.plan`), and the cuts that are looked at are those
-as equal as blocks allow under one of the meshes (`even_stages`). Left to choose is, for each rank
-r, a mesh and what it recomputes. `Assignments` lists all choices by the bound of their step time,
-best first:
+All stages of a pp rank share its mesh (`planner.plan`), and their boundaries are as even as blocks
+allow under one of the meshes (`partition/interleaved`). What remains is, for each rank r, a mesh
+and a recompute choice. `Assignments` lists all choices by the bound of their step time, best first:
 
-    f(choices of ranks 0 .. r) = `even_stages.least_end_s` of the least that stages of ranks after
-                                 r may take under any choice
+    f(choices of ranks 0 .. r) = `least_end_s`, with the stages of ranks after r at the least they
+                                 take under any choice
 
-which is exact for a whole list and no more for a part of it. A step costs O(choices * stages);
-how many there are is at worst choices^pp, in practice those that may beat the best.
+f is exact for a complete list of choices and a lower bound for a part of it. A step costs
+O(choices * stages); there are choices^pp steps at worst, in practice those that may beat the best.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from search.bounds.quick_price import job_table
 from search.candidates import Candidates, live_stages_of
 from search.meshes.own_meshes import Member, as_held, least_back_hop_s
 from search.partition.chain_problem import Cut, TooLarge
-from search.partition.even_stages import EvenStages, StageSeconds, least_end_s
+from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
 from search.space import recompute_choices
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
@@ -37,26 +36,34 @@ _COLUMNS = tuple(field.name for field in fields(StageSeconds))
 class EvenMix:
     """Meshes that pp ranks may choose from for their stages between fixed cuts.
 
-    A choice is one of the first member's kinds of recompute, then of the second's, and so on, as
-    `own_meshes.MixedBand` counts them. The cuts are the even ones of the members `even_of`.
-    `refused` are choices of a rank (that of the stage named) whose estimate was over the limit.
+    A choice is a recompute choice of the first member, then of the second, and so on, counted as in
+    `own_meshes.MixedBand`.
+
+    Attributes:
+        members: the meshes.
+        cuts: the stage boundaries.
+        even_of: the members (indices) under which these boundaries are the even ones.
+        limit_bytes: memory of one device.
+        infeasible: choices of a rank (that of the stage named) whose estimate is over the limit.
     """
 
     members: tuple[Member, ...]
     cuts: tuple[int, ...]
     even_of: tuple[int, ...]
     limit_bytes: float
-    refused: tuple[TooLarge, ...] = ()
+    infeasible: tuple[TooLarge, ...] = ()
 
     @property
-    def kinds(self) -> int:
+    def num_recompute_choices(self) -> int:
         """How many recompute choices a rank of each mesh has."""
         return len(recompute_choices(self.members[0].configuration.recompute))
 
     @cached_property
-    def _stages(self) -> tuple[EvenStages, ...]:
+    def _stages(self) -> tuple[InterleavedStages, ...]:
         """The stages under each member's mesh."""
-        return tuple(EvenStages.of(one.configuration, one.table, self.cuts) for one in self.members)
+        return tuple(
+            InterleavedStages.of(one.configuration, one.table, self.cuts) for one in self.members
+        )
 
     @property
     def homes(self) -> NDArray[np.intp]:
@@ -108,18 +115,20 @@ class EvenMix:
                     fits[self.homes[one_stage.stage]] = False
                 rows.append(fits)
         found = np.stack(rows)
-        for refused in self.refused:
-            found[refused.choice, self.homes[refused.stage]] = False
+        for stage in self.infeasible:
+            found[stage.choice, self.homes[stage.stage]] = False
         return found
 
     def is_known(self, cut: Cut) -> bool:
         """Whether a choice is of one mesh, and its cut that of all plans of this mesh."""
-        member = cut.choices[0] // self.kinds
-        return member in self.even_of and all(c // self.kinds == member for c in cut.choices)
+        member = cut.choices[0] // self.num_recompute_choices
+        return member in self.even_of and all(
+            c // self.num_recompute_choices == member for c in cut.choices
+        )
 
-    def without(self, refused: Sequence[TooLarge]) -> EvenMix:
+    def without(self, infeasible: Sequence[TooLarge]) -> EvenMix:
         """Return the same without some ranks' choices."""
-        return replace(self, refused=(*self.refused, *refused))
+        return replace(self, infeasible=(*self.infeasible, *infeasible))
 
 
 def even_mixes(
@@ -128,7 +137,7 @@ def even_mixes(
     """Yield a mix for each cut that is as even as blocks allow under one of the meshes."""
     even_of: dict[tuple[int, ...], list[int]] = {}
     for index, member in enumerate(members):
-        cuts = candidates.even_stages(member.configuration, member.table).cuts
+        cuts = candidates.interleaved(member.configuration, member.table).cuts
         even_of.setdefault(cuts, []).append(index)
     for cuts, indices in even_of.items():
         yield EvenMix(members=members, cuts=cuts, even_of=tuple(indices), limit_bytes=limit_bytes)
@@ -146,8 +155,11 @@ class Assignments:
         self._ceiling = ceiling
         self._heap: list[tuple[float, int, int, tuple[int, ...]]] = []
         self._ticket = count()
-        by_member = mix.fits.reshape(len(mix.members), mix.kinds, -1)
-        first = by_member.argmax(axis=1) + mix.kinds * np.arange(len(mix.members))[:, None]
+        by_member = mix.fits.reshape(len(mix.members), mix.num_recompute_choices, -1)
+        first = (
+            by_member.argmax(axis=1)
+            + mix.num_recompute_choices * np.arange(len(mix.members))[:, None]
+        )
         self._options = [
             [int(first[member, rank]) for member in np.flatnonzero(by_member[:, :, rank].any(1))]
             for rank in range(by_member.shape[2])

@@ -73,7 +73,7 @@ def least_end_s(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EvenStages:
+class InterleavedStages:
     """The stages between `cuts`; stage s is on pp rank `homes[s]`. Remembers answers."""
 
     table: StageTable
@@ -84,7 +84,7 @@ class EvenStages:
     @classmethod
     def of(
         cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
-    ) -> EvenStages:
+    ) -> InterleavedStages:
         """Return the stages of a configuration cut so."""
         one = configuration
         homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))

@@ -1,9 +1,11 @@
-"""The tables there are for tp, cp and a microbatch size: one for each layout, drafted at first.
+"""Layout candidates of a tp, a cp and a microbatch size, and the stage table of each.
 
-A draft knows the least its blocks take from the layout solver, before anything is priced as the
-cost model prices it. Three are asked for in turn, the next where the one before is not beaten: a
-sketch, which knows what ops take at least and none of their moves, needs no choice made; then
-the fastest layout; then all, for lean ones are slower than fast ones between the same boundaries.
+A candidate has a lower bound of its blocks' seconds from the layout solver, before the cost model
+prices anything. There are three kinds, each found only where the one before is not pruned:
+
+    optimistic   the least seconds of each op, no redistribution: no layout is solved
+    fastest      the layout of the least seconds
+    every        all layouts of the front: lean ones are slower than fast ones, and may fit
 """
 
 from __future__ import annotations
@@ -31,11 +33,14 @@ Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    """A table that is made, and prices its blocks, when asked.
+class LayoutCandidate:
+    """A layout whose table is made, and prices its blocks, when it is needed.
 
-    On it one microbatch takes `least_s` or more, and `accumulate_s` for what its layouts do not
-    decide of adding its gradients to the sum so far.
+    Attributes:
+        find_table: returns the table.
+        least_s: least seconds of one microbatch through all blocks, forward and backward.
+        accumulate_s: seconds in which a microbatch's gradients are added to the sum of those
+            before, as far as no layout divides them.
     """
 
     find_table: Callable[[], StageTable]
@@ -48,15 +53,20 @@ class Draft:
         return self.find_table()
 
     def least_step_s(self, shape: Shape) -> float:
-        """Return a step time that a shape cannot beat on the table."""
+        """Return a step time that a shape cannot beat with the layout: its work, dealt evenly."""
         return (self.least_s + self.accumulate_s) * shape.num_microbatches / shape.pp
 
 
 @dataclass(kw_only=True)
-class Drafts:
-    """Drafts and tables of one model on one machine; remembers answers.
+class LayoutCandidates:
+    """Layout candidates and tables of one model on one machine; remembers answers.
 
-    `refusal` says why cp cannot divide what the blocks of the last layouts do that it refused.
+    Attributes:
+        solver: finds layouts of blocks.
+        costs: the cost model's prices.
+        precision: of parameters and their optimizer.
+        on_host: what plans put on the host.
+        refusal: why cp cannot divide the blocks of the last layout that it was refused for.
     """
 
     solver: LayoutSolver
@@ -64,44 +74,44 @@ class Drafts:
     precision: Precision = "model"
     on_host: OnHost = NOTHING
     refusal: LayoutError | None = None
-    _fastest: dict[Key, tuple[Draft, ...]] = field(default_factory=dict)
-    _drafts: dict[Key, tuple[Draft, ...]] = field(default_factory=dict)
+    _fastest: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
+    _every: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
     _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _accumulate_s: dict[int, float] = field(default_factory=dict)
 
-    def sketch(self, tp: int, microbatch_size: int) -> Draft:
-        """Return a draft of the fastest layout that knows what each op takes at least, no more.
+    def optimistic(self, tp: int, microbatch_size: int) -> LayoutCandidate:
+        """Return the fastest layout with an optimistic bound: each op's least seconds, no moves.
 
-        It is found when its table is asked for.
+        The layout itself is found when its table is needed.
         """
         seconds = self.solver.least_seconds(tp, microbatch_size)
-        return self._draft(lambda: self.fastest(tp, microbatch_size)[0].table, tp, seconds)
+        return self._candidate(lambda: self.fastest(tp, microbatch_size)[0].table, tp, seconds)
 
-    def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
-        """Return a draft of the fastest layout; none where cp cannot divide what it does."""
+    def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
+        """Return the fastest layout; none where cp cannot divide its blocks."""
         key = tp, microbatch_size, cp
         if key not in self._fastest:
             solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
             self._fastest[key] = self._of(solved, key)
         return self._fastest[key]
 
-    def of(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[Draft, ...]:
-        """Return a draft for each layout; none where cp cannot divide what any of them does."""
+    def every(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
+        """Return each layout of the front; none where cp cannot divide the blocks of any."""
         key = tp, microbatch_size, cp
-        if key not in self._drafts:
+        if key not in self._every:
             if tp == 1:
-                self._drafts[key] = self.fastest(*key)
+                self._every[key] = self.fastest(*key)
             else:
-                self._drafts[key] = self._of(self.solver.layouts(tp, microbatch_size), key)
-        return self._drafts[key]
+                self._every[key] = self._of(self.solver.layouts(tp, microbatch_size), key)
+        return self._every[key]
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying."""
         key = tp, microbatch_size, cp
         if key not in self._tables:
-            self._tables[key] = worth_trying(draft.table for draft in self.of(*key))
+            self._tables[key] = worth_trying(layout.table for layout in self.every(*key))
         return self._tables[key]
 
     def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
@@ -110,19 +120,21 @@ class Drafts:
         tables = (self._table(one.by_class, tp, microbatch_size, cp) for one in found)
         return tuple(table for table in tables if table is not None)
 
-    def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[Draft, ...]:
+    def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[LayoutCandidate, ...]:
         tp, microbatch_size, cp = key
         least = {found.by_class: found.seconds / cp for found in solved} or {(): 0.0}
-        drafts = []
+        candidates = []
         for by_class, seconds in least.items():
             table = self._table(by_class, tp, microbatch_size, cp)
             if table is not None:
-                drafts.append(self._draft(_always(table), tp, seconds))
-        return tuple(drafts)
+                candidates.append(self._candidate(_always(table), tp, seconds))
+        return tuple(candidates)
 
-    def _draft(self, find_table: Callable[[], StageTable], tp: int, seconds: float) -> Draft:
-        """Return the draft of a table whose ops and moves take so many seconds."""
-        return Draft(
+    def _candidate(
+        self, find_table: Callable[[], StageTable], tp: int, seconds: float
+    ) -> LayoutCandidate:
+        """Return the candidate of a table whose ops and moves take so many seconds."""
+        return LayoutCandidate(
             find_table=find_table,
             least_s=self._least_correction * seconds,
             accumulate_s=self._fixed_accumulate_s(tp),
