@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from search.branch_and_bound import BranchAndBound
-from search.brute_force import all_cuts
 from search.nodes.partitions import FirstStagesNode, PartitionsNode, PartitionSource
 from search.partition.chain_dp import cut_value, solve_chain
 from search.partition.chain_paths import Paths
+from tests.referees.cuts import all_cuts
 from tests.search.chains import random_chain
 
 
