@@ -1,10 +1,11 @@
 # Everything runs from .venv, which is made when it is missing or pyproject.toml has changed.
 #   make demo        profile this machine, search, launch, compare (2 CPU ranks)
-#   make test        all tests that are not marked slow
+#   make test        all tests that are not marked slow, in WORKERS processes
 #   make test-slow   the rest
 #   make check       format, lint, types, import contracts
 
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 
 .PHONY: demo test test-slow check clean
@@ -14,7 +15,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

@@ -26,7 +26,7 @@ from planner.schedule import (
     time_schedule,
     validate_schedule,
 )
-from search.schedule_exact import solve_schedule_exactly
+from tests.referees.schedules import solve_schedule_exactly
 
 
 def large_tables() -> list[dict[str, object]]:

@@ -2,13 +2,13 @@
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
 `price_program` prices a block on one rank, `StageLoad` adds blocks up, `simulate` plays a
-job table, `stage_memory` and `rank_memory` count bytes. Torch-free, so a search can ask
+job table, `plan_memory` and `RankBound` count bytes. Torch-free, so a search can ask
 thousands of times a second; `CostCache` asks each expensive question once.
 """
 
 from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate
-from costmodel.memory.memory import MemoryParts, rank_memory, stage_memory
+from costmodel.memory.parts import MemoryParts
 from costmodel.time.compute import op_seconds, redistribute_seconds
 from costmodel.time.plan_price import PlanPrice, StageLayouts, price_plan, stage_load
 from costmodel.time.program import ProgramCost, price_program
@@ -33,9 +33,7 @@ __all__ = [
     "op_seconds",
     "price_plan",
     "price_program",
-    "rank_memory",
     "redistribute_seconds",
     "simulate",
     "stage_load",
-    "stage_memory",
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 
 from costmodel.links import Links, find_links
-from costmodel.memory.ops.block_bytes import BlockBytes, block_bytes
-from costmodel.memory.stage_jobs import StageJobs
+from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
+from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
 from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
@@ -128,7 +128,7 @@ class CostCache:
                 local,
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
-                remade=ops_made_again(whole, local, recomputed),
+                recomputed=ops_made_again(whole, local, recomputed),
             )
         return self._bytes[key]
 

@@ -28,8 +28,9 @@ import numpy as np
 
 from costmodel.cache import CostCache
 from costmodel.in_training import in_training
-from costmodel.memory.memory import MemoryParts, kept_bytes
-from costmodel.memory.plan_memory import plan_memory
+from costmodel.memory.bound import kept_bytes
+from costmodel.memory.exact.plan_memory import plan_memory
+from costmodel.memory.parts import MemoryParts
 from costmodel.time.clipping import ClipSeconds, clip_seconds, last_rank, norm_sum_seconds
 from costmodel.time.communication import MASTER_FACTOR, adamw_seconds
 from costmodel.time.inputs import input_seconds

@@ -116,9 +116,7 @@ def load_timeline(folder: str | os.PathLike[str]) -> tuple[RankTimeline, ...]:
     """
     paths = sorted(Path(folder).glob("rank_*.jsonl"))
     if not paths:
-        raise PlannerError(
-            f"no timeline in {folder}; make one with: planner launch --timeline {folder} …"
-        )
+        raise PlannerError(f"no timeline in {folder}; launch the plan with `timeline` {folder}")
     return tuple(map(_load_rank, paths))
 
 

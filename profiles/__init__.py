@@ -7,7 +7,6 @@ it runs on; profiles of common GPU machines are shipped in profiles/data.
 
 from profiles.catalog import default_profile, load_profile, own_profile_dir, shipped_names
 from profiles.check import check_profile
-from profiles.describe import describe_profile, write_plots
 from profiles.measure.measure import measure_profile
 from profiles.profile import Profile
 from profiles.records import Group, Lookup, OpQuery
@@ -19,10 +18,8 @@ __all__ = [
     "Profile",
     "check_profile",
     "default_profile",
-    "describe_profile",
     "load_profile",
     "measure_profile",
     "own_profile_dir",
     "shipped_names",
-    "write_plots",
 ]

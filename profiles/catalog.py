@@ -8,6 +8,7 @@ import platform
 import re
 from pathlib import Path
 
+from planner.cache_folder import cache_dir
 from planner.errors import ProfileError
 from profiles.profile import Profile
 from profiles.records import ProfileFile
@@ -36,7 +37,7 @@ def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
         raise ProfileError(f"{path} is a file; give the profile's directory or a shipped name")
     if os.sep in text:
         raise ProfileError(
-            f"no profile directory {text}; measure one with: planner profile --out {text}"
+            f"no profile directory {text}; measure one with `measure_profile` `out` {text}"
         )
     name, _, link = text.partition("@")
     file = read_profile_file(SHIPPED / _resolve(name, text))
@@ -95,9 +96,8 @@ def _with_link(file: ProfileFile, suffix: str) -> ProfileFile:
 
 def own_profile_dir(device: str | None = None) -> Path:
     """Return where this machine's own profile lives when no other place is named."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     host = re.sub(r"[^A-Za-z0-9_.-]", "_", platform.node() or "machine")
-    return Path(cache) / "planner" / "profiles" / f"{host}-{device or _device_here()}"
+    return cache_dir() / "profiles" / f"{host}-{device or _device_here()}"
 
 
 def default_profile(device: str | None = None) -> tuple[Profile, str]:
@@ -114,14 +114,14 @@ def default_profile(device: str | None = None) -> tuple[Profile, str]:
         if name := shipped_for_gpu(gpu):
             return load_profile(name), (
                 f"this machine has no profile of its own; using the shipped {name} for {gpu} "
-                "(measure with: planner profile)"
+                "(measure with `measure_profile`)"
             )
         because = f"no shipped profile is of {gpu}"
     else:
         because = "this machine has no profile of its own"
     return load_profile(FALLBACK), (
         f"{because}; assuming the shipped {FALLBACK}: times are not of this machine "
-        "(choose with --profile, or measure with: planner profile)"
+        "(name another `profile`, or measure with `measure_profile`)"
     )
 
 

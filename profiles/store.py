@@ -36,11 +36,11 @@ def read_profile_file(directory: Path) -> ProfileFile:
         if (directory / SESSION_FILE).exists():
             raise ProfileError(
                 f"the measurement in {directory} was stopped before its end; "
-                "run the same planner profile command again to resume it"
+                "run `measure_profile` as before to resume it"
             ) from None
         raise ProfileError(
             f"{directory} has no {PROFILE_FILE}, so it is not a profile; "
-            "make one with: planner profile --out DIR"
+            "make one with `measure_profile`"
         ) from None
     except (ValueError, OSError, RecursionError) as error:
         raise ProfileError(
@@ -113,7 +113,7 @@ def remove_session(directory: Path) -> None:
 def check_writable(directory: Path) -> None:
     """Make the directory and raise ProfileError now if a file can't be written to it."""
     if directory.exists() and not directory.is_dir():
-        raise ProfileError(f"{directory} is a file; profiles are directories: give another --out")
+        raise ProfileError(f"{directory} is a file; profiles are directories: give another `out`")
     _write_atomically(directory / ".writable", "")
     (directory / ".writable").unlink(missing_ok=True)
 
@@ -202,7 +202,7 @@ def _write_atomically(path: Path, text: str) -> None:
         with suppress(OSError):
             scratch.unlink()
         raise ProfileError(
-            f"can't write {path}: {error.strerror or error}; free some space or give another --out"
+            f"can't write {path}: {error.strerror or error}; free some space or give another `out`"
         ) from None
 
 

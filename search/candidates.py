@@ -11,6 +11,7 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees
@@ -21,30 +22,31 @@ from profiles import Profile
 from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
 from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.bounds.rank_bytes import RankBytes, least_bytes
-from search.on_host import NOTHING, OnHost, tiers
+from search.on_host import NOTHING, OnHost, offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
-from search.partition.even_stages import EvenStages
+from search.partition.interleaved import InterleavedStages
 from search.request import SearchRequest
 from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
-from search.stages.drafts import Drafts
-from search.stages.learnt import Learnt
-from search.stages.stage_table import StageTable
-
-# Schedules whose critical path `chain_dp` knows more of than any schedule's.
-_FAMILIES = {
-    "1f1b": "1F1B", "eager_1f1b": "1F1B", "fthenb": "FThenB", "naive": "serial", "zb_h1": "ZB-H1",
-}  # fmt: skip
+from search.stages.layout_candidates import LayoutCandidates
+from search.stages.stage_table import StageTable, TableKey
 
 
 @dataclass(kw_only=True)
 class Candidates:
     """Everything about one model on one machine that configurations share; remembers answers.
 
-    `learnt` is what searches leave for later ones, where the same candidates are searched under
-    ever less memory; None where they are searched once.
+    Attributes:
+        graph: the model.
+        profile: the machine.
+        solver: finds layouts of blocks.
+        costs: the cost model's prices.
+        model_file: where the model came from, as plans name it.
+        precision: of parameters and their optimizer.
+        receive_ahead: jobs that a receive is posted ahead of its use.
+        on_host: what plans put on the host.
+        cuts: stage boundaries that the request fixes, empty if it does not.
     """
 
     graph: ModelGraph
@@ -56,10 +58,11 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
-    learnt: Learnt | None = None
-    _bounds: dict[int, TableBounds] = field(default_factory=dict)
-    _even_cuts: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    _even_stages: dict[tuple[int, str, int, int], EvenStages] = field(default_factory=dict)
+    _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+    _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
+    _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
+        default_factory=dict
+    )
     _longest: dict[tuple, int] = field(default_factory=dict)
 
     @classmethod
@@ -73,7 +76,7 @@ class Candidates:
         """Return what searches share that ask the same of placements, stages, precision and
         offload; `on_host` is, if not given, what the request tries first.
         """
-        on_host = on_host or tiers(request.offload, profile)[0][0]
+        on_host = on_host or offload_fallbacks(request.offload, profile)[0][0]
         profile = in_training(profile, request.num_devices)
         return cls(
             graph=graph,
@@ -98,21 +101,21 @@ class Candidates:
         )
 
     @cached_property
-    def drafts(self) -> Drafts:
-        """The tables there are, drafted before they are priced."""
-        return Drafts(
+    def layouts(self) -> LayoutCandidates:
+        """The layouts there are, each with its table."""
+        return LayoutCandidates(
             solver=self.solver, costs=self.costs, precision=self.precision, on_host=self.on_host
         )
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
-        return self.drafts.tables(tp, microbatch_size, cp)
+        return self.layouts.tables(tp, microbatch_size, cp)
 
     def bounds(self, table: StageTable) -> TableBounds:
         """Return the bounds of a table."""
-        if id(table) not in self._bounds:
-            self._bounds[id(table)] = TableBounds(table=table)
-        return self._bounds[id(table)]
+        if table.key not in self._bounds:
+            self._bounds[table.key] = TableBounds(table=table)
+        return self._bounds[table.key]
 
     def problem(
         self,
@@ -120,14 +123,21 @@ class Candidates:
         table: StageTable,
         memory_limit_bytes: float,
         *,
-        refused: tuple[TooLarge, ...] = (),
-        is_careful: bool = False,
+        infeasible: tuple[TooLarge, ...] = (),
+        is_conservative: bool = False,
     ) -> ChainProblem:
-        """Return the chain problem of a configuration with one stage a rank."""
+        """Return the chain problem of a configuration with one stage a rank.
+
+        Without the stages that are known to be infeasible, and with those only that pass the
+        conservative memory check, if that is set.
+        """
         one = configuration
         choices = recompute_choices(one.recompute)
         again = least_again_s(table, choices)
-        splits = find_schedule(one.schedule).splits_backward
+        order = find_schedule(one.schedule).job_order(
+            pp=one.pp, num_microbatches=one.num_microbatches
+        )
+        splits = order.splits_backward
         stages = table.with_replicas(
             dp=one.dp,
             cp=one.cp,
@@ -150,15 +160,15 @@ class Candidates:
             in_flight=in_flight_of(one),
             num_microbatches=one.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
-            family=_FAMILIES.get(one.schedule, "split" if splits else "any"),
+            order=order,
             start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
             choices=choices,
             most_blocks=self._most_blocks(one, table, memory_limit_bytes),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
-            refused=refused,
+            refused=infeasible,
             copied=self._copied(one),
-            is_careful=is_careful,
+            is_careful=is_conservative,
         )
 
     def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
@@ -175,18 +185,18 @@ class Candidates:
         one = configuration
         if limit == float("inf"):
             return None
-        key = (id(table), one.dp, one.cp, one.zero, limit)
+        key = (table.key, one.dp, one.cp, one.zero, limit)
         if key not in self._longest:
             sizes = table.blocks.param_bytes
             shared = sum(size for _, _, size in table.ties)
 
             def least(param_bytes: float) -> float:
-                rank = RankBytes(
+                rank = RankBound(
                     load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
                     replicas=one.dp * one.cp, zero=one.zero, profile=self.profile,
                     precision=self.precision, on_host=self.on_host,
                 )  # fmt: skip
-                return float(rank.holding(0.0, has_gradients=False))
+                return float(rank.with_saved(0.0))
 
             empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
             room = (limit - empty) / slope + shared if slope > 0 else float("inf")
@@ -200,16 +210,15 @@ class Candidates:
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        refused: Sequence[TooLarge] = (),
+        infeasible: Sequence[TooLarge] = (),
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
-        too_large = {one.choice for one in refused}
+        too_large = {stage.choice for stage in infeasible}
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
             if index in too_large:
                 continue
-            least = least_bytes(
-                table.whole,
-                in_flight=1,
+            rank = RankBound(
+                load=table.whole,
                 num_microbatches=configuration.num_microbatches,
                 recompute=choice,
                 replicas=configuration.dp * configuration.cp,
@@ -218,42 +227,42 @@ class Candidates:
                 precision=self.precision,
                 on_host=self.on_host,
             )
-            if least <= memory_limit_bytes:
+            if rank.least(1) <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
         return None
 
-    def even_stages(self, configuration: Configuration, table: StageTable) -> EvenStages:
-        """Return a configuration's virtual stages, as equal as blocks allow."""
+    def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
+        """Return a configuration's interleaved stages, as even as blocks allow."""
         one = configuration
-        key = (id(table), one.schedule, one.pp, one.vpp)
-        if key not in self._even_stages:
+        key = (table.key, one.schedule, one.pp, one.vpp)
+        if key not in self._interleaved:
             stages = one.pp * one.vpp
-            if (id(table), stages) not in self._even_cuts:
+            if (table.key, stages) not in self._even_cuts:
                 seconds = table.forward_s + table.backward_s
                 cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
-                self._even_cuts[id(table), stages] = cuts
-            cuts = self._even_cuts[id(table), stages]
-            self._even_stages[key] = EvenStages.of(one, table, cuts)
-        return self._even_stages[key]
+                self._even_cuts[table.key, stages] = cuts
+            cuts = self._even_cuts[table.key, stages]
+            self._interleaved[key] = InterleavedStages.of(one, table, cuts)
+        return self._interleaved[key]
 
     def even_cut(
         self,
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        refused: Sequence[TooLarge] = (),
+        infeasible: Sequence[TooLarge] = (),
         *,
         ceiling: float = float("inf"),
     ) -> Cut | None:
-        """Return the cut for virtual stages, or None when some rank cannot hold its stages.
+        """Return the cut of interleaved stages, or None when some rank cannot hold its stages.
 
         Its value is a bound of the step time of this very cut, the first found at the ceiling or
         above.
         """
         one = configuration
-        stages = self.even_stages(one, table)
-        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes, refused)
+        stages = self.interleaved(one, table)
+        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes, infeasible)
         if choices is None:
             return None
         kinds = recompute_choices(one.recompute)
@@ -275,7 +284,7 @@ class Candidates:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
         one = configuration
         schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
-        return self.even_stages(one, table).too_large(
+        return self.interleaved(one, table).too_large(
             one, cut.choices, schedule, memory_limit_bytes
         )
 
@@ -285,7 +294,7 @@ class Candidates:
         """Whether an even cut fits as far as can be guessed without an estimate."""
         one = configuration
         schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
-        guess = self.even_stages(one, table).guess_bytes(one, cut.choices, schedule)
+        guess = self.interleaved(one, table).guess_bytes(one, cut.choices, schedule)
         return bool((guess <= memory_limit_bytes).all())
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:

@@ -1,37 +1,47 @@
-"""find_plan: branch and bound over configurations, the cost model deciding.
+"""find_plan: the fastest plan of a model on a cluster, found by branch and bound.
 
-Shapes (`space`) are opened into configurations when their common bound is the smallest left.
-Every configuration passes up to three gates (`gates`), each with a lower bound of its step time
-that is no smaller than the one before; the last one is the cost model's estimate.
+    find_plan          for each choice of what is on the host, the fewest first:
+      search_among       run the queue of nodes; then certificate and runners-up
 
-Configurations wait in a heap by their bound, so when the smallest bound is no less than the
-best estimate the search ends and the best is proved, except for what gate 2 leaves open: other
-boundaries of an estimated configuration may take as little as its DP bound. Those are simulated
-in the order of their bounds (`other_cuts`); where some are left, the smallest bound of these is
-the certificate's lower bound.
+The queue is generic (`branch_and_bound`). Its nodes, in `nodes/`, are sets of plans, each split
+into smaller ones, down to a plan that the cost model estimates:
+
+    degrees -> microbatch sizes -> shapes with a layout -> configurations -> partitions -> plans
+
+    bound phase       arithmetic on the blocks' seconds and bytes        (`nodes/sizes`, `bounds/`)
+    partition phase   dynamic program over stage boundaries              (`partition/`)
+    estimate phase    the cost model, simulated job by job               (`costmodel`)
+
+The search ends when no bound is under the best estimate. The other partitions of an estimated
+configuration may be as fast as its bound; they are nodes too (`nodes/partitions`), and so are plans
+whose stages have meshes of their own (`nodes/meshes`). The certificate's lower bound is the least
+bound that was left open.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.collector import no_gc
 from planner.graph import ModelGraph
 from profiles import Profile
+from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
-from search.first_gate import NO_FASTER, TOO_LARGE, first_gate
-from search.gates import Progress, begin_with_learnt, run_gates
+from search.certificate import certificate
 from search.host_room import host_holds, too_large_for_host
-from search.meshes.own_mesh_walk import search_own_meshes
-from search.on_host import tiers
-from search.partition.other_cuts import close_gap
+from search.nodes.configurations import evaluated_plan
+from search.nodes.meshes import meshes_node
+from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
+from search.on_host import offload_fallbacks
 from search.report.nothing_fits import explain_nothing_fits, find_leanest
 from search.report.runners_up import find_runners_up
-from search.request import Certificate, SearchRequest, SearchResult
-from search.space import Refusals
+from search.request import SearchRequest, SearchResult
+from search.search_state import SearchState
+from search.space import Shape
 from search.synthesis import SYNTHESISED, with_synthesised_table
-from search.walk import BEATEN, Finished, Walk, size_of
+from search.warm_start import WarmStart
 
 _MOST_OWN_TABLES = 4
 """How many of the best plans get a table of their own where the request asks for one."""
@@ -48,24 +58,24 @@ def find_plan(
     When nothing fits, `plan` is None and `reasons` say what would. Raises LayoutError when
     the request itself cannot be met: degrees that do not divide, an unknown schedule.
     """
-    refused: list[SearchResult] = []
-    for tier in tiers(request.offload, profile):
+    infeasible: list[SearchResult] = []
+    for fallback in offload_fallbacks(request.offload, profile):
         results = [
             search_among(Candidates.of(graph, profile, request, on_host), request, progress)
-            for on_host in tier
+            for on_host in fallback
         ]
-        refused += results
-        fitting = {
-            result.plan.estimate["step_s"]: result
-            for result in results
+        fitting = [
+            (result.plan.estimate["step_s"], order)
+            for order, result in enumerate(results)
             if result.plan is not None and host_holds(result.plan, profile)
-        }
+        ]
         if fitting:
-            return fitting[min(fitting)]
-    for result in refused:
+            return results[min(fitting)[1]]
+        infeasible += results
+    for result in infeasible:
         if result.plan is not None:
             return too_large_for_host(result, profile)
-    return min(refused, key=lambda result: result.smallest_memory_bytes or 0)
+    return min(infeasible, key=lambda result: result.smallest_memory_bytes or 0)
 
 
 @no_gc()
@@ -74,120 +84,95 @@ def search_among(
     request: SearchRequest,
     progress: Progress | None = None,
     *,
+    warm_start: WarmStart | None = None,
     runners_up: bool = True,
 ) -> SearchResult:
-    """Return `find_plan`'s answer for one of several requests that share their candidates.
+    """Return the fastest plan of these candidates.
 
-    They may differ in all but pins, balance and precision. Without runners-up, which may be
-    priced only to be told of, it is quicker.
+    Requests that share candidates may differ in all but pins, balance and precision.
+    `warm_start` is what earlier searches of the candidates under more memory left behind.
+    Without runners-up, some of which are evaluated only to be named, the search is quicker.
     """
     started = time.perf_counter()
-    own_table = request.schedule == SYNTHESISED
-    if own_table:
+    synthesises = request.schedule == SYNTHESISED
+    if synthesises:
         request = replace(request, schedule=None)
-    profile = candidates.profile
-    refusals = Refusals()
-    shapes = candidates.shapes(request, refusals)
-    learnt = candidates.learnt
-    for every_size in (False, True)[learnt is not None and learnt.needs_every_size :]:
-        search = Walk(
+    shapes = candidates.shapes(request)
+
+    def explore(*, every_size: bool) -> SearchState:
+        search = SearchState(
             candidates=candidates,
             request=request,
-            memory_limit_bytes=float(request.memory_limit_bytes or profile.memory_bytes),
+            memory_limit_bytes=float(request.memory_limit_bytes or candidates.profile.memory_bytes),
+            max_gap=request.max_gap,
+            time_limit_s=request.time_limit_s,
             started=started,
+            progress=progress,
             every_size=every_size,
+            warm_start=warm_start if warm_start is not None else WarmStart(),
         )
-        begin_with_learnt(search)
-        # What is quick to cut first, to have something for the others to beat.
-        considered = 0
-        for with_cp in (False, True):
-            some = [shape for shape in shapes if (shape.cp > 1) == with_cp]
-            considered += first_gate(search, some, progress)
-            search.open_pipelines()
-            run_gates(search, progress)
+        _explore(search, shapes)
+        return search
+
+    search = explore(every_size=warm_start is not None and warm_start.needs_every_size)
+    if search.best is None and not search.every_size and _has_skipped_sizes(search):
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
-        if search.best is not None or not (search.pruned[NO_FASTER] or search.pruned[TOO_LARGE]):
-            break
-        if learnt is not None:
-            learnt.needs_every_size = True
-    close_gap(search)
+        search = explore(every_size=True)
+        search.warm_start.needs_every_size = True
     if request.meshes == "own":
-        considered += search_own_meshes(search, shapes, progress)
+        search.push(meshes_node(shapes))
+        search.run()
     if search.best is None:
-        leanest = find_leanest(candidates, shapes)
-        reasons, smallest = explain_nothing_fits(leanest, request, search.memory_limit_bytes)
-        return SearchResult(
-            plan=None,
-            reasons=reasons,
-            smallest_memory_bytes=smallest,
-            leanest=leanest.plan,
-            search_s=time.perf_counter() - started,
-        )
-    if own_table:
-        _take_own_table(search)
+        return _nothing_fits(search, shapes)
+    if synthesises:
+        _synthesise_tables(search)
     best = search.best
-    certificate = _certificate(search, best, considered, refusals)
-    plan = with_estimate(best.plan, best.answer)
-    plan = plan.model_copy(
-        update={"estimate": {**plan.estimate, "certificate": certificate.to_dict()}}
-    )
+    proof = certificate(search, best)
+    plan = with_estimate(best.plan, best.estimate)
+    plan = plan.model_copy(update={"estimate": {**plan.estimate, "certificate": proof.to_dict()}})
     return SearchResult(
         plan=plan,
         runners_up=find_runners_up(search, best) if runners_up else (),
-        certificate=certificate,
+        certificate=proof,
         search_s=time.perf_counter() - started,
     )
 
 
-def _take_own_table(search: Walk) -> None:
-    """Give the best finished plans tables of their own; the fastest, if any, becomes the best."""
-    for done in sorted(search.finished, key=lambda one: one.answer.step_s)[:_MOST_OWN_TABLES]:
+def _explore(search: SearchState, shapes: Sequence[Shape]) -> None:
+    """Run the queue over all shapes, from the fastest known plan that fits, if any."""
+    known = search.warm_start.fastest(search.memory_limit_bytes)
+    if known is not None:
+        search.take(evaluated_plan(*known))
+    for root in degrees_nodes(shapes):
+        search.push(root)
+    search.run()
+
+
+def _has_skipped_sizes(search: SearchState) -> bool:
+    return bool(search.pruned[NO_FASTER] or search.pruned[TOO_LARGE])
+
+
+def _nothing_fits(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
+    leanest = find_leanest(search.candidates, shapes)
+    reasons, smallest = explain_nothing_fits(leanest, search.request, search.memory_limit_bytes)
+    return SearchResult(
+        plan=None,
+        reasons=reasons,
+        smallest_memory_bytes=smallest,
+        leanest=leanest.plan,
+        search_s=time.perf_counter() - search.started,
+    )
+
+
+def _synthesise_tables(search: SearchState) -> None:
+    """Build a job table of its own for each of the best plans; the fastest may become the best."""
+    fastest = sorted(search.evaluated, key=lambda done: done.step_s)[:_MOST_OWN_TABLES]
+    for done in fastest:
         made = with_synthesised_table(
             done.plan,
-            done.answer,
+            done.estimate,
             costs=search.candidates.costs,
             memory_limit_bytes=search.memory_limit_bytes,
         )
         if made is not None and made[1].step_s < search.best_s:
-            search.best = replace(done, plan=made[0], answer=made[1])
-
-
-_PROVED = {
-    "dp": "chain dynamic programming, path bound",
-    "cpsat": "joint integer program, path bound",
-    "brute_force": "every cut tried, path bound",
-    "recursive": "nobody: recursive bisection is not exact",
-}
-
-
-def _certificate(search: Walk, best: Finished, considered: int, refusals: Refusals) -> Certificate:
-    left = [bound for bound, _, _ in search.heap]
-    waiting = sum(size_of(entry) for _, _, entry in search.heap)
-    ended = not search.stopped_early
-    beaten = waiting if ended else 0
-    if beaten:
-        search.pruned[BEATEN] += beaten
-    lower = min([search.best_s, *search.open_bounds, *(() if ended else left)])
-    cuts_proof = _PROVED[search.request.solver]
-    if search.other_cuts:
-        cuts_proof += f"; {search.other_cuts} more cuts simulated"
-    return Certificate(
-        best_s=search.best_s,
-        lower_bound_s=min(lower, search.best_s),
-        considered=considered,
-        evaluated=search.simulated,
-        unexplored=search.left_out + (0 if ended else waiting),
-        pruned=tuple(sorted(search.pruned.items())),
-        proved_by=(
-            ("degrees, microbatches and schedules", "branch and bound"),
-            ("stage boundaries", cuts_proof),
-            *[("stages' own meshes", "branch and bound")] * (search.request.meshes == "own"),
-            ("placements in blocks", search.candidates.solver.proof),
-            (
-                "order of the best",
-                "list scheduling, event simulator" if best.plan.table else "event simulator",
-            ),
-        ),
-        stopped_early=search.stopped_early,
-        placements_gap=search.candidates.solver.gap,
-    )
+            search.best = replace(done, plan=made[0], estimate=made[1])

@@ -30,6 +30,6 @@ def too_large_for_host(result: SearchResult, profile: Profile) -> SearchResult:
     needed = format_bytes(host_bytes(result.plan, profile))
     reason = (
         f"the plan that fits puts {needed} on each node's host, which has "
-        f"{format_bytes(int(profile.host.memory_bytes))}; use more devices, or --zero 1"
+        f"{format_bytes(int(profile.host.memory_bytes))}; use more devices, or `zero` 1"
     )
     return replace(result, plan=None, reasons=(reason,), leanest=result.plan, runners_up=())

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-
+from costmodel.memory.on_host import NOTHING, OnHost
 from profiles import Profile
 
 Offload = Literal["auto", "none", "optimizer", "activations", "both"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "none", "optimizer", "activations", "both")
 
 
-@dataclass(frozen=True, slots=True)
-class OnHost:
-    """What all plans of one search put on the host."""
-
-    optimizer: bool = False
-    activations: bool = False
-
-    def live(self, in_flight: Any) -> Any:
-        """Return of how many microbatches a device holds the activations at least at its worst
-        moment: with offload the one in work, and one that leaves or arrives. A bound: the
-        estimate counts those that make no trip.
-        """
-        if not self.activations:
-            return in_flight
-        return np.minimum(in_flight, 2)
-
-
-NOTHING = OnHost()
-
-
-def tiers(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
+def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost, ...], ...]:
     """Return what to assume, in turn, until something fits; within a tier the fastest counts.
 
     A plan with nothing on the host comes first and, where there is one, alone: offload adds copies

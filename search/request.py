@@ -11,7 +11,7 @@ from planner.plan import Plan, Precision, Recompute
 from planner.schedule import find_schedule
 from search.on_host import OFFLOADS, Offload
 
-SOLVERS = ("dp", "recursive", "cpsat", "brute_force")
+SOLVERS = ("dp", "recursive", "ilp")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 _NAMED = ("schedule", "recompute")
 CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
@@ -33,7 +33,7 @@ class SearchRequest:
     `max_gap` and `time_limit_s` stop the search early, and the certificate says so.
     `model_file` is written into the plan as the place the model came from. `solver` picks
     the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
-    ``cpsat`` or ``brute_force`` (referees, for small models).
+    ``ilp`` (a joint integer program, for small models).
     `forbid` holds (choice, value) pairs that no answer may use; of a choice that `allow` names,
     only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
     placement text) triples that every layout must respect.
@@ -74,27 +74,26 @@ class SearchRequest:
         """Raise LayoutError when a number cannot mean anything."""
         if self.num_devices < 1:
             raise LayoutError(
-                f"--gpus {self.num_devices} was given; training needs at least one device, "
-                "so use --gpus 1 or more"
+                f"`num_devices` {self.num_devices} was given; training needs at least one device, "
+                "so use `num_devices` 1 or more"
             )
         if self.global_batch < 1:
             raise LayoutError(
-                f"--global-batch {self.global_batch} was given; a step needs at least one sample, "
-                "so use --global-batch 1 or more"
+                f"`global_batch` {self.global_batch} was given; a step needs at least one sample, "
+                "so use `global_batch` 1 or more"
             )
         for name in ("dp", "tp", "pp", "vpp", "cp", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                flag = "--" + name.replace("_", "-")
                 raise LayoutError(
-                    f"{flag} {value} was given; it counts something, so it must be 1 or more, "
+                    f"`{name}` {value} was given; it counts something, so it must be 1 or more, "
                     "or left out to be searched"
                 )
         if self.zero not in (None, 0, 1, 2, 3):
-            raise LayoutError(f"--zero {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
+            raise LayoutError(f"`zero` {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
         if self.recompute not in (None, *RECOMPUTE_CHOICES):
             raise LayoutError(
-                f"--recompute {self.recompute} was given; use {', '.join(RECOMPUTE_CHOICES[:-1])} "
+                f"`recompute` {self.recompute} was given; use {', '.join(RECOMPUTE_CHOICES[:-1])} "
                 f"or {RECOMPUTE_CHOICES[-1]}"
             )
         if self.memory_limit_bytes is not None and self.memory_limit_bytes <= 0:
@@ -103,48 +102,47 @@ class SearchRequest:
             )
         if self.offload not in OFFLOADS:
             raise LayoutError(
-                f"--offload {self.offload} was given; use {', '.join(OFFLOADS[:-1])} or "
+                f"`offload` {self.offload} was given; use {', '.join(OFFLOADS[:-1])} or "
                 f"{OFFLOADS[-1]}"
             )
         if self.meshes not in get_args(Meshes):
             raise LayoutError(
-                f"--meshes {self.meshes} was given; use same (one dp and tp for all stages) or own"
+                f"`meshes` {self.meshes} was given; use same (one dp and tp for all stages) or own"
             )
         if self.precision not in get_args(Precision):
             raise LayoutError(
-                f"--precision {self.precision} was given; use {' or '.join(get_args(Precision))}"
+                f"`precision` {self.precision} was given; use {' or '.join(get_args(Precision))}"
             )
         if self.receive_ahead < 0:
             raise LayoutError(
-                f"--receive-ahead {self.receive_ahead} was given; it counts jobs: 0 or more"
+                f"`receive_ahead` {self.receive_ahead} was given; it counts jobs: 0 or more"
             )
         if self.solver not in SOLVERS:
-            raise LayoutError(f"--solver {self.solver} was given; use one of {', '.join(SOLVERS)}")
+            raise LayoutError(f"`solver` {self.solver} was given; use one of {', '.join(SOLVERS)}")
         if not 0 <= self.max_gap < 1:  # nor is nan
             raise LayoutError(
-                f"--gap {self.max_gap} was given; a gap is a part of the step time, 0 or more and "
-                "below 1, such as 0.02"
+                f"`max_gap` {self.max_gap} was given; a gap is a part of the step time, 0 or "
+                "more and below 1, such as 0.02"
             )
 
-        for flag, pairs in (("--allow", self.allow), ("--forbid", self.forbid)):
-            for choice, value in pairs:
-                _check_named_value(flag, choice, value)
+        for field_name in ("allow", "forbid"):
+            for choice, value in getattr(self, field_name):
+                _check_named_value(field_name, choice, value)
         for choice in CHOICES:
             fixed = getattr(self, choice)
             named = self.allowed(choice)
             if named and all((choice, value) in self.forbid for value in named):
                 raise LayoutError(
-                    f"--allow and --forbid both name {choice}={','.join(named)}, which leaves no "
+                    f"`allow` and `forbid` both name {choice}={','.join(named)}, which leaves no "
                     f"{choice} to search; drop one of them"
                 )
-            flag = "--" + choice.replace("_", "-")
             if (choice, str(fixed)) in self.forbid:
                 raise LayoutError(
-                    f"{flag} {fixed} and --forbid {choice}={fixed} were given; drop one of them"
+                    f"`{choice}` {fixed} and `forbid` {choice}={fixed} were given; drop one of them"
                 )
             if fixed is not None and named and str(fixed) not in named:
                 raise LayoutError(
-                    f"{flag} {fixed} was given and --allow {choice} names {', '.join(named)} "
+                    f"`{choice}` {fixed} was given and `allow` {choice} names {', '.join(named)} "
                     "only; drop one of them"
                 )
 
@@ -167,9 +165,9 @@ class SearchRequest:
         return getattr(self, choice) == value or str(value) in self.allowed(choice)
 
 
-def _check_named_value(flag: str, choice: str, value: str) -> None:
+def _check_named_value(field_name: str, choice: str, value: str) -> None:
     """Raise LayoutError for a pair of `allow` or `forbid` that names no choice or no value."""
-    given = f"{flag} {choice}={value} was given"
+    given = f"`{field_name}` {choice}={value} was given"
     if choice not in CHOICES:
         raise LayoutError(f"{given}; a choice is one of {', '.join(CHOICES)}")
     if choice == "schedule":

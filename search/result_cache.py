@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from costmodel.table.rates import has_rates, load_rates
+from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
-from planner.graph.capture_cache import cache_dir
 from planner.plan import Plan
 from profiles import Profile
 from search.find_plan import find_plan
@@ -48,7 +46,7 @@ def find_plan_once(
         result.certificate is None or result.certificate.stopped_early
     )
     if use_cache and not cut_short:
-        _write(entry, result)
+        write_entry(entry, json.dumps(to_json(result)))
     return result
 
 
@@ -72,7 +70,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
     for name in _PLANS:
         plan = getattr(result, name)
         data[name] = plan and plan.model_dump(mode="json")
-    data["runners_up"] = [asdict(one) for one in result.runners_up]
+    data["runners_up"] = [asdict(runner_up) for runner_up in result.runners_up]
     data["certificate"] = result.certificate and asdict(result.certificate)
     return data
 
@@ -87,7 +85,7 @@ def from_json(data: dict[str, Any]) -> SearchResult:
         **{
             **data,
             **{name: data[name] and Plan.model_validate(data[name]) for name in _PLANS},
-            "runners_up": tuple(RunnerUp(**one) for one in data["runners_up"]),
+            "runners_up": tuple(RunnerUp(**runner_up) for runner_up in data["runners_up"]),
             "reasons": tuple(data["reasons"]),
             "certificate": None if proof is None else Certificate(**proof),
         }
@@ -100,14 +98,3 @@ def _read(entry: Path) -> SearchResult | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return replace(result, was_kept=True)
-
-
-def _write(entry: Path, result: SearchResult) -> None:
-    scratch = entry.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(to_json(result)))
-        os.replace(scratch, entry)
-    except OSError:
-        with suppress(OSError):  # nor is there a folder, maybe
-            scratch.unlink()

@@ -21,7 +21,7 @@ from planner.graph import ModelGraph
 from planner.layout.sequences import check_hands_on_sequences, longest_sequence
 from planner.plan import Recompute
 from planner.plan.defaults import check_balance
-from planner.schedule import find_schedule
+from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8
@@ -29,9 +29,6 @@ LEAST_POSITIONS = 8192
 """Of a sequence, left to each cp rank unless cp is asked for: what Llama 3 405B left at 131,072
 tokens, with no cp at 8,192 (The Llama 3 Herd of Models, table 4)."""
 SEARCHED_ZERO = (0, 1, 3)
-SEARCHED_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v", "eager_1f1b")
-"""Schedules tried where none is asked for. Those that hold every microbatch before the first
-backward, or go through them breadth first, keep more memory for no less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +139,9 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     n = request.num_devices
     if cluster.max_devices is not None and n > cluster.max_devices:
         raise LayoutError(
-            f"--gpus {n} was given, but profile {cluster.name!r} describes at most "
-            f"{cluster.max_devices} devices; use --gpus {cluster.max_devices} or fewer, or "
-            "another --profile"
+            f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
+            f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
+            "another `profile`"
         )
     if request.cp is not None and request.cp > 1:
         check_hands_on_sequences(graph, "cp", request.cp)
@@ -156,20 +153,20 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     text = " * ".join(f"{name}={value}" for name, value in given.items())
     if n % product:
         raise LayoutError(
-            f"{text} does not divide --gpus {n}, and degrees are never changed silently; "
+            f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
             f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {_listed(divisors(n))}"
         )
     if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
         raise LayoutError(
-            f"{text} uses {product} of --gpus {n} devices; dp * cp * tp * pp must equal {n}, so "
-            f"leave one of them out or use --gpus {product}"
+            f"{text} uses {product} of `num_devices` {n}; dp * cp * tp * pp must equal {n}, so "
+            f"leave one of them out or use `num_devices` {product}"
         )
     for name in fixed:
         values = request.allowed(name)
         if values and all(n % int(value) for value in values):
             raise LayoutError(
-                f"--allow {name}={','.join(values)} was given, and none of these divides --gpus "
-                f"{n}; use divisors of {n}: {_listed(divisors(n))}"
+                f"`allow` {name}={','.join(values)} was given, and none of these divides "
+                f"`num_devices` {n}; use divisors of {n}: {_listed(divisors(n))}"
             )
     blocks = len(graph.blocks)
     if request.balance:
@@ -187,7 +184,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     if request.dp is not None:
         if request.global_batch % request.dp:
             raise LayoutError(
-                f"dp={request.dp} does not divide --global-batch {request.global_batch}; every "
+                f"dp={request.dp} does not divide `global_batch` {request.global_batch}; every "
                 f"replica takes the same number of samples, so use dp in "
                 f"{_listed(divisors(request.global_batch))} or another batch"
             )
@@ -196,7 +193,7 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     if size is not None and per_dp % size:
         whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
         raise LayoutError(
-            f"--microbatch-size {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
+            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
@@ -208,8 +205,8 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
     elif request.pp is not None and per_dp // (size or 1) < request.pp:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_dp // (size or 1)} per replica; use a larger --global-batch, a smaller "
-            f"--microbatch-size or a smaller --pp"
+            f"at most {per_dp // (size or 1)} per replica; use a larger `global_batch`, a smaller "
+            f"`microbatch_size` or a smaller `pp`"
         )
 
 
@@ -238,8 +235,8 @@ def list_shapes(
         why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
-            f"be used: {why}; try another --gpus or --global-batch, such as "
-            f"--global-batch {_next_multiple(request.global_batch, request.num_devices)}"
+            f"be used: {why}; try another `num_devices` or `global_batch`, such as "
+            f"`global_batch` {_next_multiple(request.global_batch, request.num_devices)}"
         )
     return found
 
@@ -314,7 +311,9 @@ def _degrees(
             continue
         if not request.asks_for("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
-                refusals.add("tp stays in a node", f"tp={tp} spans nodes, which only --tp asks for")
+                refusals.add(
+                    "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
+                )
                 continue
             if not can_split(tp):
                 refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
@@ -349,9 +348,9 @@ def _schedules(
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
     if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
-        yield "1f1b", 1
+        yield DEFAULT_SCHEDULE, 1
         return
-    for name in request.values("schedule", SEARCHED_SCHEDULES):
+    for name in request.values("schedule", searched_schedules()):
         spec = find_schedule(name)
         most = min(len(graph.blocks) // pp, spec.max_vpp or len(graph.blocks))
         for vpp in request.values("vpp", range(spec.min_vpp, min(most, MOST_VPP) + 1)):

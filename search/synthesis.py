@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from costmodel import CostCache, Estimate, JobSeconds, estimate
 from costmodel.estimate import plan_job_seconds, plan_kept_bytes
-from costmodel.memory.memory import MemoryParts
+from costmodel.memory.parts import MemoryParts
 from planner.plan import Plan
 from planner.schedule import Pipeline, StageTimes, synthesize_schedule
 from profiles import Profile

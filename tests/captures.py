@@ -24,10 +24,10 @@ from planner.graph import ModelGraph, from_json, to_json
 from planner.graph.batch import flatten_batch
 from tests.builders import build_hf, tiny_models
 
-_FOLDER = "PLANNER_TEST_CAPTURES"  # ranks inherit it
+_FOLDER = "PLANNER_TEST_CAPTURES"  # set by tests/conftest.py; workers and ranks inherit it
 _capture_module = capture.capture_module
 
-if _FOLDER not in os.environ:
+if _FOLDER not in os.environ:  # imported by a script, not by pytest
     os.environ[_FOLDER] = tempfile.mkdtemp(prefix="planner-captures-")
     atexit.register(shutil.rmtree, os.environ[_FOLDER], ignore_errors=True)
 

@@ -1,6 +1,13 @@
-"""Bytes of a rank at its worst moment.
+"""Bytes of a rank: one memory model with two fidelities.
 
-In: a plan's stages and its job table. Out: peak bytes in named parts. `plan_memory` walks the jobs
-of each rank (`rank_walk`) over its stages (`stage_bytes`, `stage_jobs`), whose blocks' bytes are
-in `ops`.
+In: a plan's stages, what their blocks save, and the job table. Out: peak bytes of each rank in
+named parts (`parts.MemoryParts`), or a lower bound of them.
+
+- `exact` walks a rank's jobs in order and tracks what is resident: `estimate` takes its memory
+  from it, and the dry run (`planner.runtime.check.dryrun`) is its reference oracle.
+- `bound` is a closed form that never exceeds it, for stages that have no job table yet: the
+  search prunes by it.
+
+Reading order: `bound` (the whole story in one formula), `parts`, then `exact` from the outside
+in, `block` (one program, op by op) and `ops` (what each op saves and allocates).
 """

@@ -16,15 +16,16 @@ from typing import Literal
 
 from planner.graph import Op, Program
 from planner.ops.flops import backward_work, op_work
+from planner.ops.record import family_of as record_of
 from planner.units import DTYPE_BYTES
 from profiles import OpQuery, Profile
-from profiles.lookup.families import MEMORY, family_of, packet_of
+from profiles.lookup.families import MEMORY, family_of
 
 Kernels = Literal["eager", "fused"]
 """How a block's ops run: one by one, as the runtime does, or compiled."""
 
 FUSED_TARGET = "planner.fused"
-"""Asks a profile for its memory-bound ops in general."""
+"""The target under which a profile has the time of memory-bound ops in general."""
 
 Seconds = tuple[float, float]
 """Forward and backward."""
@@ -85,7 +86,7 @@ def num_kernels(program: Program) -> int:
 
 def _fuses(op: Op) -> bool:
     # A table is not read whole, which the bytes of a fused kernel would take for granted.
-    is_lookup = packet_of(op.target) == "embedding"
+    is_lookup = record_of(op.target).reads is not None
     is_ours = op.target.startswith("planner.")
     return not is_ours and not is_lookup and family_of(op.target) == MEMORY
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.memory.ops.kernel_scratch import staging_bytes
-from costmodel.memory.ops.storage import is_view_slice
-from costmodel.memory.placed_block import Copy
+from costmodel.memory.exact.stage.placed_block import Copy
 from planner.layout.axes import Degrees
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements, moves_between
+from planner.ops.families.lowered import is_view_slice, staging_bytes
 
 
 def copy_between(

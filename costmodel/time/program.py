@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from costmodel.memory.ops.liveness import find_peaks
-from costmodel.memory.ops.remade import selective_bytes
+from costmodel.memory.block.forward_walk import find_peaks
+from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.ops.saved import saved_tensors
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
@@ -35,9 +35,7 @@ class ProgramCost:
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
-    besides (see `remade.SelectiveBytes`); peaks as in `liveness.Peaks`, `split_peak_bytes` of
-    an input-gradient job that leaves `pending_bytes` for the weight-gradient job;
-    `gradient_rise_bytes` is what a backward needs more when it holds its own gradients.
+    besides (see `recomputed.SelectiveBytes`); peaks as in `forward_walk.Peaks`.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
@@ -61,9 +59,6 @@ class ProgramCost:
     selective_unsaved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
-    split_peak_bytes: int
-    pending_bytes: int
-    gradient_rise_bytes: int
     param_bytes: int
     frozen_bytes: int
     num_params: int
@@ -166,9 +161,6 @@ def price_program(
         selective_unsaved_bytes=selective.unsaved_bytes,
         forward_peak_bytes=peaks.forward_bytes,
         backward_peak_bytes=peaks.backward_bytes - side_bytes,
-        split_peak_bytes=peaks.input_gradient_bytes - side_bytes,
-        pending_bytes=peaks.pending_bytes,
-        gradient_rise_bytes=peaks.owning_bytes - peaks.backward_bytes,
         param_bytes=_bytes(local, trainable),
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=len(trainable),

@@ -26,8 +26,7 @@ class StageLoad:
     tensor-parallel collectives. `saved_bytes` and `saved_peak_bytes`
     hold without recompute, `input_bytes` and `recompute_peak_bytes` with full recompute (one
     checkpoint a block), `selective_*` with selective recompute, which adds `remade_s` to the
-    backward. An input-gradient job without recompute needs `split_peak_bytes` and leaves
-    `pending_bytes`. `side_bytes` are kept once however many blocks use them.
+    backward. `side_bytes` are kept once however many blocks use them.
     `tail_bytes` are what the last block keeps of its outputs, not to be counted again as the
     next block's input. `largest_param_bytes` is the most any one block holds.
     """
@@ -48,9 +47,6 @@ class StageLoad:
     recompute_peak_bytes: Amount = 0
     selective_bytes: Amount = 0
     selective_peak_bytes: Amount = 0
-    split_peak_bytes: Amount = 0
-    pending_bytes: Amount = 0
-    gradient_rise_bytes: Amount = 0
     side_bytes: Amount = 0
     tail_bytes: Amount = 0
     param_bytes: Amount = 0
@@ -84,11 +80,6 @@ class StageLoad:
             selective_peak_bytes=np.maximum(
                 self.selective_peak_bytes, self.selective_bytes + other.selective_peak_bytes
             ),
-            split_peak_bytes=np.maximum(
-                self.split_peak_bytes + other.pending_bytes, saved + other.split_peak_bytes
-            ),
-            pending_bytes=self.pending_bytes + other.pending_bytes,
-            gradient_rise_bytes=np.maximum(self.gradient_rise_bytes, other.gradient_rise_bytes),
             side_bytes=np.maximum(self.side_bytes, other.side_bytes),
             tail_bytes=other.tail_bytes,
             param_bytes=self.param_bytes + other.param_bytes,
@@ -126,9 +117,6 @@ def block_load(cost: ProgramCost) -> StageLoad:
         recompute_peak_bytes=recompute_peak,
         selective_bytes=cost.input_bytes + cost.selective_bytes,
         selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
-        split_peak_bytes=cost.split_peak_bytes,
-        pending_bytes=cost.pending_bytes,
-        gradient_rise_bytes=cost.gradient_rise_bytes,
         side_bytes=cost.side_bytes,
         tail_bytes=cost.saved_output_bytes,
         param_bytes=cost.param_bytes,

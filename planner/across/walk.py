@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import planner.across.order  # noqa: F401 - registers what is done with rows in another order
-from planner.across.ops import Fault, Kind, Walk
+from planner.across.follow import follow_program
 from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
+from planner.across.step import Fault, Kind, Walk
 from planner.graph import Affine, ModelGraph, Op, Program, TensorMeta
-from planner.graph.blocks import mutates
 from planner.layout.placement import Shard
+from planner.ops.record import mutates
 
 PREAMBLE = -1
 """The place of what comes before the first block."""
@@ -106,7 +106,7 @@ class _Model:
         if key not in self._known:
             walk = Walk(program=program, states=dict.fromkeys(program.params, WHOLE))
             walk.states.update(zip(program.inputs, local, strict=True))
-            walk.run()
+            follow_program(walk)
             made = tuple(walk.states[name] for name in program.outputs)
             self._known[key] = made, list(walk.faults)
         made, faults = self._known[key]

@@ -18,12 +18,7 @@ from typing import Any
 
 from planner.errors import CaptureError
 from planner.graph import Block, ModelGraph, Op, Program, TensorMeta, to_json
-
-_RANDOM = re.compile(
-    r"^aten\.(.*dropout|rand\w*|normal\w*|bernoulli\w*|multinomial|uniform\w*|exponential\w*|rrelu\w*"
-    r"|binomial|cauchy\w*|geometric\w*|log_normal\w*|poisson|_sample_dirichlet|_standard_gamma)\."
-)
-_RECURRENT = re.compile(r"^aten\.(lstm|gru|rnn_tanh|rnn_relu)\.input$")
+from planner.ops.record import is_random, mutates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,26 +75,6 @@ def build_graph(raw: RawGraph, *, name: str, batch_tree: Any) -> ModelGraph:
         classes=classes,
         loss=names[raw.loss],
     )
-
-
-def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers (attention and recurrent layers do for their dropout)."""
-    if op.target == "planner.with_own_random_stream":
-        return True
-    if op.target == "planner.causal_attention":
-        return bool(op.args[3])
-    if op.target.startswith("aten.scaled_dot_product_attention"):
-        p = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
-        return bool(p)
-    if _RECURRENT.match(op.target):
-        return bool(op.args[5])
-    return bool(_RANDOM.match(op.target))
-
-
-def mutates(op: Op) -> bool:
-    """Whether an op writes into one of its inputs (a buffer, in what capture leaves)."""
-    packet = op.target.split(".")[1]
-    return (packet.endswith("_") and not packet.endswith("__")) or packet == "batch_norm"
 
 
 def written_buffers(program: Program) -> tuple[str, ...]:

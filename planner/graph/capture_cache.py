@@ -15,11 +15,11 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from planner.cache_folder import cache_dir, write_entry
 from planner.errors import ModelError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Precision
@@ -28,12 +28,6 @@ from planner.units import MIB
 _FORMAT = 2
 _ALWAYS_READ = ("CUDA_VISIBLE_DEVICES",)  # by CUDA itself, which is not seen
 _MAX_DIGESTED_BYTES = 64 * MIB
-
-
-def cache_dir() -> Path:
-    """Return ``$XDG_CACHE_HOME/planner`` (``~/.cache/planner`` without it)."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "planner"
 
 
 def load_graph(
@@ -147,11 +141,4 @@ def _write(
         "files": {str(file): _file_digest(file) for file in files},
         "graph": to_json(graph),
     }
-    scratch = entry.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(data, separators=(",", ":")))
-        os.replace(scratch, entry)
-    except OSError:
-        with suppress(OSError):  # nor is there a folder, maybe
-            scratch.unlink()
+    write_entry(entry, json.dumps(data, separators=(",", ":")))

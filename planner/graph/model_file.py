@@ -198,8 +198,8 @@ def local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
     files = (getattr(m, "__file__", None) for m in list(sys.modules.values()))
     own = Path(__file__).resolve().parents[2]
-    names = ("planner", "profiles", "costmodel", "search", "cli")
-    rooms = tuple(str(own / name) + os.sep for name in names)
+    names = ("planner", "profiles", "costmodel", "search", "commands")
+    rooms = (*(str(own / name) + os.sep for name in names), str(own / "cli.py"))
     return {
         Path(f).resolve()
         for f in files

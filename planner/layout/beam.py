@@ -21,7 +21,8 @@ from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
 from planner.layout.redistribute import collectives, payload_bytes
 from planner.ops.call import local_shape
-from planner.ops.flops import ATTENTION, CONVOLUTIONS, MATMULS, backward_work, op_work, packet_of
+from planner.ops.flops import backward_work, op_work
+from planner.ops.record import family_of
 from planner.ops.registry import grad_is_partial, is_linear, repeated, segment_counts, strategies
 
 BEAM = 64
@@ -33,9 +34,6 @@ than one all-reduce, so that the simpler form wins when nothing else is gained."
 FLOP_WEIGHT = 1 / 16
 TRAFFIC_WEIGHT = 1 / 32
 PARAM_WEIGHT = 1.0
-
-COSTLY = MATMULS | ATTENTION | CONVOLUTIONS | {"embedding", "cross_entropy_loss", "nll_loss_nd"}
-"""Ops worth moving their inputs for."""
 
 Move = tuple[str, Placement, bool]
 """A redistribution that exists: (value, placement, grad_partial)."""
@@ -142,7 +140,7 @@ class BeamSearch:
                 inputs=op.inputs,
                 options=tuple((s, self._work(op, s)) for s in self._allowed(op)),
                 live=frozenset(name for name, last in last_use.items() if last > position),
-                is_costly=packet_of(op.target) in COSTLY,
+                is_costly=family_of(op.target).worth_moving,
             )
             for position, op in enumerate(self.program.ops)
         ]

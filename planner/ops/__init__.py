@@ -1,24 +1,14 @@
-"""What each op is: how it may be sharded, what it costs, what it does again in a backward.
+"""The catalogue of ops: one record a family says how it is sharded, what it costs, what it saves.
 
-In: one op with its shapes (`call`). Out: its strategies on a mesh axis (`registry`), its flop and
-bytes (`flops`), and whether it is cheap to recompute (`recompute_choice`). Each op family has one
-file of rules in `families`; importing this package registers them. All of it works on the graph
-alone, free of torch, so a search can run where torch is not installed.
+In: one op with its shapes. Out: its strategies on a mesh axis (`registry`), its flop and bytes
+(`flops`), whether selective recomputation runs it again (`recompute_choice`), and whether its
+weight gradient may be deferred (`weight_products`). All of them read the record of the op's family
+(`record`); the memory model and `planner.across` read it too. Importing this package registers
+every family. It works on the graph alone, free of torch, so a search can run where torch is not
+installed.
+
+Read `record` first, then `call` and `kernel` (what the functions of a record are given), `letters`
+(most sharding rules in a line) and one of `families`. `docs/contributing-ops.md` adds a family.
 """
 
-from __future__ import annotations
-
-from planner.ops import nested  # noqa: F401 - importing registers its rules
-from planner.ops.families import (  # noqa: F401 - importing a family registers its rules
-    attention,
-    convolution,
-    creation,
-    embedding,
-    indexing,
-    loss,
-    matmul,
-    normalization,
-    pointwise,
-    reductions,
-    views,
-)
+import planner.ops.families  # noqa: F401 - registers every family

@@ -1,12 +1,16 @@
-"""What a sharding rule sees: one op with the shapes around it, on one mesh axis."""
+"""What the functions of a record are given of an op: its shapes, and its sharding on one mesh axis.
+
+`Call` is one op with the whole shapes around it, `Placed` the same under a chosen sharding, and
+`LocalForm` what then runs on each rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.graph import Op, Ref, TensorMeta
+from planner.graph import Arg, Op, Ref, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 
 Shape = tuple[int, ...]
@@ -36,6 +40,10 @@ class Call:
         """Return a tensor's whole shape."""
         return self.tensor[ref.name if isinstance(ref, Ref) else ref].shape_at(1)
 
+    def num_bytes(self, ref: Ref | str) -> int:
+        """Return a tensor's bytes."""
+        return self.tensor[ref.name if isinstance(ref, Ref) else ref].bytes_at(1)
+
     def is_floating(self, ref: Ref | str) -> bool:
         """Whether a tensor can carry a gradient."""
         dtype = self.tensor[ref.name if isinstance(ref, Ref) else ref].dtype
@@ -59,6 +67,46 @@ class Call:
     def replicated(self) -> OpSharding:
         """Return the sharding every op has: all of it on every rank."""
         return OpSharding(inputs=(R,) * len(self.op.inputs), outputs=(R,) * len(self.op.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalForm:
+    """What runs on one shard: ops in order, and metas of the tensors that only they have."""
+
+    ops: tuple[Op, ...]
+    tensors: tuple[TensorMeta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A call with the sharding chosen for it, on a named mesh axis."""
+
+    call: Call
+    sharding: OpSharding
+    axis: str
+
+    @property
+    def op(self) -> Op:
+        """The op as captured."""
+        return self.call.op
+
+    def local_output(self, index: int = 0) -> tuple[int, ...]:
+        """Return the shape of one rank's part of an output."""
+        whole, placement = self.call.outputs[index], self.sharding.outputs[index]
+        return local_shape(whole, placement, self.call.axis_size)
+
+    def with_args(self, *args: Arg, target: str = "", kwargs: tuple = ()) -> LocalForm:
+        """Return the op with other arguments (and another target)."""
+        op = replace(self.op, args=args, kwargs=kwargs, target=target or self.op.target)
+        return LocalForm((op,))
+
+    def with_argument(self, index: int, name: str, value: Arg) -> LocalForm:
+        """Return the op with one argument changed, whether it was given by place or by name."""
+        op = self.op
+        if index < len(op.args):
+            return LocalForm((replace(op, args=(*op.args[:index], value, *op.args[index + 1 :])),))
+        kwargs = tuple((key, value if key == name else old) for key, old in op.kwargs)
+        return LocalForm((replace(op, kwargs=kwargs),))
 
 
 def fits(placements: Sequence[Placement], shapes: Sequence[Shape], axis_size: int) -> bool:

@@ -11,31 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.graph import Op, Program
-from planner.ops.flops import ATTENTION, CONVOLUTIONS, MATMULS, packet_of
-
-_PRODUCTS = frozenset(
-    ("grouped_mm", "_grouped_mm", "_scaled_mm", "bilinear", "cdist", "lstm", "gru")
-)
-_SEARCHES = frozenset(
-    ("topk", "sort", "argsort", "kthvalue", "median", "unique_dim", "searchsorted")
-)
-_WITH_COLLECTIVES = frozenset(
-    (
-        "redistribute",
-        "vocab_cross_entropy",
-        "vocab_log_softmax",
-        "divide_by_count",
-        "batch_norm_by_channel",
-    )
-)
-_KEPT = MATMULS | ATTENTION | CONVOLUTIONS | _PRODUCTS | _SEARCHES | _WITH_COLLECTIVES
+from planner.ops.record import family_of, op_inside
 
 
 def default_ops(program: Program) -> tuple[str, ...]:
     """Return the names of the ops whose results are made again, in program order.
 
     `program` is a class's or a lowered one, bound or not. Ops of libraries other than ATen
-    are kept: nothing is known of what they cost.
+    without a record are kept: nothing is known of what they cost.
     """
     return tuple(op.name for op in program.ops if is_cheap(op))
 
@@ -57,11 +40,4 @@ def ops_made_again(
 
 def is_cheap(op: Op) -> bool:
     """Whether running an op again costs little: time in proportion to the bytes it touches."""
-    target = op.target
-    if target == "planner.with_own_random_stream":  # its first argument is the op it runs
-        target = str(op.args[0])
-    library = target.partition(".")[0]
-    if library not in ("aten", "planner"):
-        return False
-    packet = packet_of(target)
-    return packet not in _KEPT and not packet.startswith(("linalg_", "fft_"))
+    return family_of(op_inside(op).target).recomputed

@@ -1,118 +1,31 @@
-"""Which rule speaks for which op.
+"""The strategies of an op on a mesh axis, and what runs on each rank under one of them.
 
-A rule is a function from a `Call` to the shardings that compute the right thing on local
-shards. It need not list the all-replicated one nor check that sizes divide: the registry
-does both. Where an op's own arguments must change on a shard (the sizes of a view), a
-second function, its *local form*, returns the op or ops that run there.
+Both follow from the shard rules and the local form in the record of the op's family. A strategy
+is an `OpSharding` by which the op computes the right thing on local shards. All ops have the
+all-replicated one; others are offered where every size divides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import TypeVar
 
 from planner.errors import LayoutError
-from planner.graph import Arg, Op, Program, Ref, TensorMeta, map_refs
+from planner.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
 from planner.layout.redistribute import REDISTRIBUTE
-from planner.ops.call import Call, divides, fits, local_shape
-
-_T = TypeVar("_T")
-Rule = Callable[[Call], Iterable[OpSharding]]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalForm:
-    """What runs on one shard: ops in order, and metas of tensors only they know."""
-
-    ops: tuple[Op, ...]
-    tensors: tuple[TensorMeta, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A call with a sharding chosen for it; what a local form sees."""
-
-    call: Call
-    sharding: OpSharding
-    axis: str
-
-    @property
-    def op(self) -> Op:
-        """The op as captured."""
-        return self.call.op
-
-    def local_output(self, index: int = 0) -> tuple[int, ...]:
-        """Return the shape of one rank's part of an output."""
-        whole, placement = self.call.outputs[index], self.sharding.outputs[index]
-        return local_shape(whole, placement, self.call.axis_size)
-
-    def with_args(self, *args: Arg, target: str = "", kwargs: tuple = ()) -> LocalForm:
-        """Return the op with other arguments (and another target)."""
-        op = replace(self.op, args=args, kwargs=kwargs, target=target or self.op.target)
-        return LocalForm((op,))
-
-
-LocalRule = Callable[[Placed], LocalForm]
+from planner.ops.call import Call, LocalForm, Placed, divides, fits
+from planner.ops.record import family_of, forgets
 
 MAX_SEGMENT_COUNTS = 3
 """Each count multiplies what a search has to look at; more than these are rare."""
 
 _JOINTS = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.cat")
 
-_RULES: dict[str, list[tuple[Rule, bool]]] = {}
-_TOGETHER: set[Rule] = set()
-_LOCAL: dict[str, LocalRule] = {}
-
-
-def rule(*names: str, contiguous: bool = False, together: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for op packets (``aten.add``) or single overloads (``aten.add.Tensor``).
-
-    Most ops don't mind which indices of a dim a rank holds, as long as all tensors agree;
-    their shardings are offered in segments too. A rule whose shards must be contiguous, or
-    which speaks of segments itself, says `contiguous`. An op may have one rule of each kind.
-    A rule says `together` where a shard means nothing on its own: inside the op ranks exchange
-    numbers, or count from their own place in the whole.
-    """
-
-    def register(function: Rule) -> Rule:
-        for name in names:
-            known = _RULES.setdefault(name, [])
-            if any(kind == contiguous for _, kind in known):
-                raise ValueError(f"two sharding rules for {name}")
-            known.append((function, contiguous))
-        if together:
-            _TOGETHER.add(function)
-        strategies_of.cache_clear()
-        _proved.cache_clear()
-        return function
-
-    return register
-
-
-def local_form(*names: str) -> Callable[[LocalRule], LocalRule]:
-    """Register what runs on a shard where that is not the op unchanged."""
-
-    def register(function: LocalRule) -> LocalRule:
-        for name in names:
-            if name in _LOCAL:
-                raise ValueError(f"two local forms for {name}")
-            _LOCAL[name] = function
-        return function
-
-    return register
-
-
-def _find(table: Mapping[str, _T], target: str) -> _T | None:
-    found = table.get(target)
-    return found if found is not None else table.get(target.rpartition(".")[0])
-
 
 def has_rule(target: str) -> bool:
     """Whether an op has a sharding rule; without one it runs replicated."""
-    return _find(_RULES, target) is not None
+    return bool(family_of(target).shard)
 
 
 def strategies(
@@ -156,18 +69,18 @@ def strategies_of(
 ) -> tuple[OpSharding, ...]:
     """Return the `strategies` of all ops that are alike, given as `without_names` does.
 
-    A model repeats its ops, and a search asks often.
+    A model repeats its ops, and a search looks them up often.
     """
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     shapes = (*call.inputs, *call.outputs)
     found = {call.replicated(): None}
-    for function, contiguous in (_find(_RULES, op.target) or ()) if axis_size > 1 else ():
-        for sharding in function(call):
+    for rule in family_of(op.target).shard if axis_size > 1 else ():
+        for sharding in rule.function(call):
             places = (*sharding.inputs, *sharding.outputs)
             if not fits(places, shapes, axis_size):
                 continue  # nor does it in segments
             found[sharding] = None
-            for count in () if contiguous else segments:
+            for count in () if rule.contiguous else segments:
                 if fits(places, shapes, axis_size * count):
                     found[_in_segments(sharding, count)] = None
     _proved(op, metas, axis_size).update(found)
@@ -184,9 +97,9 @@ def apart_strategies_of(
     """
     call = Call(op, {meta.name: meta for meta in metas}, axis_size, segments)
     found: dict[OpSharding, None] = {}
-    for function, contiguous in _find(_RULES, op.target) or ():
-        for sharding in function(call) if function not in _TOGETHER else ():
-            for count in (1,) if contiguous else (1, *segments):
+    for rule in family_of(op.target).shard:
+        for sharding in () if rule.together else rule.function(call):
+            for count in (1,) if rule.contiguous else (1, *segments):
                 found[_in_segments(sharding, count)] = None
     shapes = (*call.inputs, *call.outputs)
     return tuple(s for s in found if fits((*s.inputs, *s.outputs), shapes, axis_size))
@@ -194,8 +107,13 @@ def apart_strategies_of(
 
 @lru_cache(maxsize=65536)
 def _proved(op: Op, metas: tuple[TensorMeta, ...], axis_size: int) -> set[OpSharding]:
-    """Return what `strategies_of` offered so far for such ops, whatever segments it was asked."""
+    """Return what `strategies_of` offered so far for such ops, whatever the segments."""
     return set()
+
+
+forgets(strategies_of.cache_clear)
+forgets(apart_strategies_of.cache_clear)
+forgets(_proved.cache_clear)
 
 
 def _in_segments(sharding: OpSharding, count: int) -> OpSharding:
@@ -232,7 +150,7 @@ def local_ops(
                     f"{axis}={axis_size}: {_why_not(Call(op, tensor, axis_size), sharding, axis)}; "
                     f"use one of {'; '.join(map(str, offered))}"
                 )
-        form = _find(_LOCAL, op.target)
+        form = family_of(op.target).local_form
         if form is not None:
             return form(Placed(Call(op, tensor, axis_size), sharding, axis))
     return LocalForm((op,))
@@ -309,8 +227,8 @@ def segment_counts(program: Program) -> tuple[int, ...]:
     for op in program.ops:
         call = Call(op, program.tensor, axis_size=1)
         joins = call.packet in _JOINTS
-        for function, contiguous in _find(_RULES, op.target) or ():
-            for sharding in function(call) if contiguous or joins else ():
+        for rule in family_of(op.target).shard:
+            for sharding in rule.function(call) if rule.contiguous or joins else ():
                 for place in (*sharding.inputs, *sharding.outputs):
                     if isinstance(place, Shard) and op.target == REDISTRIBUTE:
                         pieces.add(place.segments)

@@ -1,19 +1,17 @@
-"""Which products of a program make weight gradients that can wait; free of torch.
+"""Which products of a program make weight gradients that can be deferred; free of torch.
 
-The runtime puts the weight gradients of these products aside (`planner.runtime.stage.weight_grads`)
-and the cost model prices what is put aside, so both ask here.
+The runtime defers the weight gradients of these products (`planner.runtime.stage.weight_grads`)
+and the cost model prices what is deferred, so both read this list.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from planner.graph import Program, Ref
+from planner.ops.record import family_of
 
 LARGE_BYTES = 2**20
 """From this size on, a weight's gradient is added to the sum inside its product, unless ZeRO
 takes gradients elsewhere (`planner.runtime.stage.weight_grads`)."""
-
 
 ProductArgs = tuple[Ref, Ref, Ref | None, bool]
 """What a product multiplies: x, weight and bias, and whether the weight is transposed."""
@@ -33,7 +31,8 @@ def deferrable_products(program: Program) -> dict[str, ProductArgs]:
         if op.inputs and from_params.issuperset(op.inputs):
             from_params.update(op.outputs)
             continue
-        product = _as_product(op.target, op.args, dict(op.kwargs))
+        weight_product = family_of(op.target).weight_product
+        product = weight_product(op) if weight_product is not None else None
         if product is None:
             continue
         x, weight, bias, _ = product
@@ -43,18 +42,3 @@ def deferrable_products(program: Program) -> dict[str, ProductArgs]:
         if is_trained and two_dims and bias_is_ours and x.name not in from_params:
             found[op.name] = product
     return found
-
-
-def _as_product(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductArgs | None:
-    if kwargs or not all(isinstance(arg, Ref) or arg is None for arg in args):
-        return None
-    match target, args:
-        case "aten.linear.default", (x, weight):
-            return x, weight, None, True
-        case "aten.linear.default", (x, weight, bias):
-            return x, weight, bias, True
-        case "aten.addmm.default", (bias, x, weight):
-            return x, weight, bias, False
-        case (("aten.mm.default" | "aten.matmul.default"), (x, weight)):
-            return x, weight, None, False
-    return None

@@ -97,9 +97,7 @@ def cut_batch_messages(
     return tuple(messages)
 
 
-_LARGER = (
-    "so training differs from one device; a larger microbatch (--microbatch-size) lessens that"
-)
+_LARGER = "so training differs from one device; a larger `microbatch_size` lessens that"
 
 _TELL: dict[Kind, tuple[str, str]] = {
     "mixed": (

@@ -22,7 +22,7 @@ from planner.plan import (
     ZeroStage,
     batch_spec,
 )
-from planner.schedule import stage_to_pp_rank
+from planner.schedule import DEFAULT_SCHEDULE, stage_to_pp_rank
 
 
 def default_plan(
@@ -34,7 +34,7 @@ def default_plan(
     balance: Sequence[int] = (),
     microbatch_size: int = 1,
     num_microbatches: int | None = None,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     zero_stage: ZeroStage = 0,
     recompute: Recompute = "none",
     file: str = "",

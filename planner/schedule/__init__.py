@@ -2,7 +2,13 @@
 
 A schedule is a table of jobs, one row for each pipeline rank. The same table is checked
 (`validate_schedule`), drawn (`draw_schedule`), priced (`costmodel.time.simulate`) and run
-(`planner.runtime`), so none of them knows a schedule by name. Torch-free.
+(`planner.runtime`), so none of them names a schedule. What a search may rely on before there is a
+table (memory, waits, where weight gradients go) stands on the schedule's `ScheduleSpec`, so a
+schedule is one file. Torch-free.
+
+Comes in: a name, pp, vpp and the number of microbatches. Goes out: a `Schedule`, the rows of jobs.
+Read in this order: `jobs` (Job, Schedule), `one_f_one_b` (a builder), `registry` (ScheduleSpec),
+`job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`, `synthesize`.
 """
 
 from planner.schedule import dualpipe_v, fold, fthenb, interleaved, naive, one_f_one_b, zb_h1, zb_v  # noqa: F401  (each registers its schedules)
@@ -19,6 +25,7 @@ from planner.schedule.in_flight import (
     in_flight_per_stage,
     most_kept,
 )
+from planner.schedule.job_order import JobOrder, RoundTrips
 from planner.schedule.jobs import (
     Job,
     JobKind,
@@ -31,11 +38,13 @@ from planner.schedule.jobs import (
 from planner.schedule.of_plan import schedule_of
 from planner.schedule.placements import fold_placement, loop_placement
 from planner.schedule.registry import (
+    DEFAULT_SCHEDULE,
     SCHEDULES,
     ScheduleSpec,
     build_schedule,
     find_schedule,
     register_schedule,
+    searched_schedules,
     stage_to_pp_rank,
 )
 from planner.schedule.synthesize import Pipeline, Synthesis, lower_bound_s, synthesize_schedule
@@ -43,10 +52,13 @@ from planner.schedule.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 
 __all__ = [
+    "DEFAULT_SCHEDULE",
     "SCHEDULES",
     "Job",
     "JobKind",
+    "JobOrder",
     "Pipeline",
+    "RoundTrips",
     "Schedule",
     "ScheduleSpec",
     "StageTimes",
@@ -72,6 +84,7 @@ __all__ = [
     "most_kept",
     "register_schedule",
     "schedule_of",
+    "searched_schedules",
     "stage_to_pp_rank",
     "synthesize_schedule",
     "time_schedule",

@@ -20,6 +20,7 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     max_vpp=2,
     splits_backward=True,
     in_flight_limit=_limit,
+    search_rank=4,
 )
 def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the DualPipe-V table.

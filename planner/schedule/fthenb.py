@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.schedule.job_order import RoundTrips
 from planner.schedule.jobs import Job, forward, full_backward
 from planner.schedule.registry import register_schedule
 
@@ -11,7 +12,10 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 @register_schedule(
-    "fthenb", summary="every forward, then every backward (GPipe)", in_flight_limit=_limit
+    "fthenb",
+    summary="every forward, then every backward (GPipe)",
+    in_flight_limit=_limit,
+    round_trips=RoundTrips.AFTER_LAST_FORWARD,
 )
 def fthenb(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return F0 … Fm-1 B0 … Bm-1 on every rank; all m microbatches are live at the turn."""

@@ -65,6 +65,7 @@ def _limit_all(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     min_vpp=2,
     max_vpp=None,
     in_flight_limit=_limit_1f1b,
+    search_rank=1,
 )
 def interleaved_1f1b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return Megatron's interleaved table (arXiv 2104.04473), for any num_microbatches >= pp."""

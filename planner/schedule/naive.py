@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.schedule.job_order import RoundTrips
 from planner.schedule.jobs import Job, forward, full_backward
 from planner.schedule.registry import register_schedule
 
@@ -15,6 +16,7 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     summary="one microbatch at a time; the baseline without overlap",
     fills_pipeline=False,
     in_flight_limit=_limit,
+    round_trips=RoundTrips.EVERY,
 )
 def naive(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return F0 B0 F1 B1 … on every rank."""

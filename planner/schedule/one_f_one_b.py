@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.schedule.job_order import RoundTrips
 from planner.schedule.jobs import Job, forward, full_backward
 from planner.schedule.registry import register_schedule
 
@@ -14,6 +15,9 @@ def _limit_1f1b(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     "1f1b",
     summary="backward as soon as possible; rank r holds pp-r microbatches",
     in_flight_limit=_limit_1f1b,
+    round_trips=RoundTrips.FIRST_AND_LAST,
+    warmup=_limit_1f1b,
+    search_rank=0,
 )
 def one_f_one_b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the 1F1B table (PipeDream-flush, arXiv 2006.09503): pp - rank forwards first.
@@ -32,6 +36,9 @@ def _limit_eager(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     "eager_1f1b",
     summary="1f1b with a longer warm-up that hides sends; rank r holds 2(pp-r)-1 microbatches",
     in_flight_limit=_limit_eager,
+    round_trips=RoundTrips.FIRST_AND_LAST,
+    warmup=_limit_eager,
+    search_rank=5,
 )
 def eager_1f1b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the Eager-1F1B table (arXiv 2211.05322): 2(pp - rank) - 1 forwards first.

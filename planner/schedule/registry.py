@@ -17,37 +17,55 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 
 from planner.errors import ScheduleError
+from planner.schedule.job_order import JobOrder, PerRank, RoundTrips
 from planner.schedule.jobs import Job, Schedule
 from planner.schedule.placements import StagePlacement, loop_placement
 
 Builder = Callable[[int, int, int], Iterable[Iterable[Job]]]
 """From (pp, vpp, num_microbatches) to the jobs of each pp rank, in order."""
 
-InFlightLimit = Callable[[int, int, int], tuple[int, ...]]
-"""From (pp, vpp, num_microbatches) to the live microbatch-stages each pp rank may reach."""
+DEFAULT_SCHEDULE = "1f1b"
+"""The schedule of a plan that names none, and of one without a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec:
-    """A named schedule, where it places stages, and the sizes it accepts.
-
-    `vpp` is bounded by `min_vpp` and `max_vpp` (None: any). With `fills_pipeline` there must
-    be at least one microbatch for each pp rank. `splits_backward` says that I and W jobs take
-    the place of some or all B jobs. `in_flight_limit`, where given, is a promise that
-    `validate_schedule` holds the table to.
-    """
+    """A named schedule: how it is built, which sizes it accepts, what a search may rely on."""
 
     name: str
+    """What plans, commands and requests call it."""
     summary: str
+    """One line for people."""
     build: Builder
+    """The jobs of each rank."""
     placement: StagePlacement
+    """The pp rank of each stage."""
     min_vpp: int
+    """Fewest stages a rank."""
     max_vpp: int | None
+    """Most stages a rank; None: any number."""
     fills_pipeline: bool
+    """Whether it needs at least one microbatch for each pp rank."""
     splits_backward: bool
-    in_flight_limit: InFlightLimit | None
+    """Whether I and W jobs take the place of some or all B jobs."""
+    in_flight_limit: PerRank | None
+    """Most live microbatch-stages of each rank: a promise that `validate_schedule` holds the table
+    to. None: whoever needs it reads the table."""
+    round_trips: RoundTrips
+    """Which round trips a rank with one stage waits for (`job_order`)."""
+    warmup: PerRank | None
+    """Forwards before a rank's first backward (`job_order`)."""
+    late_weights: PerRank | None
+    """Most W jobs after a rank's last I job (`job_order`); None: not stated."""
+    search_rank: int | None
+    """Its place among the schedules that a search tries unasked; None: only where it is named."""
+
+    def job_order(self, *, pp: int, num_microbatches: int) -> JobOrder:
+        """Return what is stated of its order of jobs, for one stage a rank."""
+        return _job_order(self, pp, num_microbatches)
 
     def why_not(self, *, pp: int, vpp: int, num_microbatches: int) -> str | None:
         """Return why the schedule can't take these sizes, in one line, or None if it can."""
@@ -76,6 +94,19 @@ class ScheduleSpec:
         return None
 
 
+@lru_cache(maxsize=4096)
+def _job_order(spec: ScheduleSpec, pp: int, num_microbatches: int) -> JobOrder:
+    def of_ranks(counts: PerRank | None) -> tuple[int, ...]:
+        return counts(pp, 1, num_microbatches) if counts else ()
+
+    return JobOrder(
+        round_trips=spec.round_trips,
+        warmup=of_ranks(spec.warmup),
+        splits_backward=spec.splits_backward,
+        late_weights=of_ranks(spec.late_weights),
+    )
+
+
 SCHEDULES: dict[str, ScheduleSpec] = {}
 """Every schedule known by name, filled by `register_schedule`."""
 
@@ -89,15 +120,24 @@ def register_schedule(
     max_vpp: int | None = 1,
     fills_pipeline: bool = True,
     splits_backward: bool = False,
-    in_flight_limit: InFlightLimit | None = None,
+    in_flight_limit: PerRank | None = None,
+    round_trips: RoundTrips = RoundTrips.UNKNOWN,
+    warmup: PerRank | None = None,
+    late_weights: PerRank | None = None,
+    search_rank: int | None = None,
 ) -> Callable[[Builder], Builder]:
     """Return a decorator that makes a builder known as `name`; see `ScheduleSpec`.
 
     Raises ScheduleError when the name is taken, for a table that changes meaning under a
-    plan already written is worse than a refusal.
+    plan already written is worse than a refusal, and when `round_trips` needs a `warmup`.
     """
     if name in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is registered already; choose another name")
+    if round_trips is RoundTrips.FIRST_AND_LAST and warmup is None:
+        raise ScheduleError(
+            f"schedule {name!r} waits for its {round_trips} round trips; give its warmup too, the "
+            "forwards of each rank before its first backward"
+        )
 
     def register(build: Builder) -> Builder:
         SCHEDULES[name] = ScheduleSpec(
@@ -110,10 +150,24 @@ def register_schedule(
             fills_pipeline=fills_pipeline,
             splits_backward=splits_backward,
             in_flight_limit=in_flight_limit,
+            round_trips=round_trips,
+            warmup=warmup,
+            late_weights=late_weights,
+            search_rank=search_rank,
         )
         return build
 
     return register
+
+
+def searched_schedules() -> tuple[str, ...]:
+    """Return the schedules that a search tries unasked, in their order.
+
+    Left out are those that hold every microbatch before the first backward, or go through them
+    breadth first: they keep more memory for no less time.
+    """
+    ranked = [(spec.search_rank, name) for name, spec in SCHEDULES.items()]
+    return tuple(name for _, name in sorted((r, n) for r, n in ranked if r is not None))
 
 
 def find_schedule(name: str) -> ScheduleSpec:

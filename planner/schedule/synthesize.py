@@ -4,7 +4,7 @@ Fixed tables are made for equal stages. Here a set of greedy rules (`list_schedu
 fixed tables that fit are played with the real times, and the best are improved along their
 critical path (`improve`). The result is never slower than a fixed table of the same
 placement and memory, and comes with a lower bound on what any table could reach.
-`search.schedule_exact` solves small cases exactly and is the referee of this one.
+`tests/referees/schedules.py` solves small cases exactly and is the referee of this one.
 """
 
 from __future__ import annotations

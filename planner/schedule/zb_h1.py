@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner.schedule.job_order import RoundTrips
 from planner.schedule.jobs import Job, backward_input, backward_weight, forward
 from planner.schedule.registry import register_schedule
 
@@ -10,11 +11,23 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     return (min(num_microbatches, pp),) * pp
 
 
+def _warmup(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return tuple(min(num_microbatches, pp - rank) for rank in range(pp))
+
+
+def _late_weights(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return tuple(rank + 1 for rank in range(pp))
+
+
 @register_schedule(
     "zb_h1",
     summary="1f1b with the weight gradients in the bubble; every rank holds pp microbatches",
     splits_backward=True,
     in_flight_limit=_limit,
+    round_trips=RoundTrips.FIRST_AND_LAST,
+    warmup=_warmup,
+    late_weights=_late_weights,
+    search_rank=2,
 )
 def zb_h1(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the ZB-H1 table: rank r starts with pp-r forwards and keeps W r jobs behind I.
@@ -25,8 +38,7 @@ def zb_h1(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     (pp-1)(F+I+W) to (pp-1)(F+I-W) where W is no longer than F and I.
     """
     table = []
-    for rank in range(pp):
-        num_warmup = min(pp - rank, num_microbatches)
+    for rank, num_warmup in enumerate(_warmup(pp, vpp, num_microbatches)):
         row = [forward(rank, i) for i in range(num_warmup)]
         for i in range(num_microbatches):
             row.append(backward_input(rank, i))

@@ -20,6 +20,7 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
     max_vpp=2,
     splits_backward=True,
     in_flight_limit=_limit,
+    search_rank=3,
 )
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the ZB-V table; every rank holds 2 * pp half-size stages, as rank 0 of 1F1B does.

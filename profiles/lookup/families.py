@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from math import log2, prod
 
-from planner.ops.flops import ATTENTION as _ATTENTION_PACKETS
-from planner.ops.flops import CONVOLUTIONS, MATMULS
+from planner.ops import record
+from planner.ops.record import packet_of
 from profiles.records import OpQuery, PaceKind
 
 MATMUL = "matmul"
@@ -21,32 +21,13 @@ BLOCK = "block"
 BLOCK_TARGET = "planner.block"
 """Target of records of whole blocks, which check sums of ops and speak for no op."""
 
-_POINTWISE = frozenset(
-    (
-        *("add", "sub", "mul", "div", "neg", "pow", "exp", "sqrt", "rsqrt", "clone", "to"),
-        *("gelu", "silu", "relu", "tanh", "sigmoid", "dropout", "_to_copy", "copy"),
-    )
-)
-_ROWWISE = frozenset(("layer_norm", "rms_norm", "native_layer_norm"))
-
-
-def packet_of(target: str) -> str:
-    """Return ``linear`` of ``aten.linear.default``; a name without dots is its own packet."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
-
 
 @lru_cache(maxsize=4096)
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
     if target == BLOCK_TARGET:
         return BLOCK
-    name = packet_of(target)
-    if name in MATMULS or name == "_scaled_mm":  # of 8-bit floats
-        return MATMUL
-    if name in CONVOLUTIONS:
-        return CONVOLUTION
-    return ATTENTION if name in _ATTENTION_PACKETS else MEMORY
+    return record.family_of(target).arithmetic
 
 
 def pace_kind(target: str) -> PaceKind:
@@ -63,11 +44,11 @@ def canonical_shapes(
     A linear layer and a row-wise norm see only how many rows there are; a pointwise op on
     equal shapes only how many elements.
     """
-    name = packet_of(target)
-    if name == "linear" or (name in _ROWWISE and shapes and len(shapes[0]) > 1):
+    facts = record.family_of(target)
+    if facts.rows_alone and shapes and len(shapes[0]) > 1:
         first = shapes[0]
         return ((prod(first[:-1]), first[-1]), *shapes[1:])
-    if name in _POINTWISE and len(set(shapes)) == 1:
+    if facts.elements_alone and len(set(shapes)) == 1:
         return ((prod(shapes[0]),),) * len(shapes)
     return shapes
 
@@ -77,10 +58,9 @@ def matmul_sizes(shapes: tuple[tuple[int, ...], ...], target: str) -> tuple[int,
 
     linear takes x (..., K) and weight (N, K); addmm and baddbmm take a bias first.
     """
-    name = packet_of(target)
-    operands = shapes[1:3] if name in ("addmm", "baddbmm") else shapes[:2]
-    left, right = operands
-    if name == "linear":
+    first = record.family_of(target).first_factor
+    left, right = shapes[first : first + 2]
+    if packet_of(target) == "linear":  # its weight is transposed
         return 1, prod(left[:-1]), right[0], left[-1]
     m = left[-2] if len(left) > 1 else 1
     n = right[-1] if len(right) > 1 else 1

@@ -106,7 +106,7 @@ class Session:
             key = next((k for k in conditions if known.get(k) != conditions[k]), "conditions")
             raise ProfileError(
                 f"{directory} holds measurements with {key} {known.get(key)!r}, but here it is "
-                f"{conditions.get(key)!r}; give another --out, or delete {directory}"
+                f"{conditions.get(key)!r}; give another `out`, or delete {directory}"
             )
         write_session(directory, conditions)
         ops = read_ops(directory) if (directory / OPS_FILE).exists() else ()

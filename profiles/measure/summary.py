@@ -244,7 +244,7 @@ def _forward(ops: Sequence[OpRecord], target: str) -> list[OpRecord]:
     found = [r for r in ops if r.target == target and r.direction == "forward"]
     if not found:
         raise ProfileError(
-            f"the basic probe {target} gave no number; give more --budget and run again"
+            f"the basic probe {target} gave no number; give more `budget_s` and run again"
         )
     return found
 

@@ -67,7 +67,7 @@ class Worker:
             if local_rank >= found:
                 raise SystemExit(
                     f"rank {rank} on {socket.gethostname()} needs GPU {local_rank}, but torch "
-                    f"sees {found} there; start fewer ranks, or measure with --device cpu"
+                    f"sees {found} there; start fewer ranks, or measure with `device` cpu"
                 )
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from costmodel import JobSeconds, build_job_table
-from costmodel.memory.memory import kept_bytes
+from costmodel.memory.bound import kept_bytes
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.simulate import JobTable, simulate

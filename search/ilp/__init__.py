@@ -1,5 +1,11 @@
-"""Integer and linear programs by OR-tools and HiGHS, one model a file.
+"""Integer and linear programs, all by OR-tools, one model a file.
 
-`block_ilp` places the ops of a block, `joint` cuts stages with recompute and memory, `block_lp`
-bounds blocks that are too wide for elimination, `cpsat` runs a solver to a proof.
+What comes in is a problem of the search (`BlockProblem`, `ChainProblem`), what goes out its best
+choice with what is proved of it. Read in this order:
+
+- `cpsat` runs CP-SAT to a proof: integer programs;
+- `block_ilp` places the ops of a block, the second solver beside elimination;
+- `block_lp` does so for blocks too wide for elimination: a linear program (GLOP), branched on where
+  its optimum is not whole (SCIP);
+- `joint` cuts a chain into stages with recompute and memory, under `--solver ilp`.
 """

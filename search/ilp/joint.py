@@ -1,7 +1,7 @@
 """Stage boundaries, recompute and memory as one integer program for OR-tools' CP-SAT.
 
 The second, independent searcher of the problem `chain_dp` solves: small and mid-size chains,
-as a referee and under `--solver cpsat`.
+under `--solver ilp`.
 
 Variables
     x[s, j, k, c]   1 if stage s holds blocks j .. k-1 with recompute choice c
@@ -44,7 +44,7 @@ def solve_by_joint_program(problem: ChainProblem, *, time_limit_s: float = 60.0)
     if size > MOST_VARIABLES:
         raise ValueError(
             f"a joint program of {n} blocks on {stages} stages needs {size} variables, more than "
-            f"{MOST_VARIABLES}; use --solver dp"
+            f"{MOST_VARIABLES}; use `solver` dp"
         )
     paths = Paths.of_all(problem, width)
     best: Cut | None = None

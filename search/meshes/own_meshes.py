@@ -20,12 +20,12 @@ import numpy as np
 
 from planner.errors import LayoutError
 from planner.plan import ClassLayout, Plan
+from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.partition.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
 from search.partition.chain_windows import Part, Window
 from search.space import Configuration
 from search.stages.stage_table import StageTable
-from search.walk import Finished
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -227,10 +227,10 @@ def plan_of_mix(
 
 def price_mix(
     candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
-) -> Finished | None:
+) -> EvaluatedPlan | None:
     """Return a solution's estimate; None where its stages cannot hand over what it asks of them."""
     one, plan = plan_of_mix(candidates, members, cut, kinds)
     try:
-        return Finished(configuration=one, plan=plan, answer=candidates.estimate(plan))
+        return EvaluatedPlan(configuration=one, plan=plan, estimate=candidates.estimate(plan))
     except LayoutError:
         return None

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -174,12 +173,3 @@ def _boundary_texts(
     problem: BlockProblem, class_index: int, names: Sequence[str]
 ) -> tuple[str, ...]:
     return tuple(str(problem.boundary.get((class_index, name), Replicate())) for name in names)
-
-
-def best_by_brute_force(problem: BlockProblem, bytes_price: float = 0.0) -> tuple[float, list[int]]:
-    """Return the optimum by trying every combination; for tiny problems in tests."""
-    sizes = [range(len(v.values)) for v in problem.variables]
-    return min(
-        ((problem.value(choice, bytes_price), list(choice)) for choice in product(*sizes)),
-        key=lambda pair: pair[0],
-    )

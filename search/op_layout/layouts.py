@@ -361,7 +361,7 @@ def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]
         names = " and ".join(repr(program.name) for _, program in problem.programs)
         raise ProfileError(
             f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
-            "under this profile; see what is wrong with: planner profile --check DIR"
+            "under this profile; see what is wrong with `check_profile`"
         )
     return choice, solver
 

@@ -7,15 +7,15 @@ included, and `start` what is loaded before the first job:
 
     path = start + forward part of before + m t + wait + end
 
-    wait    any schedule  0
-            1F1B          max(0, after - w f) + max(0, after - w b)
-                          with w = min(m, in_flight(s)) - 1: the first backward returns `after`
-                          seconds after the first forward, w more forwards fit in between; the
-                          last backward likewise. The larger of the two where all forwards come
-                          first (m <= in_flight(s))
-            ZB-H1         the same with w = min(m, S - s) - 1
-            FThenB        after
-            serial        (m - 1) before + m after: one microbatch at a time
+    wait    by the round trips that the schedule states (`planner.schedule.job_order`)
+            unknown             0
+            first and last      max(0, after - w f) + max(0, after - w b)
+                                with w = min(m, warmup(s)) - 1: the first backward returns
+                                `after` seconds after the first forward, w more forwards fit in
+                                between; the last backward likewise. The larger of the two
+                                where all forwards come first (m <= warmup(s))
+            after last forward  after
+            every               (m - 1) before + m after: one microbatch at a time
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
                           travels back to stage 0, whose tail follows. It leaves each stage
@@ -24,8 +24,9 @@ included, and `start` what is loaded before the first job:
                           off, and w of later stages off the `after` of the last backward; off
                           the first backward's, w of their first blocks. Where backward is
                           split, no weight gradients are on any way, and they may come after
-                          the last gradient has left: s + 1 microbatches' in ZB-H1, else all;
-                          those of stage s are taken off the first of the two, too
+                          the last gradient has left: those of `late_weights(s)` microbatches
+                          where the schedule states that, else all; those of stage s are taken
+                          off the first of the two, too
 
 Where activations are copied to the host, m t is what the jobs take with those that copies
 lengthen (`copied_jobs`), and w f and w b likewise; other stages' jobs are taken without.
@@ -45,6 +46,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.schedule import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
 from search.partition.chain_problem import ChainProblem, Flags, Floats
 from search.partition.chain_windows import Part, Window
@@ -147,8 +149,9 @@ class Paths:
         back = before_b + hops_back - problem.before_w[end]
         if problem.splits_backward:
             weight = problem.before_w[end] - problem.before_w[start]
-            back = back - (stage if problem.family == "ZB-H1" else m - 1) * weight
-        if problem.family not in ("any", "split"):
+            back = back - problem.late_weights(stage) * weight
+        trips = problem.order.round_trips
+        if trips is not RoundTrips.UNKNOWN:
             hops_out = problem.hop_s + farther * problem.least_hop
             hops_out += problem.back_hop_s + farther * problem.least_back_hop
             after = (problem.after + hops_out * (depth > 0))[end]
@@ -156,18 +159,18 @@ class Paths:
             ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
             if m == 1 or problem.splits_backward:
                 ahead = last_ahead
-            if problem.family == "FThenB":
+            if trips is RoundTrips.AFTER_LAST_FORWARD:
                 until = until + after - ahead
-            elif problem.family == "serial":
+            elif trips is RoundTrips.EVERY:
                 most = (problem.num_stages - 1) * problem.most_sent_ahead
                 again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
                 until = until + (m - 1) * again + m * after - last_ahead
             else:
-                warmup = problem.warmup(stage)
-                between = min(warmup, m - 1)
+                warmup = problem.order.warmup[stage]
+                between = min(warmup, m) - 1
                 first = np.maximum(0.0, after - ahead - between * f - filling)
                 last = np.maximum(0.0, after - last_ahead - between * b - draining)
-                until = until + (first + last if m > warmup + 1 else np.maximum(first, last))
+                until = until + (first + last if m > warmup else np.maximum(first, last))
         return Lane(
             first_start=int(start[0]),
             last_start=int(start[-1]),

@@ -7,21 +7,19 @@ What stages cost comes from `Stages`, run by run; which of it makes a step long 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.schedule import JobOrder
 from search.bounds.copied_jobs import CopiedRow
 from search.partition.chain_windows import Part, Window
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
-
-FAMILIES = ("any", "1F1B", "FThenB", "serial", "ZB-H1", "split")
-"""What is known of the schedule: nothing, its order of jobs, or that it splits backward."""
 
 
 class Band(Protocol):
@@ -114,42 +112,48 @@ class LeastNeeds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ChainProblem:
-    """One configuration's chain.
-
-    block_forward_s, block_backward_s (n): least seconds of each block, whatever the choice.
-    block_weight_s (n): the most of its backward that may come after its gradient is sent on; where
-    backward is split its weight gradients, which always may.
-    hop_s (n + 1): seconds to send what a stage starting at block i receives (0 at i = 0),
-    back_hop_s (n + 1) its gradient on the way back. in_flight (S): microbatches a stage keeps at
-    most. start_s: what is loaded before the first job. most_blocks: no run of more blocks fits
-    the memory (None: not known). needs: what any run takes at least, if that is known.
-    cuts: stage boundaries that are fixed, so that recompute alone is chosen (empty: free).
-    refused: what is known not to fit beside what `Band.fits` tells.
-    copied (S, or empty: none): each stage's jobs beside which activations are copied.
-    first_choices: what stage 0 may choose (empty: all); where tails differ by choice, these share
-    one. With `is_careful` a run fits if `Band.peak_bytes` do, which refuses most of what does not
-    fit, and perhaps what does.
-    """
+    """One configuration's chain of n blocks, to be cut into S stages."""
 
     stages: Stages
+    """What runs of blocks cost."""
     block_forward_s: Floats
+    """(n) Least forward seconds of each block, whatever the recompute choice."""
     block_backward_s: Floats
+    """(n) Least backward seconds of each block."""
     block_weight_s: Floats
+    """(n) Most seconds of each block's backward that may come after its gradient is sent on; where
+    backward is split its weight gradients, which always may."""
     hop_s: Floats
+    """(n + 1) Seconds to send what a stage starting at block i receives; 0 at i = 0."""
     back_hop_s: Floats
+    """(n + 1) Seconds of its gradient's way back."""
     in_flight: tuple[int, ...]
+    """(S) Most microbatches that each stage keeps."""
     num_microbatches: int
+    """Microbatches of a step."""
     memory_limit_bytes: float
-    family: str = "any"
+    """What each rank may hold."""
+    order: JobOrder = field(default_factory=JobOrder)
+    """What the schedule states of its order of jobs."""
     start_s: float = 0.0
+    """Seconds of what is loaded before the first job."""
     choices: tuple[str, ...] = ("none",)
+    """Recompute choices, each of which any stage may take."""
     most_blocks: int | None = None
+    """No run of more blocks fits the memory; None: not known."""
     needs: LeastNeeds | None = None
+    """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
+    """Fixed stage boundaries, so that recompute alone is chosen; empty: free."""
     refused: tuple[TooLarge, ...] = ()
+    """What is known not to fit beside what `Band.fits` tells."""
     copied: tuple[CopiedRow, ...] = ()
+    """(S) Each stage's jobs beside which activations are copied; empty: none."""
     first_choices: tuple[int, ...] = ()
+    """What stage 0 may choose; empty: all. Where tails differ by choice, these share one."""
     is_careful: bool = False
+    """Whether a run fits only if `Band.peak_bytes` do: that refuses most of what does not fit, and
+    perhaps what does."""
 
     @property
     def num_blocks(self) -> int:
@@ -170,15 +174,16 @@ class ChainProblem:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are jobs of their own."""
-        return self.family in ("split", "ZB-H1")
+        return self.order.splits_backward
 
-    def warmup(self, stage: int) -> int:
-        """Return how many forwards lie between a stage's first and its backward, in 1F1B and ZB-H1
-        of many microbatches.
+    def late_weights(self, stage: int) -> int:
+        """Return of how many microbatches, beside the last, a stage may make weight gradients after
+        its last gradient has left.
         """
-        if self.family == "ZB-H1":
-            return min(self.num_microbatches, self.num_stages - stage) - 1
-        return self.in_flight[stage] - 1
+        if not self.splits_backward:
+            return 0
+        stated = self.order.late_weights
+        return (stated[stage] if stated else self.num_microbatches) - 1
 
     @cached_property
     def before_f(self) -> Floats:
@@ -202,8 +207,11 @@ class ChainProblem:
 
     @property
     def first_weight_s(self) -> Floats:
-        """What of `before_w` a path's `back` leaves to stage 0's tail, by where stage 0 ends."""
-        return 0 * self.before_w if self.family == "split" else self.before_w
+        """What of `before_w` a path's `back` leaves to stage 0's tail, by where stage 0 ends: where
+        it is not stated how many weight gradients come last, `back` is without any.
+        """
+        is_stated = not self.splits_backward or bool(self.order.late_weights)
+        return self.before_w if is_stated else 0 * self.before_w
 
     @cached_property
     def after(self) -> Floats:

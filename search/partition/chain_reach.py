@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
+from planner.schedule import RoundTrips
 from search.partition.chain_problem import ChainProblem
 
 _SLACK = 1e-9
@@ -85,14 +86,10 @@ class Reach:
         own = self._own[choice]
         arrives = problem.start_s + problem.least_hop * stage
         returns = problem.least_back_hop * stage
-        # Of how many microbatches, beside the last, weight gradients may come after the last
-        # gradient is sent on.
-        late = 0
-        if problem.splits_backward:
-            late = stage if problem.family == "ZB-H1" else m - 1
-        waits = problem.family in ("1F1B", "ZB-H1")
-        warmup = problem.warmup(stage)
-        between, waits_twice = min(warmup, m - 1), m > warmup + 1
+        late = problem.late_weights(stage)
+        waits = problem.order.round_trips is RoundTrips.FIRST_AND_LAST
+        warmup = problem.order.warmup[stage] if waits else 1
+        between, waits_twice = min(warmup, m) - 1, m > warmup
         out = (problem.least_hop + problem.least_back_hop) * (problem.num_stages - 1 - stage)
         way_on = forward[-1] + backward[-1] - weight[-1] + out
 

@@ -19,7 +19,7 @@ from planner.units import GIB
 from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
-from search.on_host import tiers
+from search.on_host import offload_fallbacks
 from search.report.nothing_fits import can_fit, round_up
 from search.request import SearchRequest, SearchResult
 from search.space import divisors
@@ -112,7 +112,9 @@ class _Trials:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
             if plan := find_plan(self.graph, self.profile, changed).plan:
-                return Concession(what=f"--memory-limit {gib}", request=changed, plan=plan)
+                return Concession(
+                    what=f"`memory_limit_bytes` {gib} GiB", request=changed, plan=plan
+                )
         return None
 
     def more_devices(self) -> Concession | None:
@@ -124,7 +126,7 @@ class _Trials:
                 continue
             alike = self._candidates(self.graph, changed)
             if plan := search_among(alike, changed, runners_up=False).plan:
-                return Concession(what=f"--gpus {count}", request=changed, plan=plan)
+                return Concession(what=f"`num_devices` {count}", request=changed, plan=plan)
         return None
 
     def concessions(self) -> list[Concession]:
@@ -178,7 +180,7 @@ class _Trials:
 
     def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
         """Return candidates that put on the host what the request names, by itself nothing."""
-        on_host = tiers(request.offload, self.profile)[0][0]
+        on_host = offload_fallbacks(request.offload, self.profile)[0][0]
         return Candidates.of(graph, self.profile, request, on_host)
 
     def _may_fit(self, candidates: Candidates, changed: SearchRequest) -> bool:
@@ -204,17 +206,16 @@ def more_counts(num_devices: int, profile: Profile) -> Sequence[int]:
 
 
 def _as_asked(name: str, given: SearchRequest, changed: SearchRequest, plan: Plan) -> str:
-    """Return a change as the options that ask for it, with what was asked before."""
-    flag = "--" + name.replace("_", "-").rstrip("s")
+    """Return a change as the fields of the request that make it, with the value before."""
     before = getattr(given, name)
     if name in ("balance", "pins", "forbid", "allow"):
-        return f"without {flag}"
+        return f"without `{name}`"
     if name == "offload":
-        return f"{flag} {_offloaded(plan)} instead of {before}"
+        return f"`{name}` {_offloaded(plan)} instead of {before}"
     if getattr(changed, name) is not None:
-        return f"{flag} {getattr(changed, name)}"
+        return f"`{name}` {getattr(changed, name)}"
     now = _value(name, plan)
-    return f"{flag} {now} instead of {before}" if now != str(before) else f"{flag} free"
+    return f"`{name}` {now} instead of {before}" if now != str(before) else f"`{name}` free"
 
 
 def _offloaded(plan: Plan) -> str:

@@ -33,7 +33,7 @@ def explain_nothing_fits(
         f"nothing fits {format_bytes(memory_limit_bytes)} per device on {request.num_devices} "
         f"devices with a global batch of {request.global_batch}: the smallest limit that would "
         f"fit is {limit_gib} GiB ({leanest.configuration.label}); "
-        f"try --memory-limit {limit_gib}, more devices, or fewer fixed choices",
+        f"try `memory_limit_bytes` {limit_gib} GiB, more devices, or fewer fixed choices",
     )
     return reasons, int(limit_gib * GIB)
 
@@ -108,6 +108,6 @@ def _by_least_bytes(
         for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
     ]
     if not tries:
-        assert candidates.drafts.refusal is not None, "only cp can leave no layout"
-        raise candidates.drafts.refusal
+        assert candidates.layouts.refusal is not None, "only cp can leave no layout"
+        raise candidates.layouts.refusal
     return sorted(tries, key=lambda one: one[:2])

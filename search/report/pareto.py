@@ -21,9 +21,9 @@ from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import search_among
 from search.host_room import host_holds
-from search.on_host import OnHost, tiers
+from search.on_host import OnHost, offload_fallbacks
 from search.request import SearchRequest
-from search.stages.learnt import Learnt
+from search.warm_start import WarmStart
 
 Progress = Callable[[float, str], None]
 
@@ -90,7 +90,8 @@ def find_pareto(
     """
     points: list[Point] = []
     counts = tuple(num_devices) or (request.num_devices,)
-    kinds = [on_host for tier in tiers(request.offload, profile) for on_host in tier]
+    fallbacks = offload_fallbacks(request.offload, profile)
+    kinds = [on_host for fallback in fallbacks for on_host in fallback]
     tokens = request.global_batch * tokens_per_sample(graph)
     for done, (count, on_host) in enumerate(product(counts, kinds)):
         asked = replace(request, num_devices=count)
@@ -134,12 +135,12 @@ def _fastest_by_limit(
 ) -> Iterator[Plan]:
     """Yield the fastest plan, the fastest that needs less memory than that, and so on."""
     candidates = Candidates.of(graph, profile, request, on_host)
-    candidates.learnt = Learnt()
+    warm_start = WarmStart()
     limit = request.memory_limit_bytes
     for found in range(most_points):
         tell(found)
         asked = replace(request, memory_limit_bytes=limit)
-        plan = search_among(candidates, asked, runners_up=False).plan
+        plan = search_among(candidates, asked, warm_start=warm_start, runners_up=False).plan
         if plan is None:
             return
         if host_holds(plan, profile):

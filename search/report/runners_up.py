@@ -1,4 +1,4 @@
-"""What nearly won: the next best configurations, with the parts that make them slower."""
+"""Runners-up: the next best configurations, with the parts that make them slower."""
 
 from __future__ import annotations
 
@@ -6,95 +6,125 @@ import heapq
 from dataclasses import replace
 
 from costmodel import Estimate
+from planner.schedule import DEFAULT_SCHEDULE
 from planner.units import format_bytes, format_seconds
-from search.gates import only_cut, price
+from search.branch_and_bound import EvaluatedPlan, Wave
+from search.nodes.configurations import (
+    ConfigurationNode,
+    PartitionedNode,
+    ShapeNode,
+    evaluate,
+    only_cut,
+)
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import Cut
 from search.request import RunnerUp
+from search.search_state import SearchState
 from search.space import Configuration, Shape
-from search.walk import Entry, Finished, Unopened, Walk
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5
-"""Times the best step: slower ones are looked for only where there is no other."""
+"""Times the best step: slower ones are evaluated only where there is no other."""
 _MOST_CUTS = 16
 _MOST_ESTIMATES = 2 * MOST_RUNNERS_UP
 _MOST_WORK = 10_000
 """Of all estimates, in jobs: about a tenth of a second."""
 
 
-def find_runners_up(search: Walk, best: Finished) -> tuple[RunnerUp, ...]:
+def find_runners_up(search: SearchState, best: EvaluatedPlan) -> tuple[RunnerUp, ...]:
     """Return the next best configurations with the parts that make them slower.
 
-    One for each choice of degrees, so that the answer is not five names for one layout. Those
-    that the bounds ruled out are cut and estimated here, the least bound first.
+    There is one for each choice of degrees, so that the answer is not five names for one layout.
+    Those that a bound pruned are partitioned and evaluated here, the least bound first.
     """
     found = {_degrees_of(best.configuration): best}
-    for done in sorted(search.finished, key=lambda one: one.answer.step_s):
+    for done in sorted(search.evaluated, key=lambda done: done.step_s):
         found.setdefault(_degrees_of(done.configuration), done)
-    _find_among_losers(search, found, _NEAR * search.best_s)
+    _evaluate_set_aside(search, found, _NEAR * search.best_s)
     if len(found) == 1:
-        _find_among_losers(search, found, float("inf"))
-    rest = sorted(list(found.values())[1:], key=lambda one: one.answer.step_s)
+        _evaluate_set_aside(search, found, float("inf"))
+    rest = sorted(list(found.values())[1:], key=lambda done: done.step_s)
     return tuple(
         RunnerUp(
             label=done.configuration.label,
-            step_s=done.answer.step_s,
-            peak_bytes=float(done.answer.peak_bytes),
-            reason=why_slower(done.answer, best.answer),
+            step_s=done.step_s,
+            peak_bytes=float(done.estimate.peak_bytes),
+            reason=why_slower(done.estimate, best.estimate),
         )
         for done in rest[:MOST_RUNNERS_UP]
     )
 
 
-def _find_among_losers(
-    search: Walk, found: dict[tuple[int, ...], Finished], ceiling: float
+def _evaluate_set_aside(
+    search: SearchState, found: dict[tuple[int, ...], EvaluatedPlan], ceiling: float
 ) -> None:
-    """Add what fits and is faster than a ceiling, of degrees that were not found yet."""
-    waiting = [*search.losers, *search.heap]
+    """Add what fits and is faster than a ceiling, of degrees that were not found yet.
+
+    Two queues, the least bound first: nodes to partition, and partitions to evaluate.
+    """
+    waiting = [
+        (bound, wave, ticket, node)
+        for bound, wave, ticket, node in search.set_aside
+        if isinstance(node, ShapeNode | ConfigurationNode | PartitionedNode)
+    ]
     heapq.heapify(waiting)
-    cut_ones: list[tuple[float, int, Entry, Cut]] = []
+    partitioned: list[tuple[float, Wave, int, ConfigurationNode, Cut]] = []
     work, cuts, estimates = _MOST_WORK, 0, 0
     while len(found) <= MOST_RUNNERS_UP and estimates < _MOST_ESTIMATES:
-        limit = cut_ones[0][0] if cut_ones else ceiling
+        limit = partitioned[0][0] if partitioned else ceiling
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
-            bound, ticket, one = heapq.heappop(waiting)
-            if _degrees_of(_stood_for(one)) in found or _num_jobs(one) > work:
+            bound, wave, ticket, waited = heapq.heappop(waiting)
+            if _degrees_of(_stands_for(waited)) in found or _num_jobs(waited) > work:
                 continue
             cuts += 1
-            entry = _first_of(one) if isinstance(one, Unopened) else one
-            if cut := _cut(search, entry, ceiling):
-                heapq.heappush(cut_ones, (max(bound, cut.value), ticket, entry, cut))
+            node = _configuration_of(waited)
+            if cut := _cut(search, node, ceiling):
+                heapq.heappush(partitioned, (max(bound, cut.value), wave, ticket, node, cut))
             continue
-        if not cut_ones:
+        if not partitioned:
             return
-        _, _, entry, cut = heapq.heappop(cut_ones)
-        work -= _num_jobs(entry)
-        if _degrees_of(entry.configuration) in found or work < 0:
+        *_, node, cut = heapq.heappop(partitioned)
+        one, table = node.configuration, node.table
+        work -= _num_jobs(node)
+        if _degrees_of(one) in found or work < 0:
             continue
-        if search.candidates.quick_step_s(entry.configuration, entry.table, cut) > ceiling:
+        if search.candidates.quick_step_s(one, table, cut) > ceiling:
             continue
         estimates += 1
-        priced = price(search, entry, cut)
-        if priced.answer.peak_bytes <= search.memory_limit_bytes:
-            found[_degrees_of(priced.configuration)] = priced
+        done = evaluate(search, one, table, cut)
+        if done.estimate.peak_bytes <= search.memory_limit_bytes:
+            found[_degrees_of(done.configuration)] = done
 
 
-def _first_of(entry: Unopened) -> Entry:
-    """Return a shape's plainest configuration, to stand for it among the runners-up."""
-    options = sorted(entry.shape.options, key=lambda option: (option[1], option[0] != "1f1b"))
-    zero = max(entry.shape.zeros, key=lambda stage: (stage == 1, stage))
-    one = next(replace(entry.shape, options=tuple(options[:1]), zeros=(zero,)).configurations())
-    return Entry(configuration=one, table=entry.table, bound=entry.bound)
+Waiting = ShapeNode | ConfigurationNode | PartitionedNode
 
 
-def _stood_for(entry: Entry | Unopened) -> Configuration | Shape:
-    return entry.shape if isinstance(entry, Unopened) else entry.configuration
+def _configuration_of(node: Waiting) -> ConfigurationNode:
+    """Return a node's configuration; a shape is represented by its plainest one."""
+    if isinstance(node, ConfigurationNode):
+        return node
+    if isinstance(node, PartitionedNode):
+        return node.of
+    options = sorted(
+        node.shape.options, key=lambda option: (option[1], option[0] != DEFAULT_SCHEDULE)
+    )
+    zero = max(node.shape.zeros, key=lambda stage: (stage == 1, stage))
+    plain = replace(node.shape, options=tuple(options[:1]), zeros=(zero,))
+    return ConfigurationNode(
+        bound=node.bound,
+        wave=node.wave,
+        configuration=next(plain.configurations()),
+        table=node.table,
+    )
 
 
-def _num_jobs(entry: Entry | Unopened) -> int:
-    vpp = 1 if isinstance(entry, Unopened) else entry.configuration.vpp
-    one = _stood_for(entry)
+def _stands_for(node: Waiting) -> Configuration | Shape:
+    return node.shape if isinstance(node, ShapeNode) else node.configuration
+
+
+def _num_jobs(node: Waiting) -> int:
+    vpp = 1 if isinstance(node, ShapeNode) else node.configuration.vpp
+    one = _stands_for(node)
     return 2 * one.pp * vpp * one.num_microbatches
 
 
@@ -102,16 +132,17 @@ def _degrees_of(one: Configuration | Shape) -> tuple[int, ...]:
     return (one.dp, one.cp, one.tp, one.pp)
 
 
-def _cut(search: Walk, entry: Entry, ceiling: float) -> Cut | None:
-    """Return the cut to show; None where it is known without an estimate that it does not fit, or
-    is slower than a ceiling.
+def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:
+    """Return the partition to show.
+
+    None where it is known without an estimate that none fits, or that it is slower than a ceiling.
     """
-    one, limit = entry.configuration, search.memory_limit_bytes
+    one, table, limit = node.configuration, node.table, search.memory_limit_bytes
     if one.vpp == 1 and one.pp > 1:
-        problem = search.candidates.problem(one, entry.table, limit, is_careful=True)
+        problem = search.candidates.problem(one, table, limit, is_conservative=True)
         return solve_chain(problem, ceiling=ceiling).cut
-    cut = only_cut(search, entry)
-    if cut and one.vpp > 1 and not search.candidates.seems_to_fit(one, entry.table, cut, limit):
+    cut = only_cut(search, one, table, node.infeasible)
+    if cut and one.vpp > 1 and not search.candidates.seems_to_fit(one, table, cut, limit):
         return None
     return cut
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodel.memory.bound import RankBound
 from costmodel.time.clipping import ClipSeconds, clip_seconds
 from costmodel.time.communication import (
     MASTER_FACTOR,
@@ -26,7 +27,6 @@ from costmodel.time.offload import host_step_seconds
 from costmodel.time.stage import StageLoad, again_seconds
 from costmodel.topology import dp_group
 from planner.plan import Precision, Recompute
-from search.bounds.rank_bytes import RankBytes, RankLines
 from search.partition.chain_problem import LeastNeeds, Line
 from search.partition.chain_windows import Part, Window
 from search.stages.run_kinds import RunKinds
@@ -119,7 +119,7 @@ class RankBand:
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """About the bytes of a rank holding each run with this many microbatches in flight."""
-        return self._spread(self._bytes[choice].guess(in_flight))
+        return self._spread(self._bytes[choice].conservative(in_flight))
 
     def least_bytes(self, in_flight: int, choice: int) -> Floats:
         """What a rank holding each run needs at least."""
@@ -130,13 +130,13 @@ class RankBand:
         return self._bytes[choice].may_fit(in_flight, limit_bytes)[self.kinds.of[part]]
 
     @cached_property
-    def _bytes(self) -> tuple[RankBytes, ...]:
+    def _bytes(self) -> tuple[RankBound, ...]:
         """By recompute choice."""
         stages = self.stages
         once = stages.table.once_bytes.max(initial=0.0)
         load = replace(self.load, frozen_bytes=self.load.frozen_bytes + once)
         return tuple(
-            RankBytes(
+            RankBound(
                 load=load,
                 num_microbatches=stages.num_microbatches,
                 recompute=choice,
@@ -219,8 +219,8 @@ class RankStages:
         table = self.table
         backward_s, kept_bytes = zip(*map(table.least_sums, self.choices), strict=True)
         held_twice = sum(size for _, _, size in table.ties)
-        ranks = RankLines.of(
-            limit_bytes * (1 + 1e-9),
+        ranks = RankBound(
+            load=StageLoad(),
             num_microbatches=self.num_microbatches,
             recompute="none",
             replicas=self.dp * self.cp,
@@ -233,8 +233,11 @@ class RankStages:
         )
 
         def lines(in_flight: int) -> tuple[Line, ...]:
-            found = ranks.lines(in_flight)
-            return tuple((live, slope, room + slope * held_twice) for live, slope, room in found)
+            found = ranks.lines(in_flight, limit_bytes * (1 + 1e-9))
+            return tuple(
+                (float(live), slope, slope * held_twice - float(fixed))
+                for live, slope, fixed in found
+            )
 
         return LeastNeeds(
             backward_s=backward_s,

@@ -31,8 +31,6 @@ _UNUSED = (
     "host_backward_s",
     "forward_flop",
     "backward_flop",
-    "split_peak_bytes",
-    "pending_bytes",
 )
 _KEPT: dict[Recompute, str] = {
     "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
@@ -42,7 +40,7 @@ _KEPT_WITH_PEAK = (
     ("input_bytes", "recompute_peak_bytes"),
     ("selective_bytes", "selective_peak_bytes"),
 )
-_LARGEST = ("side_bytes", "largest_param_bytes", "gradient_rise_bytes")
+_LARGEST = ("side_bytes", "largest_param_bytes")
 _LAST = "tail_bytes"
 
 

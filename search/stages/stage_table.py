@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.cache import CostCache
-from costmodel.memory.memory import kept_bytes
+from costmodel.memory.bound import kept_bytes
 from costmodel.time.boundary import block_entry_seconds, output_placements
 from costmodel.time.communication import DataParallelSeconds, boundary_seconds
 from costmodel.time.inputs import input_seconds
@@ -38,6 +39,17 @@ Flags = NDArray[np.bool_]
 
 _MOST_KEPT_RUNS = 100_000
 """Runs of windows and their kinds that a table keeps: a few MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableKey:
+    """What names a table among those of one model on one machine."""
+
+    tp: int
+    cp: int
+    microbatch_size: int
+    layouts: str
+    """Digest of the layouts on tp and on cp."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,6 +79,17 @@ class StageTable:
     _kinds: dict[Window, tuple[RunKinds, StageLoad]] = field(default_factory=dict)
     _hops: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> TableKey:
+        """Names the table where answers about it are kept."""
+        text = repr((self.layouts, self.cp_layouts))
+        return TableKey(
+            tp=self.tp,
+            cp=self.cp,
+            microbatch_size=self.microbatch_size,
+            layouts=sha256(text.encode()).hexdigest(),
+        )
 
     @property
     def graph(self) -> ModelGraph:

@@ -13,7 +13,7 @@ from planner.across import Finding, across_samples
 from planner.capture import capture_module
 from tests.across import constructs
 from tests.across.constructs import ACROSS, ALONE, NAMED_ALL_THE_SAME, Body, batch
-from tests.across.referee import cutting_changes, used_parts
+from tests.referees.batches import cutting_changes, used_parts
 
 QUICK = 3
 """Every so many bodies are looked at in the quick tests, all in the slow ones."""

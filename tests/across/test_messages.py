@@ -17,7 +17,7 @@ from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_mess
 from planner.plan.defaults import default_plan
 from tests.across import constructs
 from tests.across.constructs import Body, batch
-from tests.across.referee import used_parts
+from tests.referees.batches import used_parts
 
 
 def graph_of(body: Body) -> ModelGraph:

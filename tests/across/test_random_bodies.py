@@ -14,7 +14,7 @@ from planner.capture import capture_module
 from planner.errors import CaptureError
 from tests.across.constructs import batch
 from tests.across.random_bodies import random_body
-from tests.across.referee import cutting_changes, used_parts
+from tests.referees.batches import cutting_changes, used_parts
 
 
 def outcomes(seeds: range) -> Counter[tuple[bool, bool]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cli.inputs import graph_of_plan
+from commands.common.inputs import graph_of_plan
 from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.capture_cache import load_graph
 from planner.graph.model_file import load_model_file

@@ -199,7 +199,7 @@ def test_refusal_is_the_only_line_without_a_profile_too(planner):
     ("option", "value", "says"),
     [
         ("--forbid", "zb_v", "CHOICE=VALUE"),
-        ("--solver", "magic", "brute_force"),
+        ("--solver", "magic", "dp, recursive, ilp"),
         ("--pin", "layers.0.weight", "S(0)@tp"),
         ("--pin", "layer.*: S(0)@tp", "matches no parameter"),
         ("--time-limit", "soon", "90s"),

@@ -51,7 +51,7 @@ def test_a_report_that_cannot_be_written_is_no_second_error(planner, monkeypatch
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("cli.report.write_report", full)
+    monkeypatch.setattr("commands.render.error_report.write_report", full)
     monkeypatch.setattr("planner.plan.load_plan", lambda path: 1 / 0)
     done = planner("show", "plan.json")
     assert done.code == 3

@@ -17,7 +17,7 @@ import typer
 
 import cli
 import profiles
-from cli.app import app
+from cli import app
 from planner.errors import PlannerError
 from planner.graph.capture_cache import load_graph
 from planner.plan import load_plan, save_plan

@@ -6,10 +6,11 @@ import pytest
 
 from costmodel import CostCache, StageLoad, block_load, estimate, join
 from costmodel.estimate import plan_job_seconds
-from costmodel.memory.memory import COUNTER_BYTES, job_peak_bytes, kept_bytes, rank_memory
-from costmodel.memory.rank_walk import walk_rank
-from costmodel.memory.stage_bytes import BackwardBytes, ForwardBytes
-from costmodel.memory.stage_jobs import StageJobs
+from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
+from costmodel.memory.exact.rank_walk import walk_rank
+from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.jobs import StageJobs
+from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
 from planner.layout.propagate import propagate_graph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
@@ -126,12 +127,14 @@ def test_more_work_takes_longer_and_more_memory(graph, profile):
     costs = CostCache(graph, profile)
     base = estimate(graph, profile, make_plan(graph), costs=costs)
     more = estimate(graph, profile, make_plan(graph, m=8), costs=costs)
-    wide = estimate(graph, profile, make_plan(graph, size=4), costs=costs)
+    gradient_factor = estimate(graph, profile, make_plan(graph, size=4), costs=costs)
     again = estimate(graph, profile, make_plan(graph, recompute="full"), costs=costs)
     assert more.step_s > base.step_s
-    assert wide.time.compute_s > base.time.compute_s  # the host is the limit of so tiny a step
-    assert wide.step_s >= base.step_s * (1 - 1e-9)
-    assert wide.peak_bytes > base.peak_bytes
+    assert (
+        gradient_factor.time.compute_s > base.time.compute_s
+    )  # the host is the limit of so tiny a step
+    assert gradient_factor.step_s >= base.step_s * (1 - 1e-9)
+    assert gradient_factor.peak_bytes > base.peak_bytes
     assert again.step_s > base.step_s
     assert again.memory[0].activation_bytes < base.memory[0].activation_bytes
 
@@ -144,8 +147,8 @@ def test_zero_shards_what_it_says(graph, profile):
     whole = by_stage[0]
     counters = COUNTER_BYTES * len(graph.params)
     for z in (1, 2, 3):
-        moments = by_stage[z].optimizer_bytes - counters
-        assert moments == pytest.approx((whole.optimizer_bytes - counters) / 4)
+        samples = by_stage[z].optimizer_bytes - counters
+        assert samples == pytest.approx((whole.optimizer_bytes - counters) / 4)
     assert by_stage[1].gradient_bytes == whole.gradient_bytes
     assert by_stage[2].gradient_bytes == pytest.approx(whole.gradient_bytes / 4)
     assert by_stage[3].parameter_bytes < whole.parameter_bytes
@@ -154,11 +157,11 @@ def test_zero_shards_what_it_says(graph, profile):
 class OneByte:
     """A stage that keeps one byte of each microbatch."""
 
-    blocks, side, arriving, sent_copies, wide = (), {}, {}, {}, 1
-    forward = ForwardBytes(turns=(), last_bytes=1, kept_bytes=1, kept={})
+    blocks, side, arriving, sent_copies, gradient_factor = (), {}, {}, {}, 1
+    forward = ForwardBytes(samples=(), last_bytes=1, kept_bytes=1, kept={})
 
     def backward(self, received, **how):
-        return BackwardBytes(turns=(), rise_bytes=0, left_bytes=0, aside=())
+        return BackwardBytes(samples=(), rise_bytes=0, new_gradient_bytes=0, deferred=())
 
 
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
@@ -166,14 +169,14 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
     one = OneByte()
     jobs = StageJobs(
-        walk=one, last=one, first_aside=one, all_aside=one, incoming=(), outgoing=(),
+        walk=one, last=one, first_deferred=one, all_deferred=one, incoming=(), outgoing=(),
         accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
 
     def most_kept(kind, rank):
         row = build_schedule(kind, pp=pp, vpp=1, num_microbatches=m).jobs[rank]
-        moments = walk_rank(row, {rank: jobs}, lambda stage: stage, receive_ahead=0)
-        return max(moment.kept_bytes for moment in moments)
+        samples = walk_rank(row, {rank: jobs}, lambda stage: stage, receive_ahead=0)
+        return max(sample.saved_bytes for sample in samples)
 
     for rank in range(pp):
         assert most_kept("1f1b", rank) == min(m, pp - rank)
@@ -291,18 +294,15 @@ def test_the_last_microbatch_need_not_be_recomputed(graph, profile):
     assert three.peak_bytes > all_four.peak_bytes
 
 
-def test_bf16_takes_eighteen_bytes_a_parameter():
-    """V14: 2 weight, 4 gradient, 4 master and 8 state bytes at ZeRO 0; shards of all but the
-    gathered weights under ZeRO 3.
-    """
-    load = StageLoad(param_bytes=2_000_000.0, largest_param_bytes=200_000.0, num_blocks=10)
-    profile = load_profile("h100-sxm5-80gb")
-    parts = rank_memory(load, kept=0, transient=0, dp=1, zero_stage=0, profile=profile,
-                        precision="bf16")  # fmt: skip
-    scratch = parts.transient_bytes
-    assert parts.tensor_bytes - scratch == 18_000_000
-    fp32 = rank_memory(load, kept=0, transient=0, dp=1, zero_stage=0, profile=profile)
-    assert fp32.tensor_bytes - fp32.transient_bytes == 4 * 2_000_000
+def test_bf16_takes_eighteen_bytes_a_parameter(profile):
+    """V14: 2 weight, 4 gradient, 4 master and 8 state bytes at ZeRO 0; in fp32 four times 4."""
+    bytes_of = {"bf16": 18.0 / 2, "model": 16.0 / 4}
+    for precision, factor in bytes_of.items():
+        rank = RankBound(
+            load=StageLoad(), num_microbatches=1, recompute="none", replicas=1, zero=0,
+            profile=profile, precision=precision,
+        )  # fmt: skip
+        assert rank.slopes[Phase.AFTER_BACKWARD].per_param_byte == factor
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costmodel import CostCache, estimate
-from costmodel.memory.placed_stage import PlacedStages
+from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.captures import capture_module

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from costmodel.memory.ops.gradients import passes_on
-from costmodel.memory.ops.liveness import find_peaks
+from costmodel.memory.block.forward_walk import find_peaks
+from costmodel.memory.block.gradients import passes_on
 from costmodel.memory.ops.saved import saved_tensors
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.layout.lowering import ONCE

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from costmodel import estimate
-from costmodel.memory import plan_memory
-from costmodel.memory.steady_row import SteadyRow, steady_row
+from costmodel.memory.exact import plan_memory
+from costmodel.memory.exact.steady_row import SteadyRow, steady_row
 from planner.plan.defaults import default_plan
 from planner.schedule import build_schedule
 from planner.schedule.jobs import JobKind
@@ -39,7 +39,7 @@ def test_a_longer_pipeline_is_no_longer_to_walk(schedule, vpp):
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_of_the_whole_row_is_that_of_the_short_one(zero, monkeypatch):
-    """M17: not a byte of any part differs, for any schedule, recompute and way to receive."""
+    """M17: not a byte of any part differs, for any schedule, recompute and variant to receive."""
     model = tiny_models()["gpt"]
     graph = capture_module(
         model.build(), model.batch(2), model.batch(3), loss=model.loss, name="gpt"

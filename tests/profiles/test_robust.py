@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from commands.render.profile import describe_profile
 from planner.errors import ProfileError
-from profiles import describe_profile, load_profile, measure_profile, store
+from profiles import load_profile, measure_profile, store
 from profiles.measure import measure as measuring
 from profiles.measure import rounds
 from profiles.measure.grid import collective_probes, standard_grid

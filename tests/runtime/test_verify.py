@@ -17,11 +17,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from commands.render.plan import describe_verification
 from planner.graph import ModelGraph
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
-from planner.plan.describe import describe_verification
 from planner.runtime.check import verify
 from planner.runtime.check.promote import has_dropout, promote_graph
 from planner.runtime.check.verify import (

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from planner.errors import PlanError
 from planner.graph import Op, from_json, to_json
-from planner.graph.blocks import is_random
+from planner.ops.record import is_random
 from planner.plan.defaults import default_plan
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process

@@ -10,6 +10,7 @@ import pytest
 from planner.schedule import (
     SCHEDULES,
     JobKind,
+    RoundTrips,
     Schedule,
     StageTimes,
     build_schedule,
@@ -159,3 +160,28 @@ def test_eager_1f1b_pays_for_transfers_in_fill_and_drain_only(pp: int, transfer_
         hidden_s = 3 * (m + pp - 1) + 2 * (pp - 1) * transfer_s
         assert time_schedule(eager, times).step_s == hidden_s
         assert time_schedule(plain, times).step_s > hidden_s
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_stated_of_the_order_of_jobs_is_so(name: str) -> None:
+    """X1: bounds rely on it for one stage a rank, so it is read off every table."""
+    spec = SCHEDULES[name]
+    for schedule in all_sizes(name):
+        if schedule.num_stages > schedule.pp:
+            # Nothing is stated of several stages a rank.
+            continue
+        m = schedule.num_microbatches
+        order = spec.job_order(pp=schedule.pp, num_microbatches=m)
+        for rank, row in enumerate(schedule.jobs):
+            kinds = "".join(job.kind for job in row)
+            gradients = kinds.replace("I", "B").replace("W", "")
+            if order.round_trips is RoundTrips.FIRST_AND_LAST:
+                # As many gradients follow the last forward as forwards precede the first.
+                assert gradients.index("B") == order.warmup[rank]
+                assert gradients[::-1].index("F") == order.warmup[rank]
+            elif order.round_trips is RoundTrips.AFTER_LAST_FORWARD:
+                assert gradients == "F" * m + "B" * m
+            elif order.round_trips is RoundTrips.EVERY:
+                assert gradients == "FB" * m
+            if order.late_weights:
+                assert kinds[kinds.rindex("I") :].count("W") == order.late_weights[rank]

@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from search.partition.chain_problem import FAMILIES, ChainProblem, LeastNeeds
+from planner.schedule import JobOrder, find_schedule
+from search.partition.chain_problem import ChainProblem, LeastNeeds
 from search.partition.chain_windows import Window
 
 
@@ -69,12 +70,20 @@ class SumStages:
         )
 
 
-def chain(
-    stages: SumStages, *, in_flight, m: int, limit: float, family="1F1B", hop_s=None, ahead=0.0
-):
+SCHEDULES = ("1f1b", "fthenb", "naive", "zb_h1")
+"""Schedules of one stage a rank that state their order of jobs."""
+
+
+def stated(schedule: str, pp: int, num_microbatches: int) -> JobOrder:
+    """What a schedule states of its order of jobs."""
+    return find_schedule(schedule).job_order(pp=pp, num_microbatches=num_microbatches)
+
+
+def chain(stages: SumStages, *, in_flight, m: int, limit: float, order=None, hop_s=None, ahead=0.0):
     """`ahead` is the part of each backward that may come after its gradient is sent on, where
-    backward is split half of it.
+    backward is split half of it; the order of jobs is 1F1B's if none is given.
     """
+    order = order or stated("1f1b", len(in_flight), m)
     n = stages.num_blocks
 
     def sums(values: np.ndarray) -> list[float]:
@@ -91,19 +100,24 @@ def chain(
         stages=stages,
         block_forward_s=stages.forward_s.min(axis=0),
         block_backward_s=stages.backward_s.min(axis=0),
-        block_weight_s=(0.5 if family in ("split", "ZB-H1") else ahead) * stages.backward_s[0],
+        block_weight_s=(0.5 if order.splits_backward else ahead) * stages.backward_s[0],
         hop_s=hops,
         back_hop_s=hops / 2,
         in_flight=tuple(in_flight),
         num_microbatches=m,
         memory_limit_bytes=limit,
         needs=needs,
-        family=family,
+        order=order,
         choices=("none", "full")[: stages.forward_s.shape[0]],
     )
 
 
-def random_chain(rng: np.random.Generator, family: str | None = None) -> ChainProblem:
+def random_chain(
+    rng: np.random.Generator, schedule: str = "", *, is_stated: bool | None = None
+) -> ChainProblem:
+    """A chain under a schedule, or any of them; unless `is_stated`, its order of jobs may be one of
+    which nothing is known.
+    """
     n = int(rng.integers(1, 9))
     stages = int(rng.integers(1, min(n, 4) + 1))
     m = int(rng.integers(stages, 12))
@@ -115,7 +129,10 @@ def random_chain(rng: np.random.Generator, family: str | None = None) -> ChainPr
     )]  # fmt: skip
     if rng.integers(2):
         both = [pair[:1] for pair in both]
-    family = family or FAMILIES[int(rng.integers(len(FAMILIES)))]
+    schedule = schedule or str(rng.choice(SCHEDULES))
+    order = stated(schedule, stages, m)
+    if not (is_stated if is_stated is not None else rng.integers(3)):
+        order = JobOrder(splits_backward=order.splits_backward)
     hops = rng.uniform(0, 0.5, n + 1)
     hops[0] = 0.0
     return chain(
@@ -125,10 +142,10 @@ def random_chain(rng: np.random.Generator, family: str | None = None) -> ChainPr
             tail_s=rng.uniform(0, 4.0, n),
             tied=2.0 * float(rng.integers(2)),
         ),
-        in_flight=[m if family == "FThenB" else min(m, stages - s) for s in range(stages)],
+        in_flight=[m if schedule == "fthenb" else min(m, stages - s) for s in range(stages)],
         m=m,
         limit=float(rng.uniform(30, 160)),
-        family=family,
+        order=order,
         hop_s=hops,
         ahead=float(rng.choice([0.0, 0.5])),
     )

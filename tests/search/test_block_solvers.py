@@ -11,7 +11,7 @@ from planner.layout.placement import Replicate
 from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
 from search.op_layout import decompose, layouts
-from search.op_layout.block_problem import BlockProblem, Link, Variable, best_by_brute_force
+from search.op_layout.block_problem import BlockProblem, Link, Variable
 from search.op_layout.decompose import solve_by_decomposition
 from search.op_layout.eliminate import (
     TooWide,
@@ -19,6 +19,7 @@ from search.op_layout.eliminate import (
     problem_tables,
     solve_by_elimination,
 )
+from tests.referees.blocks import best_by_brute_force
 
 
 def random_problem(rng: np.random.Generator) -> BlockProblem:

@@ -10,12 +10,12 @@ import pytest
 from costmodel.time.simulate import JobSeconds, simulate
 from costmodel.time.stage import StageLoad, join
 from planner.schedule import build_schedule
-from search.brute_force import smallest_peak_by_brute_force, solve_by_brute_force
 from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_windows import Window
 from search.stages.runs import Runs, distinct, used_fields
-from tests.search.chains import random_chain, uniform_chain
+from tests.referees.cuts import smallest_peak_by_brute_force, solve_by_brute_force
+from tests.search.chains import SCHEDULES, random_chain, stated, uniform_chain
 
 
 def test_equals_brute_force_on_500_random_small_chains():
@@ -51,22 +51,15 @@ def test_smallest_peak_equals_brute_force():
 
 
 @pytest.mark.parametrize(
-    ("family", "schedule"),
-    [
-        ("1F1B", "1f1b"),
-        ("FThenB", "fthenb"),
-        ("serial", "naive"),
-        ("ZB-H1", "zb_h1"),
-        ("split", "zb_h1"),
-        ("any", "1f1b"),
-    ],
+    ("schedule", "is_stated"),
+    [*((schedule, True) for schedule in SCHEDULES), ("zb_h1", False), ("1f1b", False)],
 )
-def test_the_bound_is_never_above_the_simulator(family, schedule):
+def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
     """X1: what the DP minimises is a lower bound of the simulated step, and a close one."""
     rng = np.random.default_rng(13)
     ratios = []
     while len(ratios) < 200:
-        problem = random_chain(rng, family)
+        problem = random_chain(rng, schedule, is_stated=is_stated)
         found = solve_chain(problem).cut
         if found is None or problem.num_stages < 2:
             continue
@@ -102,7 +95,7 @@ def test_the_bound_is_never_above_the_simulator(family, schedule):
         step_s = max(e + t for e, t in zip(timeline.rank_end_s, tails, strict=True))
         assert found.value <= step_s * (1 + 1e-9)
         ratios.append(found.value / step_s)
-    assert np.mean(ratios) > (0.7 if family in ("any", "split") else 0.93)
+    assert np.mean(ratios) > (0.93 if is_stated else 0.7)
 
 
 def test_equal_stages_give_the_textbook_step_time():
@@ -116,7 +109,8 @@ def test_equal_stages_give_the_textbook_step_time():
 def test_equal_stages_of_zb_h1_wait_for_input_gradients_alone():
     """4 stages of 2 blocks, F, I and W of 2 s each: 8 * 6 s and (pp - 1) (F + I - W) = 6 s."""
     problem = uniform_chain(8, 4, 8)
-    problem = replace(problem, family="ZB-H1", block_weight_s=problem.block_backward_s / 2)
+    order = stated("zb_h1", 4, 8)
+    problem = replace(problem, order=order, block_weight_s=problem.block_backward_s / 2)
     found = solve_chain(problem).cut
     assert found is not None
     assert found.cuts == (0, 2, 4, 6, 8)

@@ -164,16 +164,19 @@ def test_only_allowed_values_are_searched_and_no_forbidden_one(gpt):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"forbid": (("tp", "2"),), "tp": 2}, r"--tp 2 and --forbid tp=2 were given; drop one"),
-        ({"allow": (("tp", "1"),), "tp": 2}, r"--allow tp names 1 only; drop one of them"),
-        ({"allow": (("tq", "1"),)}, r"--allow tq=1 was given; a choice is one of dp, tp, pp"),
-        ({"forbid": (("tp", "two"),)}, r"--forbid tp=two was given; tp is a whole number"),
+        ({"forbid": (("tp", "2"),), "tp": 2}, r"`tp` 2 and `forbid` tp=2 were given; drop one"),
+        ({"allow": (("tp", "1"),), "tp": 2}, r"`allow` tp names 1 only; drop one of them"),
+        ({"allow": (("tq", "1"),)}, r"`allow` tq=1 was given; a choice is one of dp, tp, pp"),
+        ({"forbid": (("tp", "two"),)}, r"`forbid` tp=two was given; tp is a whole number"),
         ({"forbid": (("recompute", "all"),)}, r"recompute=all was given; use none, selective, f"),
-        ({"forbid": (("zero", "7"),)}, r"--forbid zero=7 was given; ZeRO stages are 0, 1, 2 and 3"),
-        ({"allow": (("cp", "3"),)}, r"--allow cp=3 was given, and none of these divides --gpus 2"),
+        ({"forbid": (("zero", "7"),)}, r"`forbid` zero=7 was given; ZeRO stages are 0, 1, 2 and 3"),
+        (
+            {"allow": (("cp", "3"),)},
+            r"`allow` cp=3 was given, and none of these divides `num_d",
+        ),
         (
             {"allow": (("tp", "2"),), "forbid": (("tp", "2"),)},
-            r"--allow and --forbid both name tp=2, which leaves no tp to search; drop one",
+            r"`allow` and `forbid` both name tp=2, which leaves no tp to search; drop one",
         ),
         (
             {"forbid": tuple(("recompute", kind) for kind in ("none", "selective", "full"))},

@@ -55,8 +55,8 @@ def test_each_answer_is_a_search_that_succeeds(gpt):
         assert one.peak_bytes <= (one.request.memory_limit_bytes or 0)
     assert found.devices is None, "dp=2 with everything else free of pp and tp cannot use more"
     said = [one.what for one in found.concessions]
-    assert "--microbatch-size 1 instead of 4" in said or "--microbatch-size 2 instead of 4" in said
-    assert any(what.startswith("--recompute ") for what in said)
+    assert "`microbatch_size` 1 instead of 4" in said or "`microbatch_size` 2 instead of 4" in said
+    assert any(what.startswith("`recompute` ") for what in said)
     steps = [one.step_s for one in found.concessions]
     assert steps == sorted(steps)
     assert all(one.request.num_devices == 2 for one in found.concessions)
@@ -73,7 +73,7 @@ def test_fewest_devices(gpt):
         request = ask(memory_limit_bytes=limit)
     found, _ = advice(gpt, request)
     count = found.devices.request.num_devices
-    assert found.devices.what == f"--gpus {count}"
+    assert found.devices.what == f"`num_devices` {count}"
     assert found.devices.plan.world_size == count
     assert found.devices.peak_bytes <= limit
     for fewer in more_counts(2, MACHINE):
@@ -86,7 +86,7 @@ def test_bf16_is_a_concession(gpt):
     fixed = {"dp": 2, "zero": 0, "recompute": "none", "microbatch_size": 4}
     request = ask(**fixed, memory_limit_bytes=int(0.95 * peak(gpt, **fixed)))
     found, refused = advice(gpt, request, recapture=lambda precision: captured(precision))
-    made = next(one for one in found.concessions if one.what == "--precision bf16")
+    made = next(one for one in found.concessions if one.what == "`precision` bf16")
     assert made.plan.precision == "bf16"
     said = explain_saving(refused.leanest, made.plan)
     total, parts = re.fullmatch(r"(\S+) \w+: (.*)", said).groups()
@@ -101,7 +101,7 @@ def test_offload_is_a_concession_where_it_was_ruled_out(gpt):
     """M27: a limit under which only what goes to the host makes it fit."""
     limit = int(0.97 * find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000)).smallest_memory_bytes)
     found, _ = advice(gpt, ask(memory_limit_bytes=limit))
-    made = next(one for one in found.concessions if one.what.startswith("--offload "))
+    made = next(one for one in found.concessions if one.what.startswith("`offload` "))
     assert made.plan.optimizer_on_host or any(s.activations_on_host for s in made.plan.stages)
     assert made.peak_bytes <= limit
 

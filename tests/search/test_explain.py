@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from commands.render.search import describe_comparison
 from planner.errors import LayoutError
 from planner.units import format_bytes
 from profiles import load_profile
 from search import SearchRequest, find_plan
-from search.report.describe import describe_comparison
 from search.report.explain import compare_choices, differences, explain_shortfall
 from tests.captures import capture_tiny
 
@@ -94,18 +94,18 @@ def test_shortfall_in_words_that_add_up(gpt, machine):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"tp": 3}, "tp=3 does not divide --gpus 4, and degrees are never changed silently; dp * "
-         "cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
+        ({"tp": 3}, "tp=3 does not divide `num_devices` 4, and degrees are never changed silently; "
+         "dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
         ({"pp": 4, "vpp": 4}, "pp=4 * vpp=4 makes 16 stages, but the model has 6 blocks and a "
          "stage holds at least one; use pp * vpp <= 6"),
-        ({"cp": 2, "dp": 4}, "dp=4 * cp=2 does not divide --gpus 4, and degrees are never changed "
-         "silently; dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
-        ({"dp": 4, "microbatch_size": 4}, "--microbatch-size 4 does not divide the 2 samples of a "
+        ({"cp": 2, "dp": 4}, "dp=4 * cp=2 does not divide `num_devices` 4, and degrees are never "
+         "changed silently; dp * cp * tp * pp must equal 4, so use divisors of 4: 1, 2, 4"),
+        ({"dp": 4, "microbatch_size": 4}, "`microbatch_size` 4 does not divide the 2 samples of a "
          "replica; use 1, 2"),
         ({"pp": 4, "microbatch_size": 4}, "pp=4 needs at least 4 microbatches, but the batch gives "
-         "at most 2 per replica; use a larger --global-batch, a smaller --microbatch-size or a "
-         "smaller --pp"),
-        ({"tp": 4, "forbid": (("tp", "4"),)}, "--tp 4 and --forbid tp=4 were given; drop one of "
+         "at most 2 per replica; use a larger `global_batch`, a smaller `microbatch_size` or a "
+         "smaller `pp`"),
+        ({"tp": 4, "forbid": (("tp", "4"),)}, "`tp` 4 and `forbid` tp=4 were given; drop one of "
          "them"),
     ],
 )  # fmt: skip

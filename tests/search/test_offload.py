@@ -15,9 +15,8 @@ from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.bounds.quick_price import copied_rows
-from search.brute_force import all_cuts
 from search.candidates import Candidates
-from search.on_host import tiers
+from search.on_host import offload_fallbacks
 from search.partition.chain_dp import cut_value, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
@@ -25,6 +24,7 @@ from search.report.explain import explain_saving, fullest_rank, memory_parts
 from search.space import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
+from tests.referees.cuts import all_cuts
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 
@@ -80,7 +80,7 @@ def test_offload_asked_for_is_honoured():
     peaks = [plan.estimate["peak_bytes"] for plan in plans.values()]
     assert peaks == sorted(peaks, reverse=True)
     assert len(set(peaks)) == 3
-    with pytest.raises(LayoutError, match="--offload disk was given; use auto, none"):
+    with pytest.raises(LayoutError, match="`offload` disk was given; use auto, none"):
         asked(offload="disk")
 
 
@@ -157,7 +157,7 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     candidates = Candidates.of(graph_of("six"), machine, request)
     one = next(candidates.shapes(request)[0].configurations())
     table = candidates.tables(one.tp, one.microbatch_size)[0]
-    stages = candidates.even_stages(one, table)
+    stages = candidates.interleaved(one, table)
     copied = copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
     kinds = recompute_choices(one.recompute)
     for by_rank in product(range(len(kinds)), repeat=one.pp):
@@ -175,8 +175,8 @@ def test_a_cpu_has_no_other_memory_to_move_to():
     class Cpu:
         cluster = on_cpu
 
-    assert len(tiers("auto", Cpu())) == 1
-    assert len(tiers("auto", a100())) == 3
+    assert len(offload_fallbacks("auto", Cpu())) == 1
+    assert len(offload_fallbacks("auto", a100())) == 3
 
 
 def test_a_host_without_room_refuses(monkeypatch):

@@ -54,5 +54,5 @@ def test_the_joint_program_agrees_with_the_chain_dp():
 
 
 def test_a_joint_program_too_large_to_solve_says_so():
-    with pytest.raises(ValueError, match=r"1000 blocks on 8 stages .* use --solver dp"):
+    with pytest.raises(ValueError, match=r"1000 blocks on 8 stages .* use `solver` dp"):
         solve_by_joint_program(uniform_chain(1000, 8, 16))

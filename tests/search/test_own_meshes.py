@@ -17,15 +17,15 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.schedule import stage_to_pp_rank
 from search import SearchRequest, find_plan
-from search.brute_force import all_cuts
 from search.candidates import Candidates
 from search.meshes.own_meshes import Member, member_problems, mixed_problem, plan_of_mix
 from search.partition.chain_problem import Cut
 from search.space import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.referees.cuts import all_cuts
+from tests.referees.plans import best_within, check_against, every_answer, seconds_and_bytes
 from tests.search.machine import Machine
-from tests.search.referee import best_within, check_against, every_answer, seconds_and_bytes
 
 
 class Pooled(nn.Module):
@@ -115,7 +115,7 @@ def every_cut(candidates: Candidates, members: list[Member]) -> Iterator[Cut]:
         return
     kinds = range(len(members) * len(recompute_choices(one.recompute)))
     homes = stage_to_pp_rank(one.schedule, one.pp, one.vpp)
-    for cuts in {candidates.even_stages(m.configuration, m.table).cuts for m in members}:
+    for cuts in {candidates.interleaved(m.configuration, m.table).cuts for m in members}:
         for by_rank in product(kinds, repeat=one.pp):
             yield Cut(cuts=cuts, choices=tuple(by_rank[home] for home in homes), value=0.0)
 
@@ -162,7 +162,7 @@ def test_the_best_equals_trying_every_mix(instances):
         is_mixed = any(stage.own_sizes for stage in result.plan.stages)
         assert is_mixed == (step_s < alone * (1 - 1e-9))
         if number % 8 == 0:
-            other = find_plan(graph, machine, replace(request, solver="cpsat"))
+            other = find_plan(graph, machine, replace(request, solver="ilp"))
             assert other.plan is not None
             most = max(gap, other.certificate.gap)
             other_s = other.plan.estimate["step_s"]
@@ -241,5 +241,5 @@ def test_parts_of_sequences_beside_own_meshes_equal_trying_every_mix(instances):
 
 
 def test_other_words_are_refused():
-    with pytest.raises(LayoutError, match="--meshes mixed was given; use same"):
+    with pytest.raises(LayoutError, match="`meshes` mixed was given; use same"):
         SearchRequest(num_devices=4, global_batch=4, meshes="mixed")  # type: ignore[arg-type]

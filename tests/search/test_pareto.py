@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from commands.render.search import describe_pareto
 from search import SearchRequest, find_pareto
-from search.report.describe import describe_pareto
 from search.report.pareto import tokens_per_sample
 from tests.captures import capture_tiny
+from tests.referees.plans import every_answer
 from tests.search.machine import Machine
-from tests.search.referee import every_answer
 
 MACHINE = Machine(
     context_bytes=0.0, devices_per_node=4, flop_per_s=1e9, bytes_per_s=1e9, alpha_s=1e-5

@@ -23,14 +23,14 @@ from planner.capture import capture_module
 from planner.graph import ModelGraph
 from search import SearchRequest, find_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
-from tests.search.machine import Machine, Overlapping
-from tests.search.referee import (
+from tests.referees.plans import (
     best_within,
     check_against,
     every_answer,
     num_answers,
     seconds_and_bytes,
 )
+from tests.search.machine import Machine, Overlapping
 
 
 class Chain(nn.Module):
@@ -151,7 +151,7 @@ def test_the_best_equals_trying_everything(instances, names):
         gaps.append(gap)
         losses.append(result.plan.estimate["step_s"] / best - 1)
         if number % 6 == 0:
-            for solver in ("cpsat", "brute_force", "recursive"):
+            for solver in ("ilp", "recursive"):
                 other = find_plan(one.graph, one.machine, replace(request, solver=solver))
                 if solver == "recursive" and other.plan is None:
                     continue

@@ -1,5 +1,6 @@
-"""Bytes of one program: what each op allocates, saves for its backward and frees.
+"""What one op allocates and saves for its backward.
 
-Read `storage` (which tensors share memory), `saved` and `kept_rules` (what backward needs), then
-`liveness` (a program's highest point) and `backward_walk` (the same of its backward).
+In: a program of one rank. Out: its storages (`storage`), what each op keeps (`kept_rules` for the
+families, `kept_products` for matrix products), all of it once by storage (`saved`), and what
+kernels hold only while they run (`kernel_scratch`).
 """

@@ -1,17 +1,17 @@
 """What autograd keeps from forward to backward, counted by storage.
 
-Each op's part is in `costmodel.memory.ops.kept_rules`; the tests hold the whole against
-`torch.autograd.graph.saved_tensors_hooks`.
+Each op's part follows from the record of its family (`planner.ops.record`); the tests hold the
+whole against `torch.autograd.graph.saved_tensors_hooks`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.memory.ops.kept import Context, Kept
-from costmodel.memory.ops.kept_rules import kept_by
 from costmodel.memory.ops.storage import Storage, StorageMap, map_storages
-from planner.graph import Program
+from planner.graph import Op, Program
+from planner.ops.kernel import KernelCall, Saved
+from planner.ops.record import family_of
 
 HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
 """Kinds whose storage lives through the step whether or not autograd refers to it."""
@@ -27,7 +27,7 @@ class SavedTensors:
     kept: their storage may also be kept by the neighbouring program.
     """
 
-    kept: dict[str, Kept]
+    kept: dict[str, Saved]
     by_op: dict[str, tuple[tuple[Storage, ...], int]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -55,10 +55,14 @@ def saved_tensors(
     kinds of tensors that are there whether kept or not.
     """
     storages = map_storages(program, device_type=device_type)
-    context = Context(program=program, storages=storages, device_type=device_type, aside=aside)
     seen: set[str] = set()
     by_op = {}
-    kept_of = {op.name: kept_by(op, context) for op in program.ops}
+    kept_of = {
+        op.name: Saved(tensors=op.inputs)
+        if op.name in aside and _is_differentiable(op, program)
+        else saved_by(op, program, storages, device_type)
+        for op in program.ops
+    }
     for op in program.ops:
         kept = kept_of[op.name]
         first = []
@@ -80,3 +84,15 @@ def saved_tensors(
         storages=storages,
         device_type=device_type,
     )  # fmt: skip
+
+
+def saved_by(op: Op, program: Program, storages: StorageMap, device_type: str) -> Saved:
+    """Return what an op saves for its backward; a view saves nothing."""
+    if not _is_differentiable(op, program) or op.outputs[0] in storages.views:
+        return Saved()
+    call = KernelCall(op, program.tensor, storages.strides, device_type)
+    return family_of(op.target).saved(call)
+
+
+def _is_differentiable(op: Op, program: Program) -> bool:
+    return any(program.tensor[name].requires_grad for name in op.outputs)

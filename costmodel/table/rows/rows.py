@@ -1,4 +1,4 @@
-"""Rows in, predictions out: what `planner estimate --batch` does (files: `row_files`)."""
+"""Rows in, predictions out. Files of rows: `row_files`."""
 
 from __future__ import annotations
 

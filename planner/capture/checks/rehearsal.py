@@ -80,7 +80,7 @@ def rehearse(
             numbers.forget_batch()
             loss, second = numbers.of_loss(run, _like(inputs))
     finally:
-        loss = None
+        loss = None  # type: ignore[assignment]
         numbers.release()
     if _python_draws() != draws:
         raise CaptureError(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 
-from planner.graph import Ref
+from planner.graph import Op, Ref
 from planner.layout.placement import OpSharding, Shard
-from planner.ops.call import Call, R
+from planner.ops.call import Call, LocalForm, Placed, R
 from planner.ops.families.creation import own_stream
+from planner.ops.flops import Work, arriving_bytes, made_bytes
+from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import Letters, broadcast, by_letters
-from planner.ops.registry import LocalForm, Placed, local_form, rule
+from planner.ops.plain_attention import backward_scratch, forward_scratch, is_plain, saved_bytes
+from planner.ops.record import OpFamily, ShardRule, aten, register
+from planner.ops.strides import Strides, contiguous_strides, densified_strides
 
 
-@rule("aten.scaled_dot_product_attention")
 def attention(call: Call) -> Iterator[OpSharding]:
     """Queries [b, h, q, d], keys [b, h, k, d], values [b, h, k, e], mask over [b, h, q, k].
 
@@ -44,7 +49,6 @@ def attention(call: Call) -> Iterator[OpSharding]:
     yield from by_letters(letters, [[*batch, positions, None]])
 
 
-@rule("aten.scaled_dot_product_attention", contiguous=True, together=True)
 def causal_by_query(call: Call) -> Iterator[OpSharding]:
     """With is_causal a rank's queries are at later positions than it counts itself."""
     if call.arg(5, "is_causal", False):
@@ -53,9 +57,8 @@ def causal_by_query(call: Call) -> Iterator[OpSharding]:
             yield OpSharding(inputs=(place, R, R), outputs=(place,))
 
 
-@local_form("aten.scaled_dot_product_attention")
 def attention_on_shard(placed: Placed) -> LocalForm:
-    """A causal mask asks for the queries' positions; dropout draws anew on each shard."""
+    """A causal mask needs the queries' positions; dropout draws anew on each shard."""
     call = placed.call
     place = placed.sharding.outputs[0]
     dropout = float(call.arg(4, "dropout_p", 0.0))
@@ -71,3 +74,118 @@ def attention_on_shard(placed: Placed) -> LocalForm:
             target="planner.causal_attention",
         )
     return own_stream(placed) if dropout > 0 else LocalForm((placed.op,))
+
+
+# --------------------------------------------------------------------------------- flop, memory
+
+
+def _flop(call: Call) -> float:
+    """Scores (query x key) and their product with the values; a causal mask leaves half."""
+    query, key, value = call.inputs[:3]
+    scores = prod(query[:-1]) * key[-2]
+    flop = 2.0 * scores * query[-1] + 2.0 * scores * value[-1]
+    causal = call.arg(5, "is_causal", False)
+    return flop / 2 if causal and not isinstance(causal, Ref) else flop
+
+
+def _backward(call: Call, forward: Work) -> Work:
+    """Scores again, then dV, dP, dQ and dK: 5 products against 2."""
+    return Work(
+        flop=2.5 * forward.flop,
+        read_bytes=forward.num_bytes + arriving_bytes(call),
+        write_bytes=made_bytes(call),
+    )
+
+
+def _fused_saved(call: KernelCall) -> Saved:
+    """Fused attention saves query, key, value, output and the log-sum-exp of each row.
+
+    A boolean mask becomes an additive one, which is saved besides.
+    """
+    if is_plain(call):
+        return Saved(extra_bytes=saved_bytes(call))
+    query, key, value = call.op.inputs[:3]
+    dtype_bytes = call.element_bytes(query)
+    rows = prod(call.shape(query)[:-1])
+    extra = rows * max(4, dtype_bytes)
+    tensors = [query, key, value, call.op.outputs[0]]
+    for mask in call.op.inputs[3:4]:
+        if call.tensor[mask].dtype == "bool":
+            extra += call.numel(mask) * dtype_bytes
+        else:
+            tensors.append(mask)
+    return Saved(tensors=tuple(tensors), extra_bytes=extra)
+
+
+def _causal_saved(call: KernelCall) -> Saved:
+    """Fused attention of some queries to all keys, with the mask of positions made additive."""
+    query, key = call.op.inputs[:2]
+    mask = call.shape(query)[-2] * call.shape(key)[-2]
+    saved = _fused_saved(call)
+    return replace(saved, extra_bytes=saved.extra_bytes + mask * call.element_bytes(query))
+
+
+def _scratch(call: KernelCall, *, forward: bool) -> int:
+    if not is_plain(call):
+        return 0
+    return forward_scratch(call) if forward else backward_scratch(call)
+
+
+def _like_query(call: KernelCall, output: str) -> Strides:
+    """Fused kernels allocate the output like the query: its order of dims, without gaps."""
+    shape = call.shape(output)
+    if is_plain(call):
+        return contiguous_strides(shape)
+    return densified_strides(shape, call.strides[call.op.inputs[0]])
+
+
+def _drops(op: Op) -> bool:
+    probability = op.args[4] if len(op.args) > 4 else dict(op.kwargs).get("dropout_p", 0.0)
+    return bool(probability)
+
+
+# ---------------------------------------------------------------------------------------- records
+
+ATTENTION = register(
+    OpFamily(
+        name="attention",
+        targets=aten("scaled_dot_product_attention"),
+        shard=(
+            ShardRule(attention),
+            ShardRule(causal_by_query, contiguous=True, together=True),
+        ),
+        local_form=attention_on_shard,
+        worth_moving=True,
+        arithmetic="attention",
+        flop=_flop,
+        backward=_backward,
+        result=_like_query,
+        saved=_fused_saved,
+        scratch=_scratch,
+        recomputed=False,
+        random=_drops,
+    )
+)
+register(
+    replace(
+        ATTENTION,
+        name="attention of a shard of queries",
+        targets=("planner.causal_attention",),
+        shard=(),
+        local_form=None,
+        saved=_causal_saved,
+        scratch=None,
+        random=lambda op: bool(op.args[3]),
+    )
+)
+register(
+    OpFamily(
+        name="attention kernels",
+        targets=aten("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention"),
+        worth_moving=True,
+        arithmetic="attention",
+        flop=_flop,
+        backward=_backward,
+        recomputed=False,
+    )
+)

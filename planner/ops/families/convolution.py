@@ -1,4 +1,4 @@
-"""Convolution, pooling and resizing: by batch, by channel, and in space where no halo is needed.
+"""Convolution: by batch, by channel, and in space where no halo is needed.
 
 A spatial dim can be sharded when windows do not overlap (kernel equals stride, no padding)
 and each shard holds whole windows; otherwise neighbours would need each other's borders.
@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from planner.layout.placement import OpSharding, Shard
-from planner.ops.call import Call, P
-from planner.ops.letters import Letters, by_letters, same_dims
-from planner.ops.registry import LocalForm, Placed, local_form, rule
+from planner.ops.call import Call, LocalForm, Placed
+from planner.ops.flops import output_numel, product_backward
+from planner.ops.kernel import KernelCall, Saved, saved_factors
+from planner.ops.letters import Letters, by_letters
+from planner.ops.record import OpFamily, ShardRule, aten, register
 
-_CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d")
-_TRANSPOSED = ("aten.conv_transpose1d", "aten.conv_transpose2d", "aten.conv_transpose3d")
 
-
-@rule(*_CONVOLUTIONS, contiguous=True)
 def convolution(call: Call) -> Iterator[OpSharding]:
     """Input [n, i, …] or [i, …], weight [o, i / groups, …], bias [o]."""
     weight = call.inputs[1]
@@ -40,17 +39,15 @@ def convolution(call: Call) -> Iterator[OpSharding]:
         )
 
 
-@local_form(*_CONVOLUTIONS)
 def convolution_on_shard(placed: Placed) -> LocalForm:
     """With channels of a grouped convolution divided, each rank has its share of groups."""
     groups = placed.call.arg(6, "groups", 1)
     divided = placed.sharding.inputs[1] == Shard(0) and isinstance(placed.sharding.inputs[0], Shard)
     if groups == 1 or not divided:
         return LocalForm((placed.op,))
-    return _with_argument(placed, 6, "groups", groups // placed.call.axis_size)
+    return placed.with_argument(6, "groups", groups // placed.call.axis_size)
 
 
-@rule(*_TRANSPOSED)
 def transposed_convolution(call: Call) -> Iterator[OpSharding]:
     """Input [n, i, …], weight [i, o / groups, …], bias [o]; each window may overlap the next."""
     num_spatial = len(call.inputs[1]) - 2
@@ -87,90 +84,47 @@ def _has_no_halo(call: Call, weight: tuple[int, ...], dim: int, num_spatial: int
     return whole_windows and padding in (0, "valid") and dilation == 1
 
 
-def _with_argument(placed: Placed, index: int, name: str, value: int) -> LocalForm:
-    """Return the op with one argument changed, whether it was given by place or by name."""
-    op = placed.op
-    if index < len(op.args):
-        return LocalForm((replace(op, args=(*op.args[:index], value, *op.args[index + 1 :])),))
-    kwargs = tuple((key, value if key == name else old) for key, old in op.kwargs)
-    return LocalForm((replace(op, kwargs=kwargs),))
+def _flop(call: Call) -> float:
+    """Each entry of the output is a product with a kernel over the input's channels."""
+    return 2.0 * output_numel(call) * prod(call.inputs[1][1:])
 
 
-@rule(
-    *(f"aten.{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
-    *(f"aten.max_pool{n}d_with_indices" for n in (2, 3)),
-    *(f"aten.adaptive_{kind}_pool{n}d" for kind in ("avg", "max") for n in (1, 2, 3)),
-    *(f"aten.upsample_nearest{n}d" for n in (1, 2, 3)),
-    *(f"aten._upsample_nearest_exact{n}d" for n in (1, 2, 3)),
-    "aten.upsample_linear1d",
-    "aten.upsample_bilinear2d",
-    "aten.upsample_trilinear3d",
-    "aten.upsample_bicubic2d",
-    "aten.pixel_shuffle",
+def _transposed_flop(call: Call) -> float:
+    """Each entry of the input is multiplied by a kernel over the output's channels."""
+    image, weight = call.inputs[:2]
+    return 2.0 * prod(image) * prod(weight[1:])
+
+
+def _factors(call: KernelCall) -> Saved:
+    return Saved(tensors=saved_factors(call, *call.op.inputs[:2]))
+
+
+_CONVOLUTION = OpFamily(
+    name="convolution kernel",
+    targets=aten("convolution"),
+    worth_moving=True,
+    arithmetic="convolution",
+    flop=_flop,
+    backward=product_backward,
+    saved=_factors,
+    recomputed=False,
 )
-def per_channel(call: Call) -> Iterator[OpSharding]:
-    """Works in space, on each channel of each sample alone."""
-    rank = len(call.inputs[0])
-    if call.packet == "aten.pixel_shuffle":  # mixes channels into space
-        yield from same_dims(call, fixed=range(rank - 3, rank))
-    else:
-        num_spatial = int(next(c for c in call.packet if c.isdigit()))
-        yield from same_dims(call, fixed=range(rank - num_spatial, rank))
-    if "max" not in call.packet:
-        yield OpSharding(inputs=(P,), outputs=(P,) * len(call.outputs))
-
-
-@rule("aten.batch_norm")
-def batch_norm(call: Call) -> Iterator[OpSharding]:
-    """Input [n, c, …], weight, bias, running mean and variance [c], training.
-
-    By channel; in training statistics are over the whole batch, so samples stay together.
-    Running ones that are written rest whole on every rank.
-    """
-    training = bool(call.arg(5, "training", True))
-    rank = len(call.inputs[0])
-    x: Letters = ["c" if d == 1 else None if training else d for d in range(rank)]
-    rest: list[Letters] = [["c"] for _ in call.inputs[1:]]
-    if _writes_running(call):
-        rest[-2:] = [[None], [None]]
-    yield from by_letters([x, *rest], [x])
-
-
-@local_form("aten.batch_norm")
-def batch_norm_on_shard(placed: Placed) -> LocalForm:
-    """With channels divided, a rank computes the statistics of its own and hears of the others'."""
-    if not _writes_running(placed.call):
-        return LocalForm((placed.op,))
-    return placed.with_args(*placed.op.args, placed.axis, target="planner.batch_norm_by_channel")
-
-
-def _writes_running(call: Call) -> bool:
-    return bool(call.arg(5, "training", True)) and call.arg(3, "running_mean") is not None
-
-
-@rule("aten.group_norm", contiguous=True)
-def group_norm(call: Call) -> Iterator[OpSharding]:
-    """Input [n, c, …], number of groups, weight [c], bias [c]: by sample or by whole groups."""
-    rank = len(call.inputs[0])
-    channel = "c" if call.op.args[1] % call.axis_size == 0 else None  # type: ignore[operator]
-    x: Letters = ["n", channel, *[None] * (rank - 2)]
-    weights: list[Letters] = [[channel] for _ in call.inputs[1:]]
-    yield from by_letters([x, *weights], [x])
-
-
-@local_form("aten.group_norm")
-def group_norm_on_shard(placed: Placed) -> LocalForm:
-    """With channels divided, each rank has its share of the groups."""
-    if placed.sharding.inputs[0] != Shard(1):
-        return LocalForm((placed.op,))
-    groups = int(placed.op.args[1])  # type: ignore[arg-type]
-    return _with_argument(placed, 1, "num_groups", groups // placed.call.axis_size)
-
-
-@rule("aten.instance_norm")
-def instance_norm(call: Call) -> Iterator[OpSharding]:
-    """Input [n, c, …], weight and bias [c]: each channel of each sample alone."""
-    if call.arg(3, "running_mean") is not None:
-        return  # running statistics are written in place
-    x: Letters = ["n", "c", *[None] * (len(call.inputs[0]) - 2)]
-    yield from by_letters([x, *([["c"]] * (len(call.inputs) - 1))], [x])
+register(_CONVOLUTION)
+register(
+    replace(
+        _CONVOLUTION,
+        name="convolution",
+        targets=aten("conv1d conv2d conv3d"),
+        shard=(ShardRule(convolution, contiguous=True),),
+        local_form=convolution_on_shard,
+    )
+)
+register(
+    replace(
+        _CONVOLUTION,
+        name="transposed convolution",
+        targets=aten("conv_transpose1d conv_transpose2d conv_transpose3d"),
+        shard=(ShardRule(transposed_convolution),),
+        flop=_transposed_flop,
+    )
+)

@@ -7,15 +7,16 @@ indices themselves can be sharded when they only read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from planner.graph import Ref
 from planner.layout.placement import OpSharding
 from planner.ops.call import Call, P, R, Shape, normal_dim
+from planner.ops.kernel import saves_other_inputs
 from planner.ops.letters import Letters, broadcast, by_letters
-from planner.ops.registry import rule
+from planner.ops.record import Across, OpFamily, ShardRule, aten, register
 
 
-@rule("aten.gather", "aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
 def along_dim(call: Call) -> Iterator[OpSharding]:
     """Tensor, dim, index and perhaps source: the other dims go together where sizes agree."""
     rank = len(call.inputs[0])
@@ -35,7 +36,6 @@ def along_dim(call: Call) -> Iterator[OpSharding]:
         yield OpSharding(inputs=(P, R, P), outputs=(P,))
 
 
-@rule("aten.index_select")
 def index_select(call: Call) -> Iterator[OpSharding]:
     """Tensor, dim, index [k]."""
     rank = len(call.inputs[0])
@@ -46,7 +46,6 @@ def index_select(call: Call) -> Iterator[OpSharding]:
     yield OpSharding(inputs=(P, R), outputs=(P,))
 
 
-@rule("aten.index_add", "aten.index_copy", "aten.index_fill")
 def index_write(call: Call) -> Iterator[OpSharding]:
     """Tensor, dim, index [k] and source."""
     rank = len(call.inputs[0])
@@ -56,7 +55,6 @@ def index_write(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters, [None], *rest], [letters])
 
 
-@rule("aten.slice_scatter", "aten.select_scatter")
 def part_scatter(call: Call) -> Iterator[OpSharding]:
     """Tensor, source, dim: the tensor with a part along one dim replaced."""
     rank = len(call.inputs[0])
@@ -68,7 +66,6 @@ def part_scatter(call: Call) -> Iterator[OpSharding]:
     yield OpSharding(inputs=(P, P), outputs=(P,))
 
 
-@rule("aten.index")
 def index(call: Call) -> Iterator[OpSharding]:
     """Tensor and an index (or None) for each of its leading dims, as in x[:, i, j]."""
     found = _indexed(call)
@@ -82,7 +79,6 @@ def index(call: Call) -> Iterator[OpSharding]:
     yield OpSharding(inputs=(P, *(R,) * len(indices)), outputs=(P,))
 
 
-@rule("aten.index_put", "aten._unsafe_index_put")
 def index_put(call: Call) -> Iterator[OpSharding]:
     """Tensor, indices, values: x[:, i, j] = values. Indexed dims and indices stay whole."""
     found = _indexed(call)
@@ -124,8 +120,72 @@ def _aligned(shape: Shape, whole: Shape, letters: Letters) -> Letters:
     return [None if i is None else letters[i] for i in broadcast(shape, whole)]
 
 
-@rule("aten.one_hot")
 def one_hot(call: Call) -> Iterator[OpSharding]:
     """Indices […] to […, classes]."""
     letters: Letters = list(range(len(call.inputs[0])))
     yield from by_letters([letters], [[*letters, None]])
+
+
+# ---------------------------------------------------------------------------------------- records
+
+_GATHER = OpFamily(
+    name="gather",
+    targets=aten("gather"),
+    shard=(ShardRule(along_dim),),
+    saved=saves_other_inputs,
+)
+"""Reads by indices, which are all that its gradient needs."""
+
+register(_GATHER)
+register(
+    replace(
+        _GATHER,
+        name="chosen entries of a dim",
+        targets=aten("index_select"),
+        shard=(ShardRule(index_select),),
+        across=Across(sizes_only=True),
+    )
+)
+register(replace(_GATHER, name="indexing", targets=aten("index"), shard=(ShardRule(index),)))
+
+_SCATTER = OpFamily(
+    name="scatter",
+    targets=aten("scatter scatter_add scatter_reduce"),
+    shard=(ShardRule(along_dim),),
+)
+"""Writes by indices."""
+
+register(_SCATTER)
+register(
+    replace(
+        _SCATTER,
+        name="entries of a dim written",
+        targets=aten("index_add index_copy index_fill"),
+        shard=(ShardRule(index_write),),
+    )
+)
+register(
+    replace(
+        _SCATTER,
+        name="a part written",
+        targets=aten("slice_scatter select_scatter"),
+        shard=(ShardRule(part_scatter),),
+        across=Across(sizes_only=True),
+    )
+)
+register(
+    replace(
+        _SCATTER,
+        name="indexed entries written",
+        targets=aten("index_put _unsafe_index_put"),
+        shard=(ShardRule(index_put),),
+    )
+)
+register(
+    OpFamily(
+        name="one-hot vectors",
+        targets=aten("one_hot"),
+        shard=(ShardRule(one_hot),),
+        across=Across(sizes_only=True),
+    )
+)

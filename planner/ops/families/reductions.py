@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from planner.graph import Op, Ref
 from planner.layout.placement import OpSharding, Partial, Shard
-from planner.ops.call import Call, P, normal_dim, normal_dims
-from planner.ops.letters import Letters, by_letters, same_dims
-from planner.ops.registry import LocalForm, Placed, local_form, rule
+from planner.ops.call import Call, LocalForm, P, Placed, normal_dim, normal_dims
+from planner.ops.kernel import saves_indices_of_result, saves_nothing, saves_result
+from planner.ops.letters import Letters, by_letters, pointwise, same_dims
+from planner.ops.record import Across, OpFamily, ShardRule, aten, register
 
 
 def _reduced(call: Call, dims: tuple[int, ...]) -> tuple[Letters, Letters]:
@@ -20,7 +21,6 @@ def _reduced(call: Call, dims: tuple[int, ...]) -> tuple[Letters, Letters]:
     return list(range(rank)), out
 
 
-@rule("aten.sum", "aten.mean")
 def sum_or_mean(call: Call) -> Iterator[OpSharding]:
     """A reduced dim may be sharded: each rank then has a term of the sum."""
     dims = normal_dims(call.arg(1, "dim"), len(call.inputs[0]))
@@ -33,7 +33,6 @@ def sum_or_mean(call: Call) -> Iterator[OpSharding]:
         yield OpSharding(inputs=(P,), outputs=(P,))
 
 
-@rule("aten.histc")
 def histc(call: Call) -> Iterator[OpSharding]:
     """Numbers of any shape, divided as one likes: counts of the parts add up.
 
@@ -45,7 +44,6 @@ def histc(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters], [[None]], summed=letters)
 
 
-@local_form("aten.mean")
 def mean_on_shard(placed: Placed) -> LocalForm:
     """The mean of a shard is a term of the whole mean after division by the number of shards."""
     if not (
@@ -74,33 +72,10 @@ def scaled_by_shards(placed: Placed) -> LocalForm:
     )
 
 
-@rule(
-    "aten.amax",
-    "aten.amin",
-    "aten.max",
-    "aten.min",
-    "aten.argmax",
-    "aten.argmin",
-    "aten.any",
-    "aten.all",
-    "aten.prod",
-    "aten.var",
-    "aten.var_mean",
-    "aten.std",
-    "aten.std_mean",
-    "aten.logsumexp",
-    "aten.norm",
-    "aten.linalg_vector_norm",
-    "aten.median",
-    "aten.nansum",
-    "aten.nanmean",
-)
 def other_reductions(call: Call) -> Iterator[OpSharding]:
     """Dims that are not reduced can be sharded; all tensors must be whole along the others."""
     if len(call.inputs) != 1:  # max(a, b) works element by element
         if call.op.target.endswith(".other"):
-            from planner.ops.letters import pointwise
-
             yield from pointwise(call)
         return
     rank = len(call.inputs[0])
@@ -114,21 +89,6 @@ def other_reductions(call: Call) -> Iterator[OpSharding]:
 _DIM_SECOND = ("aten.norm", "aten.linalg_vector_norm")
 
 
-@rule(
-    "aten.softmax",
-    "aten._softmax",
-    "aten.log_softmax",
-    "aten._log_softmax",
-    "aten.softmin",
-    "aten.cumsum",
-    "aten.cumprod",
-    "aten.logcumsumexp",
-    "aten.cummax",
-    "aten.cummin",
-    "aten.flip",
-    "aten.roll",
-    "aten.glu",
-)
 def along_dims(call: Call) -> Iterator[OpSharding]:
     """Works along some dims, which stay whole."""
     rank = len(call.inputs[0])
@@ -138,7 +98,6 @@ def along_dims(call: Call) -> Iterator[OpSharding]:
     yield from same_dims(call, fixed=fixed)
 
 
-@rule("aten.sort", "aten.topk", "aten.argsort", "aten.kthvalue")
 def order(call: Call) -> Iterator[OpSharding]:
     """Orders the entries along one dim, which stays whole."""
     index = {"aten.topk": 2, "aten.kthvalue": 2}.get(call.packet, 1)
@@ -149,7 +108,6 @@ def order(call: Call) -> Iterator[OpSharding]:
     yield from same_dims(call, fixed=(normal_dim(dim, rank),) if rank else ())
 
 
-@rule("aten.diff")
 def diff(call: Call) -> Iterator[OpSharding]:
     """Differences along one dim, with what is put before and after."""
     rank = len(call.inputs[0])
@@ -158,9 +116,129 @@ def diff(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters] * len(call.inputs), [letters])
 
 
-@rule("aten.tril", "aten.triu")
 def triangle(call: Call) -> Iterator[OpSharding]:
     """Works on the last two dims."""
     rank = len(call.inputs[0])
     yield from same_dims(call, fixed=(rank - 2, rank - 1))
     yield OpSharding(inputs=(P,), outputs=(P,))
+
+
+def alone_along_dims(call: Call) -> Iterator[OpSharding]:
+    """Samples alone: works along one dim, or all."""
+    rank = len(call.inputs[0])
+    place = 2 if "quantile" in call.packet else 1
+    default = -1 if call.packet == "aten.mode" else None
+    dims = normal_dims(call.arg(place, "dim", default), rank)
+    kept = len(call.outputs[0]) == rank and rank > 0
+    letters: Letters = [None if d in dims else d for d in range(rank)]
+    out = letters if kept else [d for d in letters if d is not None]
+    rest: list[Letters] = [[None] * len(s) for s in call.inputs[1:]]
+    yield from by_letters([letters, *rest], [out] * len(call.outputs))
+
+
+# ---------------------------------------------------------------------------------------- records
+
+_SUM = OpFamily(
+    name="mean",
+    targets=aten("mean"),
+    shard=(ShardRule(sum_or_mean),),
+    local_form=mean_on_shard,
+    saved=saves_nothing,
+)
+register(_SUM)
+register(
+    replace(_SUM, name="sum", targets=aten("sum"), local_form=None, across=Across(algebra="sum"))
+)
+register(
+    OpFamily(
+        name="counts",
+        targets=aten("histc"),
+        shard=(ShardRule(histc),),
+        across=Across(algebra="sum"),
+    )
+)
+_REDUCTION = OpFamily(
+    name="other reductions",
+    targets=aten(
+        "amax amin max min argmax argmin any all prod var var_mean std std_mean logsumexp norm"
+        " nansum nanmean"
+    ),
+    shard=(ShardRule(other_reductions),),
+)
+register(_REDUCTION)
+register(
+    replace(
+        _REDUCTION,
+        name="reductions that take long",
+        targets=aten("median linalg_vector_norm"),
+        recomputed=False,
+    )
+)
+register(
+    OpFamily(
+        name="reductions without sharding rule",
+        targets=aten("aminmax mode nanmedian count_nonzero quantile nanquantile"),
+        across=Across(rule=alone_along_dims),
+    )
+)
+
+_ALONG = OpFamily(
+    name="along one dim",
+    targets=aten("cumprod logcumsumexp glu"),
+    shard=(ShardRule(along_dims),),
+)
+register(_ALONG)
+register(
+    replace(
+        _ALONG,
+        name="softmax",
+        targets=aten("softmax _softmax _log_softmax"),
+        flop_per_element=5,
+        saved=saves_result,
+    )
+)
+register(replace(_ALONG, name="running sum", targets=aten("cumsum"), saved=saves_nothing))
+register(
+    replace(
+        _ALONG,
+        name="running extreme",
+        targets=aten("cummax cummin"),
+        saved=saves_indices_of_result,
+    )
+)
+register(
+    replace(
+        _ALONG,
+        name="turned dims",
+        targets=aten("flip roll"),
+        saved=saves_nothing,
+        across=Across(sizes_only=True),
+    )
+)
+_ORDER = OpFamily(
+    name="order along a dim",
+    targets=aten("sort topk argsort kthvalue"),
+    shard=(ShardRule(order),),
+    saved=saves_indices_of_result,
+    recomputed=False,
+    across=Across(sizes_only=True),
+)
+register(_ORDER)
+register(
+    replace(
+        _ORDER,
+        name="searches",
+        targets=aten("unique_dim searchsorted"),
+        shard=(),
+        across=Across(),
+    )
+)
+register(OpFamily(name="differences", targets=aten("diff"), shard=(ShardRule(diff),)))
+register(
+    OpFamily(
+        name="triangle",
+        targets=aten("tril triu"),
+        shard=(ShardRule(triangle),),
+        saved=saves_nothing,
+    )
+)

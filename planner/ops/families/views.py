@@ -1,4 +1,4 @@
-"""Ops that arrange the same elements differently: reshape, permute, expand, slice, join."""
+"""Views of the same elements: reshape, permute, expand."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from math import prod
 
+from planner.graph import Op
 from planner.layout.placement import OpSharding, Shard
-from planner.ops.call import Call, P, R, Shape, normal_dim, normal_dims
-from planner.ops.letters import Letters, broadcast, by_letters, same_dims
-from planner.ops.registry import LocalForm, Placed, local_form, rule
+from planner.ops.call import (
+    Call,
+    LocalForm,
+    P,
+    Placed,
+    R,
+    Shape,
+    normal_dim,
+    normal_dims,
+)
+from planner.ops.kernel import KernelCall, View, same_memory, saves_nothing
+from planner.ops.letters import Letters, broadcast, by_letters
+from planner.ops.record import Across, OpFamily, ShardRule, aten, packet_of, register
+from planner.ops.strides import reshaped_strides
 
 _PARTIAL = OpSharding(inputs=(P,), outputs=(P,))
 
@@ -82,19 +94,6 @@ def _dim_at(group: list[int], shape: Shape, count: int, axis_size: int) -> Shard
     return None
 
 
-_RESHAPES = (
-    "aten.view.default",
-    "aten._unsafe_view",
-    "aten.reshape",
-    "aten.flatten",
-    "aten.unflatten",
-    "aten.squeeze",
-    "aten.unsqueeze",
-    "aten.view_as",
-)
-
-
-@rule(*_RESHAPES, contiguous=True)
 def reshape(call: Call) -> Iterator[OpSharding]:
     """The same elements under other sizes; see `reshape_placements`."""
     rest = (R,) * (len(call.inputs) - 1)
@@ -106,7 +105,6 @@ def reshape(call: Call) -> Iterator[OpSharding]:
         yield _PARTIAL
 
 
-@local_form(*_RESHAPES)
 def reshape_on_shard(placed: Placed) -> LocalForm:
     """The same reshape with the sizes of the shard.
 
@@ -116,48 +114,36 @@ def reshape_on_shard(placed: Placed) -> LocalForm:
     return placed.with_args(placed.op.args[0], placed.local_output(), target="aten.reshape.default")
 
 
-@rule(
-    "aten.transpose",
-    "aten.permute",
-    "aten.t",
-    "aten.swapaxes",
-    "aten.swapdims",
-    "aten.movedim",
-    "aten.numpy_T",
-    "aten.mT",
-    "aten.adjoint",
-)
 def permute(call: Call) -> Iterator[OpSharding]:
     """The dims in another order."""
     rank = len(call.inputs[0])
-    order = _order(call, rank)
+    order = dim_order(call.op, rank)
     yield from by_letters([range(rank)], [order])
     yield _PARTIAL
 
 
-def _order(call: Call, rank: int) -> list[int]:
-    packet = call.packet.removeprefix("aten.")
+def dim_order(op: Op, rank: int) -> list[int]:
+    """Return the input's dims in the order in which the output has them."""
+    packet, args = packet_of(op.target), op.args
     order = list(range(rank))
     if packet == "permute":
-        return list(normal_dims(call.arg(1, "dims"), rank))
+        return list(normal_dims(args[1] if len(args) > 1 else dict(op.kwargs)["dims"], rank))
     if packet == "numpy_T":
         return order[::-1]
     if packet == "movedim":
-        source = normal_dims(call.op.args[1], rank)
-        target = normal_dims(call.op.args[2], rank)
+        source, target = normal_dims(args[1], rank), normal_dims(args[2], rank)
         rest = iter(d for d in order if d not in source)
         placed = dict(zip(target, source, strict=True))
         return [placed[d] if d in placed else next(rest) for d in order]
     if packet in ("t", "mT", "adjoint"):
         a, b = (rank - 2, rank - 1) if rank > 1 else (0, 0)
     else:
-        a, b = (normal_dim(int(d), rank) for d in call.op.args[1:3])  # type: ignore[arg-type]
+        a, b = (normal_dim(int(d), rank) for d in args[1:3])  # type: ignore[arg-type]
     if rank:
         order[a], order[b] = order[b], order[a]
     return order
 
 
-@rule("aten.expand", "aten.expand_as", "aten.broadcast_to")
 def expand(call: Call) -> Iterator[OpSharding]:
     """A stretched dim may be sharded: each rank stretches less."""
     shape, out_shape = call.inputs[0], call.outputs[0]
@@ -167,129 +153,137 @@ def expand(call: Call) -> Iterator[OpSharding]:
         yield _PARTIAL
 
 
-@local_form("aten.expand", "aten.expand_as", "aten.broadcast_to")
 def expand_on_shard(placed: Placed) -> LocalForm:
     """The same expand to the sizes of the shard."""
     return placed.with_args(placed.op.args[0], placed.local_output(), target="aten.expand.default")
 
 
-@rule("aten.slice", "aten.select", "aten.narrow", "aten.unfold")
-def take_along(call: Call) -> Iterator[OpSharding]:
-    """Takes a part along one dim, which stays whole; the others can be sharded."""
-    rank = len(call.inputs[0])
-    dim = normal_dim(call.arg(1, "dim", 0), rank)
-    letters: Letters = [None if d == dim else d for d in range(rank)]
-    out = letters
-    if call.packet == "aten.select":
-        out = [d for d in range(rank) if d != dim]
-    elif call.packet == "aten.unfold":
-        out = [*letters, None]
-    elif call.inputs == call.outputs and call.arg(4, "step", 1) == 1:
-        letters = out = list(range(rank))  # the whole of it
-    yield from by_letters([letters], [out])
-    yield _PARTIAL
-
-
-@rule(
-    "aten.split",
-    "aten.split_with_sizes",
-    "aten.chunk",
-    "aten.tensor_split",
-    "aten.unbind",
-    "aten.unsafe_split",
-    "aten.unsafe_chunk",
-)
-def split(call: Call) -> Iterator[OpSharding]:
-    """Cuts one dim, which stays whole, into several outputs."""
-    rank = len(call.inputs[0])
-    unbinds = call.packet == "aten.unbind"
-    dim = normal_dim(call.arg(1 if unbinds else 2, "dim", 0), rank)
-    letters = [None if d == dim else d for d in range(rank)]
-    out = [d for d in range(rank) if d != dim] if unbinds else letters
-    yield from by_letters([letters], [out] * len(call.outputs))
-    yield OpSharding(inputs=(P,), outputs=(P,) * len(call.outputs))
-    count = len(call.outputs)
-    if not unbinds and count > 1 and len(set(call.outputs)) == 1:
-        # Equal parts are segments: a rank that holds its piece of each part cuts them apart.
-        yield OpSharding(inputs=(Shard(dim, count),), outputs=(Shard(dim),) * count)
-
-
-@local_form("aten.split", "aten.unsafe_split", "aten.split_with_sizes")
-def split_on_shard(placed: Placed) -> LocalForm:
-    """With segments divided, parts are as large as a rank's piece of one."""
-    op, call = placed.op, placed.call
-    dim = normal_dim(call.arg(2, "dim", 0), len(call.inputs[0]))
-    cut = placed.sharding.outputs[0]
-    if not isinstance(cut, Shard) or cut.dim != dim:
-        return LocalForm((op,))
-    part = placed.local_output()[dim]
-    sizes = part if isinstance(op.args[1], int) else (part,) * len(op.outputs)
-    return LocalForm((replace(op, args=(op.args[0], sizes, *op.args[2:])),))
-
-
-@rule("aten.cat", "aten.concat", "aten.stack")
-def join(call: Call) -> Iterator[OpSharding]:
-    """Puts tensors side by side along one dim, which stays whole."""
-    rank = len(call.outputs[0])
-    dim = normal_dim(call.arg(1, "dim", 0), rank)
-    out = [None if d == dim else d for d in range(rank)]
-    letters = [d for d in out if d is not None] if call.packet == "aten.stack" else out
-    count = len(call.inputs)
-    yield from by_letters([letters] * count, [out])
-    yield OpSharding(inputs=(P,) * count, outputs=(P,))
-    if call.packet != "aten.stack" and count > 1 and len(set(call.inputs)) == 1:
-        yield OpSharding(inputs=(Shard(dim),) * count, outputs=(Shard(dim, count),))
-
-
-@rule("aten.pad", "aten.constant_pad_nd")
-def pad(call: Call) -> Iterator[OpSharding]:
-    """Dims that get no padding can be sharded."""
-    sizes = call.op.args[1]
-    assert isinstance(sizes, tuple)
-    rank = len(call.inputs[0])
-    padded = {rank - 1 - i // 2 for i, size in enumerate(sizes) if size != 0}
-    yield from same_dims(call, fixed=padded)
-    constant = (
-        call.packet == "aten.constant_pad_nd" or call.arg(2, "mode", "constant") == "constant"
-    )
-    value = call.arg(2 if call.packet == "aten.constant_pad_nd" else 3, "value", 0)
-    if not constant or not value:
-        yield _PARTIAL
-
-
-@rule("aten.repeat", "aten.tile")
-def repeat(call: Call) -> Iterator[OpSharding]:
-    """Dims that are not repeated can be sharded."""
-    offset = len(call.outputs[0]) - len(call.inputs[0])
-    whole = call.outputs[0]
-    letters = [
-        d + offset if size == whole[d + offset] else None for d, size in enumerate(call.inputs[0])
-    ]
-    out = [d if d in letters else None for d in range(len(whole))]
-    yield from by_letters([letters], [out])
-    yield _PARTIAL
-
-
-@rule("aten.repeat_interleave")
-def repeat_interleave(call: Call) -> Iterator[OpSharding]:
-    """Copies of an entry stay neighbours, so even the repeated dim can be sharded."""
-    if not isinstance(call.arg(1, "repeats"), int) or call.arg(2, "dim") is None:
-        return
-    yield from by_letters([range(len(call.inputs[0]))], [range(len(call.outputs[0]))])
-    yield _PARTIAL
-
-
-@local_form("aten.repeat_interleave")
-def repeat_interleave_on_shard(placed: Placed) -> LocalForm:
-    """Without the output size of the whole, which is optional."""
-    op = placed.op
-    return LocalForm((replace(op, kwargs=tuple(k for k in op.kwargs if k[0] != "output_size")),))
-
-
-@rule("aten.broadcast_tensors")
 def broadcast_together(call: Call) -> Iterator[OpSharding]:
     """Stretches several tensors to one shape; a dim that one of them lacks is stretched less."""
     whole = call.outputs[0]
     letters = [broadcast(shape, whole) for shape in call.inputs]
     out = [d if any(d in tensor for tensor in letters) else None for d in range(len(whole))]
     yield from by_letters(letters, [out] * len(call.outputs))
+
+
+def complex_pairs(call: Call) -> Iterator[OpSharding]:
+    """Pairs of numbers in the last dim, or complex ones without it."""
+    letters: Letters = range(min(len(call.inputs[0]), len(call.outputs[0])))
+    sides = [
+        letters if len(shape) == len(letters) else [*letters, None]
+        for shape in (call.inputs[0], call.outputs[0])
+    ]
+    yield from by_letters(sides[:1], sides[1:])
+    yield OpSharding(inputs=(P,), outputs=(P,))
+
+
+# ------------------------------------------------------------------------------------- strides
+
+
+def _reshaped(call: KernelCall, position: int) -> View | None:
+    """A view where strides allow it, else a copy."""
+    source, output = call.op.inputs[0], call.op.outputs[0]
+    strides = reshaped_strides(call.shape(source), call.strides[source], call.shape(output))
+    return None if strides is None else View(source, strides)
+
+
+def _permuted(call: KernelCall, position: int) -> View | None:
+    source = call.op.inputs[0]
+    old = call.strides[source]
+    return View(source, tuple(old[dim] for dim in dim_order(call.op, len(old))))
+
+
+def _expanded(call: KernelCall, position: int) -> View | None:
+    """A stretched dim has stride zero: all its entries are one."""
+    names = call.op.inputs
+    source = names[position] if len(call.op.outputs) > 1 else names[0]
+    shape, whole = call.shape(source), call.shape(call.op.outputs[position])
+    lead = (0,) * (len(whole) - len(shape))
+    kept = zip(shape, whole[len(lead) :], call.strides[source], strict=True)
+    return View(source, lead + tuple(0 if was != now else step for was, now, step in kept))
+
+
+def _as_pairs(call: KernelCall, position: int) -> View | None:
+    """Strides count numbers of the tensor's own dtype: a complex one is two real ones."""
+    source, output = call.op.inputs[0], call.op.outputs[0]
+    old = call.strides[source]
+    if len(call.shape(output)) > len(old):
+        return View(source, (*(2 * step for step in old), 1))
+    return View(source, tuple(step // 2 for step in old[:-1]))
+
+
+# ---------------------------------------------------------------------------------------- records
+
+VIEW = OpFamily(
+    name="view",
+    moves_nothing=True,
+    view=same_memory,
+    saved=saves_nothing,
+    across=Across(algebra="rearrangement"),
+)
+"""What all views have in common. `reshape` may copy when its input is not contiguous; a copy then
+costs little time beside the op that made it so."""
+
+_RESHAPE = replace(
+    VIEW,
+    name="reshape",
+    targets=(
+        "aten.view.default",
+        *aten("_unsafe_view reshape flatten unflatten squeeze unsqueeze view_as"),
+    ),
+    shard=(ShardRule(reshape, contiguous=True),),
+    local_form=reshape_on_shard,
+    view=_reshaped,
+    reshapes=True,
+    across=Across(algebra="rearrangement", in_runs=True, sizes_only=True),
+)
+register(_RESHAPE)
+register(
+    replace(
+        _RESHAPE,
+        name="reshape without sharding rule",
+        targets=("aten.view.dtype", *aten("reshape_as ravel")),
+        shard=(),
+        local_form=None,
+    )
+)
+register(
+    replace(
+        VIEW,
+        name="permutation of dims",
+        targets=aten("transpose permute t swapaxes swapdims movedim numpy_T mT adjoint"),
+        shard=(ShardRule(permute),),
+        view=_permuted,
+        dim_order=dim_order,
+    )
+)
+register(
+    replace(
+        VIEW,
+        name="stretch",
+        targets=aten("expand expand_as broadcast_to"),
+        shard=(ShardRule(expand),),
+        local_form=expand_on_shard,
+        view=_expanded,
+    )
+)
+register(
+    replace(
+        VIEW,
+        name="stretch of several tensors",
+        targets=aten("broadcast_tensors"),
+        shard=(ShardRule(broadcast_together),),
+        view=_expanded,
+        across=Across(),
+    )
+)
+register(replace(VIEW, name="lift", targets=aten("lift_fresh lift_fresh_copy"), across=Across()))
+register(
+    replace(
+        VIEW,
+        name="complex numbers as pairs",
+        targets=aten("view_as_real view_as_complex"),
+        view=_as_pairs,
+        across=Across(rule=complex_pairs),
+    )
+)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import ModelError
 from planner.graph import Arg, ModelGraph, Op, Program, Symbol, TensorMeta
-from planner.graph.blocks import is_random
+from planner.ops.record import is_random
 
 _WIDE = {
     "float32": "float64",

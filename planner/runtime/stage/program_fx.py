@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from planner.errors import LayoutError
 from planner.graph import Affine, Op, Program, Ref, Symbol
-from planner.graph.blocks import is_random
 from planner.graph.function_keys import AUTOGRAD_FUNCTION
+from planner.ops.record import is_random
 from planner.ops.weight_products import deferrable_products
 from planner.runtime.stage import collectives, local_ops
 from planner.runtime.stage.autograd_functions import autograd_function

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.graph import ModelGraph
-from planner.graph.blocks import is_random, written_buffers
+from planner.graph.blocks import written_buffers
 from planner.layout.placements import WHOLE, Placements, moves_between
+from planner.ops.record import is_random
 from planner.plan import StagePlan
 from planner.runtime.stage.collectives import redistribute
 from planner.runtime.stage.host_activations import ActivationsOnHost

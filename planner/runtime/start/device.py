@@ -26,7 +26,7 @@ def choose_device(name: str | None = None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise PlanError(
             f"local rank {index} needs its own GPU; this machine has {torch.cuda.device_count()}; "
-            "launch fewer ranks here, or use --device cpu"
+            "launch fewer ranks here, or use `device` cpu"
         )
     return torch.device("cuda", index)
 

@@ -71,13 +71,13 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
     if device == "cuda" and gpus < here:
         raise PlanError(
             f"the plan needs {here} GPUs on this node and {gpus} are here; "
-            "use --device cpu, or search with --gpus for what is here"
+            "use `device` cpu, or search with `num_devices` for what is here"
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device == "cpu" and here * _PROCESS_BYTES > memory:
         raise PlanError(
             f"the plan needs {here} processes on this node, each of "
             f"{format_bytes(_PROCESS_BYTES)} before its model, and the node has "
-            f"{format_bytes(memory)}; search with --gpus for what is here"
+            f"{format_bytes(memory)}; search with `num_devices` for what is here"
         )
     return device

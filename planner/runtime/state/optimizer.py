@@ -53,7 +53,7 @@ def build_optimizer(
                 f"{type(optimizer).__name__} updates an element by others of its parameter, and "
                 "the plan cuts parameters over ranks, which would change the training; use an "
                 "element-wise optimizer (SGD, Adam, AdamW, ...), or search with "
-                f"{' '.join(f'--{axis.name} 1' for axis in split_axes())} --zero 0"
+                f"{', '.join(f'`{axis.name}` 1' for axis in split_axes())} and `zero` 0"
             )
     return optimizer
 

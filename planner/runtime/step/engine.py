@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from planner.errors import PlanError
 from planner.graph import ModelGraph, TensorMeta
-from planner.graph.blocks import is_random
 from planner.layout.placements import Placements
+from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
 from planner.runtime.check.recorder import start_recorder

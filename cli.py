@@ -1,0 +1,143 @@
+"""The `planner` command: its subcommands in the order help lists them, and their errors.
+
+Results go to stdout; progress, notes and errors to stderr. Exit codes: 0 done, 1 a check failed
+(`verify`, `profile --check`), 2 bad input, in one line; 3 an error of planner itself, in one line
+that names the file of its traceback; 130 interrupted, 141 when nobody reads the output any more.
+`python -m cli` is the command in a source tree that is not installed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from commands.compare import compare
+from commands.dryrun import dryrun
+from commands.estimate import estimate
+from commands.launch import launch
+from commands.profile import profile
+from commands.render.console import begin_stage, stage
+from commands.render.flags import with_flags
+from commands.search import search
+from commands.show import show
+from commands.simulate import simulate
+from commands.timeline import timeline
+from commands.verify import verify
+from commands.why import why
+from planner.errors import PlannerError
+
+_BRIEF = 300
+"""Characters of an unexpected error that its line shows."""
+
+app = typer.Typer(
+    name="planner",
+    help="Find, prove and run the fastest way to train a PyTorch model on a cluster.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command()(profile)
+app.command()(search)
+app.command()(show)
+app.command()(why)
+app.command()(estimate)
+app.command()(simulate)
+app.command()(dryrun)
+app.command()(verify)
+app.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)(launch)
+app.command()(timeline)
+app.command()(compare)
+
+
+def main() -> None:
+    """Entry point of the `planner` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; whatever goes wrong becomes one stderr line."""
+    begin_stage("reading the command line and its files")
+    try:
+        code = app(args=list(arguments) or ["--help"], prog_name="planner", standalone_mode=False)
+        sys.stdout.flush()
+    except PlannerError as error:
+        return _refuse(with_flags(str(error)))
+    except (BrokenPipeError, SystemExit) as error:
+        # Typer and rich leave with 1 where one writes to a pipe that nobody reads.
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        # Usage errors come from the click that typer uses, its own copy in newer versions;
+        # what marks them in all versions is format_message.
+        if hasattr(error, "format_message"):
+            return _refuse_usage(error)
+        if type(error).__name__ == "Abort":  # click's, for an interrupt
+            return 128 + signal.SIGINT
+        if isinstance(error, OSError) and (trouble := _trouble_with_files(error)):
+            return _refuse(trouble)
+        return _fail(error, arguments)
+    return code if isinstance(code, int) else 0
+
+
+def _refuse_usage(error: Any) -> int:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "planner"
+    message = error.format_message().rstrip(".")
+    return _refuse(f"{_with_what_was_given(message, error.__cause__)}; see {command} --help")
+
+
+def _trouble_with_files(error: OSError) -> str:
+    """Return what to say of a missing folder, no permission, a full disk; nothing of others."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}; name another file or folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.strerror}; free some space, or write to another folder"
+    return ""
+
+
+def _fail(error: Exception, arguments: Sequence[str]) -> int:
+    """Tell a mistake of ours in one line, with where all of it was written."""
+    from commands.render.error_report import write_report  # loads pydantic
+
+    command = " ".join(("planner", *arguments[:1]))
+    brief = " ".join(f"{type(error).__name__}: {error}".split())
+    if len(brief) > _BRIEF:
+        brief = brief[:_BRIEF] + "..."
+    try:
+        where = f"please report it with {write_report(error, arguments, stage())}"
+    except OSError as trouble:
+        where = f"please report it; its traceback could not be written ({trouble})"
+    print(
+        f"planner: {command} failed while {stage()}: {brief}; nothing given should lead to this: "
+        f"{where}",
+        file=sys.stderr,
+    )
+    return 3
+
+
+def _with_what_was_given(message: str, cause: BaseException | None) -> str:
+    """Name the refused value where the message does not: newer typers leave it in the cause."""
+    errors = getattr(cause, "errors", None)
+    given = repr(errors()[0]["input"]) if errors else ""
+    return message if given in message else f"{message}; {given} was given"
+
+
+def _refuse(message: str) -> int:
+    print("planner: " + " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

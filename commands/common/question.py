@@ -1,0 +1,148 @@
+"""What `search` and `why` both ask: one field for each option, and the request they make."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.common.options import ClipOption, ProfileOption
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.graph import ModelGraph
+    from search import SearchRequest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The devices, the batch, the machine, and the choices that are fixed (None: searched)."""
+
+    gpus: Annotated[int, typer.Option(help="Devices to use, all of them.")]
+    profile: ProfileOption = None
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples per step. Default: 8 per device.")
+    ] = None
+    memory_limit: Annotated[
+        float | None, typer.Option(help="GiB per device. Default: what the profile allows.")
+    ] = None
+    dp: Annotated[int | None, typer.Option(help="Fix the data-parallel degree.")] = None
+    tp: Annotated[int | None, typer.Option(help="Fix the tensor-parallel degree.")] = None
+    pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None
+    vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None
+    cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None
+    microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None
+    schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None
+    zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None
+    recompute: Annotated[
+        str | None, typer.Option(help="Fix recompute: none, selective or full.")
+    ] = None
+    balance: Annotated[
+        str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")
+    ] = None
+    precision: Annotated[
+        str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
+    ] = "model"
+    receive_ahead: Annotated[
+        int,
+        typer.Option(
+            help="Jobs ahead of which receives are posted: each costs a buffer; 0 hides none."
+        ),
+    ] = 2
+    clip_gradients: ClipOption = False
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="On the host: none, optimizer, activations, both; auto: what it takes to fit."
+        ),
+    ] = "auto"
+    meshes: Annotated[
+        str, typer.Option(help="same: one dp and tp for all stages; own: each stage's may differ.")
+    ] = "same"
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="Fix where parameters lie, such as 'layers.*.up: S(0)@tp'. Repeatable."),
+    ] = None
+
+    def request(self, model: Path, **more: Any) -> SearchRequest:
+        """Return the question as the search takes it; `more` are fields of the request.
+
+        Pins are left out: what they name is known with the graph (`pins_in`).
+        """
+        from search import SearchRequest
+
+        return SearchRequest(
+            num_devices=self.gpus,
+            global_batch=8 * self.gpus if self.global_batch is None else self.global_batch,
+            memory_limit_bytes=_bytes_of_gib(self.memory_limit),
+            model_file=str(model),
+            dp=self.dp,
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            microbatch_size=self.microbatch_size,
+            schedule=self.schedule,
+            zero=self.zero,
+            recompute=self.recompute,
+            balance=parse_counts(
+                "--balance",
+                self.balance,
+                "the number of blocks of each stage, in order, such as 1,3",
+            ),
+            offload=self.offload,  # type: ignore[arg-type]  # the request checks it
+            meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
+            precision=self.precision,  # type: ignore[arg-type]  # the request checks it
+            receive_ahead=self.receive_ahead,
+            clip_gradients=self.clip_gradients,
+            **more,
+        )
+
+    def pins_in(self, graph: ModelGraph) -> tuple[tuple[int, str, str], ...]:
+        """Return pins as (class index, parameter name in its program, placement)."""
+        from planner.layout.pins import class_pins, parse_pin
+
+        by_class = class_pins(graph, [parse_pin(text) for text in self.pin or ()])
+        return tuple(
+            (index, name, str(placement))
+            for index, names in by_class.items()
+            for name, placement in names.items()
+        )
+
+
+def parse_choices(flag: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Parse the values of --allow or --forbid: CHOICE=VALUE or CHOICE=VALUE,VALUE each."""
+    pairs = []
+    for text in texts:
+        choice, equals, values = text.partition("=")
+        if not equals or not choice or not all(values.split(",")):
+            raise PlannerError(
+                f"{flag} {text} is not understood; write CHOICE=VALUE, such as schedule=1f1b, "
+                "or several values: tp=2,4"
+            )
+        pairs += [(choice.replace("-", "_"), value.strip()) for value in values.split(",")]
+    return tuple(pairs)
+
+
+def parse_counts(flag: str, text: str | None, what: str) -> tuple[int, ...]:
+    """Parse whole numbers above 0 with commas between them; none of them for no text."""
+    if text is None:
+        return ()
+    counts = text.split(",")
+    if not all(count.strip().isdecimal() and int(count) > 0 for count in counts):
+        raise PlannerError(f"{flag} {text} is not understood; write {what}")
+    return tuple(map(int, counts))
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    from planner.units import GIB
+
+    if gib is None:
+        return None
+    if not 0 < gib < math.inf:
+        raise PlannerError(f"--memory-limit {gib:g} was given; it is GiB per device, above 0")
+    return round(gib * GIB)

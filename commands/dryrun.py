@@ -1,0 +1,31 @@
+"""`planner dryrun`: one rank of a plan on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from commands.common.inputs import graph_of_plan
+from commands.common.options import ModelFile, PlanFile
+from commands.render.console import show_progress, show_results
+
+
+def dryrun(
+    plan: PlanFile,
+    model: ModelFile,
+    rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
+) -> None:
+    """Run one rank on fake tensors: its memory, job by job."""
+    from commands.render.plan import describe_dry_run
+    from planner.graph.model_file import load_model_file
+    from planner.plan import load_plan
+    from planner.runtime.check.dryrun import dry_run
+
+    loaded = load_plan(plan)
+    with show_progress("dry run") as progress:
+        progress(0.0, "capturing the model")
+        graph = graph_of_plan(loaded, model)
+        progress(0.5, f"running rank {rank} on fake tensors")
+        run = dry_run(loaded, graph, load_model_file(model).build, rank=rank)
+    show_results(*describe_dry_run(run))

@@ -1,0 +1,80 @@
+"""`planner estimate`: step time and memory of a plan, or of rows of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
+
+import typer
+
+from commands.common.options import ClipOption, ProfileOption
+from commands.common.prediction import predict
+from commands.render.console import check_writable, show_note, show_progress, show_results
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from costmodel.table.fusion import Kernels
+
+
+def estimate(
+    plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
+    model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
+    profile: ProfileOption = None,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            help="eager: ops one by one, as `planner launch` runs them; fused: the step time if "
+            "what lies between products were fused, as a compiler does."
+        ),
+    ] = "eager",
+    clip_gradients: ClipOption = False,
+    batch: Annotated[
+        Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With --batch: the CSV to write, with predictions added.")
+    ] = None,
+) -> None:
+    """Predict a plan's step time and memory, in parts."""
+    if batch is not None or out is not None:
+        if batch is None or out is None:
+            raise PlannerError("--batch and --out go together: --batch IN.csv --out OUT.csv")
+        if plan is not None:
+            raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
+        if profile is not None:
+            raise PlannerError("rows say their machine by `gpu`; leave --profile out")
+        if kernels != "eager" or clip_gradients:
+            raise PlannerError(
+                "rows say their software by `stack`; leave --kernels and --clip-gradients out"
+            )
+        _estimate_rows(batch, out)
+        return
+    if plan is None or model is None:
+        raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
+    from commands.render.plan import describe_estimate
+
+    predicted = predict(
+        plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels),
+        clip_gradients=clip_gradients,
+    )  # fmt: skip
+    show_note(predicted.note)
+    cluster = predicted.costs.profile.name
+    show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
+
+
+def _parse_kernels(text: str) -> Kernels:
+    from costmodel.table.fusion import Kernels
+
+    for kernels in get_args(Kernels):
+        if text == kernels:
+            return kernels
+    raise PlannerError(f"--kernels {text} was given; use {' or '.join(get_args(Kernels))}")
+
+
+def _estimate_rows(source: Path, target: Path) -> None:
+    from costmodel.table.rows.row_files import estimate_file
+
+    check_writable(target, "predictions", (source,))
+    with show_progress("estimating"):
+        num_rows, num_predicted = estimate_file(source, target)
+    print(f"wrote {target}: {num_predicted} of {num_rows} rows predicted, the rest say why not")

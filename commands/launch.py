@@ -1,0 +1,42 @@
+"""`planner launch`: a training script, one process for each rank of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.common.options import DeviceOption, PlanFile
+
+
+def launch(
+    plan: PlanFile,
+    script: Annotated[Path, typer.Argument(help="A script that calls planner.apply.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
+    ] = None,
+    device: DeviceOption = None,
+    num_nodes: Annotated[int, typer.Option(help="Nodes that run this same command.")] = 1,
+    rendezvous: Annotated[
+        str, typer.Option(help="host:port of one of the nodes, the same on all.")
+    ] = "localhost:0",
+    timeline: Annotated[
+        Path | None, typer.Option(help="Record what each rank does when in this folder.")
+    ] = None,
+) -> int:
+    """Train: run a script on every rank of a plan.
+
+    Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
+    """
+    from planner.runtime.start.launch import launch as launch_ranks
+
+    return launch_ranks(
+        plan,
+        script,
+        arguments or [],
+        device,
+        num_nodes=num_nodes,
+        rendezvous=rendezvous,
+        timeline=timeline,
+    )

@@ -1,0 +1,123 @@
+"""`planner profile`: measure this machine, or show what a profile holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.common.inputs import graph_of, parse_precision, parse_seconds
+from commands.common.options import DeviceOption
+from commands.render.console import show_progress, show_results
+from planner.errors import PlannerError
+
+
+def profile(
+    models: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Model files: measure just what a search of them can ask for. Without one: a "
+            "standard grid. Or `show DIR`: print what a profile holds.",
+            metavar="[MODEL]...",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Devices that a search will be asked for.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
+    ] = None,
+    device: DeviceOption = None,
+    precision: Annotated[
+        str, typer.Option(help="model: the model's own dtypes; bf16: as trained with --precision.")
+    ] = "model",
+    grid: Annotated[
+        bool, typer.Option("--grid", help="With model files: measure the standard grid, too.")
+    ] = False,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(help="Measure whole blocks through torch.compile, too. Default: on GPUs."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time to spend, such as 90s or 5m; most useful first.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write. Default: this machine's own profile.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Only check this profile directory.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="With show: also write plots to this HTML file.")
+    ] = None,
+) -> int:
+    """Measure this machine, once; run again to resume.
+
+    The same command goes on where it was stopped. `planner profile show DIR` prints what a
+    profile holds.
+    """
+    if check is not None:
+        return _check(check)
+    if models and str(models[0]) == "show":
+        if len(models) != 2:
+            raise PlannerError("profile show takes one profile directory or shipped name")
+        return _show(str(models[1]), plots)
+    import profiles
+    from commands.render.profile import describe_profile
+
+    device = _device(device)
+    folder = out or profiles.own_profile_dir(device)
+    with show_progress("profiling") as progress:
+        measured = profiles.measure_profile(
+            folder,
+            nproc=nproc or gpus or _num_devices(device),
+            device=device,
+            models=[graph_of(model, parse_precision(precision)) for model in models or ()],
+            gpus=gpus,
+            grid=grid,
+            compiled=compiled,
+            budget_s=parse_seconds(budget),
+            progress=progress,
+        )
+    if measured is None:  # one of several processes that a launcher started; rank 0 tells
+        return 0
+    show_results(describe_profile(measured)[0])
+    print(f"wrote {folder}; see all of it with: planner profile show {folder}")
+    return 0
+
+
+def _check(folder: Path) -> int:
+    import profiles
+
+    problems = profiles.check_profile(folder)
+    print("\n".join(problems) or f"{folder} is a complete profile")
+    return 1 if problems else 0
+
+
+def _show(name: str, plots: Path | None) -> int:
+    import profiles
+    from commands.render.profile import describe_profile, write_plots
+
+    loaded = profiles.load_profile(name)
+    show_results(*describe_profile(loaded))
+    if plots is not None:
+        write_plots(loaded, plots)
+        print(f"wrote {plots}")
+    return 0
+
+
+def _device(name: str | None) -> str:
+    """Return the device asked for, or the one found; raise for one that is not here."""
+    import torch
+
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in (None, "cpu", "cuda"):
+        raise PlannerError(f"--device {name} is unknown; use cpu or cuda")
+    if name == "cuda" and found != name:
+        raise PlannerError("--device cuda was given and torch finds no GPU here; use --device cpu")
+    return name or found
+
+
+def _num_devices(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device == "cuda" else 2

@@ -1,0 +1,57 @@
+"""Names of the Python interface as the command line spells them.
+
+Rooms do not name flags. Their messages name a field or a function in backticks: `num_devices` 0 was
+given. That reads well in Python, and the command line prints --gpus 0 was given.
+"""
+
+from __future__ import annotations
+
+import re
+
+SPELLINGS = {
+    # Fields of a SearchRequest
+    "num_devices": "--gpus",
+    "global_batch": "--global-batch",
+    "memory_limit_bytes": "--memory-limit",
+    "dp": "--dp",
+    "tp": "--tp",
+    "pp": "--pp",
+    "vpp": "--vpp",
+    "cp": "--cp",
+    "microbatch_size": "--microbatch-size",
+    "schedule": "--schedule",
+    "zero": "--zero",
+    "recompute": "--recompute",
+    "max_gap": "--gap",
+    "time_limit_s": "--time-limit",
+    "solver": "--solver",
+    "forbid": "--forbid",
+    "allow": "--allow",
+    "pins": "--pin",
+    "precision": "--precision",
+    "receive_ahead": "--receive-ahead",
+    "clip_gradients": "--clip-gradients",
+    "balance": "--balance",
+    "offload": "--offload",
+    "meshes": "--meshes",
+    # Other arguments of functions that commands call
+    "profile": "--profile",
+    "device": "--device",
+    "timeline": "--timeline",
+    "out": "--out",
+    "budget_s": "--budget",
+    "use_cache": "--no-cache",
+    # Functions that are commands
+    "measure_profile": "planner profile",
+    "check_profile": "planner profile --check",
+}
+"""What the command line calls a field or a function."""
+
+_NAME = re.compile(r"`(\w+)`")
+_IN_GIB = re.compile(r"`memory_limit_bytes` ([\d.]+) GiB")  # --memory-limit counts GiB
+
+
+def with_flags(message: str) -> str:
+    """Return a message with names in backticks as flags and commands; others stay as they are."""
+    message = _IN_GIB.sub(r"`memory_limit_bytes` \1", message)
+    return _NAME.sub(lambda found: SPELLINGS.get(found[1], found[0]), message)

@@ -1,0 +1,64 @@
+"""Timelines for people: when each pipeline rank works, and prediction beside measurement."""
+
+from __future__ import annotations
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commands.render.plan import draw_timetable
+from costmodel.compare import RunComparison
+from costmodel.time.simulate import JobSeconds, Timeline
+from planner.schedule import StageTimes
+from planner.units import format_seconds
+
+
+def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
+    """Return the timetable drawn to scale and each pipeline rank's working and waiting time."""
+    ranks = Table("pp rank", "jobs", "works", "waits", "bubble", "ends")
+    rows = zip(timeline.busy_s, timeline.bubble_s, timeline.rank_end_s, strict=True)
+    for rank, (busy_s, bubble_s, end_s) in enumerate(rows):
+        ranks.add_row(
+            str(rank),
+            str(len(timeline.schedule.jobs[rank])),
+            format_seconds(busy_s),
+            format_seconds(bubble_s),
+            f"{bubble_s / timeline.makespan_s:.1%}",
+            format_seconds(end_s),
+        )
+    # The picture has one transfer time for all boundaries; the figures below it do not.
+    times = StageTimes(
+        forward_s=seconds.forward_s,
+        backward_input_s=seconds.backward_input_s,
+        backward_weight_s=seconds.backward_weight_s,
+        transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
+    )
+    return [draw_timetable(timeline.schedule, times), ranks]
+
+
+def describe_run(comparison: RunComparison) -> list[RenderableType]:
+    """Return predicted against measured seconds of each job, of the step, and the bubbles."""
+    table = Table("stage", "job", "predicted", "measured", "predicted / measured", "jobs timed")
+    for job in comparison.jobs:
+        table.add_row(
+            str(job.stage),
+            job.kind,
+            format_seconds(job.predicted_s),
+            format_seconds(job.measured_s),
+            f"{job.ratio:.2f}",
+            str(job.count),
+        )
+    table.add_row(
+        "",
+        "step",
+        format_seconds(comparison.predicted_step_s),
+        format_seconds(comparison.measured_step_s),
+        f"{comparison.predicted_step_s / comparison.measured_step_s:.2f}",
+        f"{comparison.num_steps} steps",
+        style="bold",
+    )
+    bubble = (
+        f"bubble: {comparison.predicted_bubble_fraction:.1%} predicted, "
+        f"{comparison.measured_bubble_fraction:.1%} measured"
+    )
+    return [table, Text(bubble)]

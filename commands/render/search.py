@@ -1,0 +1,175 @@
+"""A search's answer for people: the plan chosen, how sure that is, and what lost to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commands.render.flags import with_flags
+from planner.plan import Plan
+from planner.units import format_bytes, format_seconds
+from search.report.concessions import Advice
+from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
+from search.report.pareto import Point
+from search.request import RunnerUp, SearchResult
+
+
+def describe_result(result: SearchResult) -> list[RenderableType]:
+    """Return the chosen plan, its certificate and the runners-up, or why there is no plan."""
+    if result.plan is None:
+        return [Text(with_flags(reason)) for reason in result.reasons]
+    parts: list[RenderableType] = [_chosen(result.plan)]
+    if result.certificate is not None:
+        parts.append(_certificate(result))
+    if result.runners_up:
+        parts.append(_runners_up(result.runners_up))
+    return parts
+
+
+def describe_pareto(points: Sequence[Point]) -> Table:
+    """Return the plans of which none is worse than another in everything that is compared."""
+    counts = len({point.num_devices for point in points}) > 1
+    priced = any(point.cost_per_step for point in points)
+    compared = ["time", "memory", *["GPUs"] * counts, *["cost"] * priced]
+    title = f"{', '.join(compared[:-1])} against {compared[-1]}"
+    table = Table(title=title[0].upper() + title[1:], title_justify="left")
+    for name in ("step", "memory", *["GPUs"] * counts, *["cost"] * priced, "plan"):
+        table.add_column(name)
+    for point in points:
+        row = [format_seconds(point.step_s), format_bytes(point.peak_bytes)]
+        row += [str(point.num_devices)] * counts
+        row += [_cost(point)] * priced
+        table.add_row(*row, _choices(point.plan))
+    return table
+
+
+def _cost(point: Point) -> str:
+    if point.cost_per_million_tokens is None:
+        return f"{point.cost_per_step:.4g} a step"
+    return f"{point.cost_per_million_tokens:.4g} a million tokens"
+
+
+def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
+    """Return why nothing fits and what would, each with the plan found."""
+    leanest = refused.leanest
+    assert leanest is not None, "what does not fit has a leanest plan"
+    parts: list[Any] = [Text(with_flags(line)) for line in explain_shortfall(leanest, limit_bytes)]
+    ways = [one for one in (*advice.concessions, advice.devices, advice.memory) if one]
+    if not ways:
+        return parts
+    table = Table(
+        "instead",
+        "step",
+        "memory",
+        "against the leanest plan asked for",
+        title="What would fit",
+        title_justify="left",
+    )
+    for one in ways:
+        table.add_row(
+            Text(with_flags(one.what)),
+            format_seconds(one.step_s),
+            format_bytes(one.peak_bytes),
+            Text(explain_saving(leanest, one.plan)),
+        )
+    return [*parts, table]
+
+
+def describe_comparison(comparison: Comparison) -> list[RenderableType]:
+    """Return why the given choices are refused, or by which parts they are slower."""
+    given, best = comparison.given, comparison.best
+    if given is None:
+        parts: list[RenderableType] = [
+            Text(f"refused: {with_flags(line)}") for line in comparison.shortfall
+        ]
+        return (
+            parts if best is None else [*parts, Text("instead, the best that fits:"), _chosen(best)]
+        )
+    assert best is not None, "a plan of the given choices is one of all plans"
+    mine, theirs = given.estimate["step_s"], best.estimate["step_s"]
+    if mine <= theirs:
+        return [Text("this is the best plan:"), _chosen(given)]
+    table = Table("part", "given", "best", "difference")
+    for name, seconds, best_seconds in differences(given.estimate, best.estimate):
+        label = name.removesuffix("_s").replace("_", " ")
+        table.add_row(label, *_difference(seconds, best_seconds))
+    table.add_row("step", *_difference(mine, theirs), style="bold")
+    return [
+        Text(f"{mine / theirs - 1:.1%} slower than the best plan"),
+        Text("given, at its best: ") + Text(_choices(given)),
+        Text("best of all: ") + Text(_choices(best)),
+        table,
+    ]
+
+
+def _difference(given_s: float, best_s: float) -> tuple[str, str, str]:
+    sign = "+" if given_s >= best_s else "-"
+    change = f"{sign}{format_seconds(abs(given_s - best_s))}"
+    return format_seconds(given_s), format_seconds(best_s), change
+
+
+def _chosen(plan: Plan) -> Text:
+    return Text(
+        f"best plan: {_choices(plan)}\n"
+        f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
+        f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
+    )
+
+
+def _choices(plan: Plan) -> str:
+    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
+    degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
+    if any(stage.own_sizes for stage in plan.stages):
+        tps = ", ".join(str(plan.stage_tp(stage)) for stage in range(len(plan.stages)))
+        degrees += f" (tp of stages: {tps})"
+    recompute = {stage.recompute for stage in plan.stages}
+    away = ["optimizer"] * plan.optimizer_on_host
+    away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)
+    return (
+        f"{degrees}, microbatches {plan.num_microbatches} of {plan.microbatch_size}, "
+        f"{plan.schedule}, ZeRO {plan.zero_stage}, recompute {' or '.join(sorted(recompute))}"
+        + (f", {' and '.join(away)} on the host" if away else "")
+    )
+
+
+def _certificate(result: SearchResult) -> Text:
+    certificate = result.certificate
+    assert certificate is not None, "a plan comes with its certificate"
+    pruned = ", ".join(f"{count} by {rule}" for rule, count in certificate.pruned if count)
+    verdict = (
+        "proved best under the cost model"
+        if certificate.gap == 0
+        else f"within {certificate.gap:.2%} of the best possible under the cost model"
+    )
+    if certificate.placements_gap:
+        verdict += (
+            " with the placements found inside blocks (too wide to be solved exactly: others may "
+            f"save up to {certificate.placements_gap:.2g} of a block's seconds)"
+        )
+    text = (
+        f"{verdict}: {certificate.considered} configurations considered in "
+        f"{format_seconds(result.search_s)}, {certificate.evaluated} priced"
+    )
+    if result.was_kept:
+        text += " (kept from an earlier search; --no-cache searches again)"
+    if pruned:
+        text += f"; ruled out: {pruned}"
+    if certificate.stopped_early:
+        text += f"; stopped early: {with_flags(certificate.stopped_early)}"
+    return Text(text)
+
+
+def _runners_up(runners_up: tuple[RunnerUp, ...]) -> Table:
+    table = Table("runner-up", "step", "memory", "why not", title_justify="left")
+    for runner in runners_up:
+        table.add_row(
+            Text(runner.label),
+            format_seconds(runner.step_s),
+            format_bytes(runner.peak_bytes),
+            Text(runner.reason),
+        )
+    return table

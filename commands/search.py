@@ -1,0 +1,115 @@
+"""`planner search`: the fastest plan that fits, and its certificate."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from commands.common.inputs import graph_of, parse_seconds, profile_named
+from commands.common.options import ModelFile, spread
+from commands.common.question import Question, parse_choices, parse_counts
+from commands.render.console import check_writable, show_note, show_progress, show_results
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from search import Point
+
+
+@spread(Question)
+def search(
+    model: ModelFile,
+    question: Question,
+    out: Annotated[Path, typer.Option(help="Where to write the plan.")] = Path("plan.json"),
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="Search only these, such as schedule=1f1b,zb_v or cp=1,2. Repeatable."),
+    ] = None,
+    forbid: Annotated[
+        list[str] | None,
+        typer.Option(help="Rule a choice out, such as schedule=zb_v or tp=8. Repeatable."),
+    ] = None,
+    solver: Annotated[str, typer.Option(help="Of stage boundaries: dp, recursive or ilp.")] = "dp",
+    pareto: Annotated[
+        Path | None, typer.Option(help="Also write plans that trade time for memory, as JSON.")
+    ] = None,
+    pareto_gpus: Annotated[
+        str | None, typer.Option(help="Compare these numbers of devices too, such as 2,4,8.")
+    ] = None,
+    price: Annotated[
+        float, typer.Option(min=0.0, help="Per device and hour: compare cost, too.")
+    ] = 0.0,
+    gap: Annotated[
+        float, typer.Option(help="Stop when proved within this fraction of the best.")
+    ] = 0.0,
+    time_limit: Annotated[
+        str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
+    ] = True,
+) -> None:
+    """Find the fastest plan that fits, and write it."""
+    from commands.render.search import describe_advice, describe_pareto, describe_result
+    from planner.plan import save_plan
+    from planner.plan.batch_statistics import cut_batch_messages
+    from search import find_advice, find_pareto, find_plan_once
+
+    request = question.request(
+        model,
+        allow=parse_choices("--allow", allow or ()),
+        forbid=parse_choices("--forbid", forbid or ()),
+        solver=solver,
+        max_gap=gap,
+        time_limit_s=parse_seconds(time_limit),
+    )
+    check_writable(out, "the plan", (model,))
+    check_writable(pareto, "the Pareto set", (model, out))
+    counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
+    if price == math.inf:
+        raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
+    points: tuple[Point, ...] = ()
+    left_out: list[str] = []
+    profile, note = profile_named(question.profile)
+    with show_progress("searching") as progress:
+        graph = graph_of(model, request.precision)
+        request = replace(request, pins=question.pins_in(graph))
+        result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
+        if result.plan is None:
+            advice = find_advice(
+                graph, profile, request, result,
+                recapture=lambda precision: graph_of(model, precision), progress=progress,
+            )  # fmt: skip
+        elif pareto or pareto_gpus or price:
+            points = find_pareto(
+                graph, profile, request, num_devices=counts, price_per_device_hour=price,
+                progress=progress,
+                leave_out=lambda count, why: left_out.append(f"--pareto-gpus {count}: {why}"),
+            )  # fmt: skip
+    if result.plan is None:
+        limit = float(request.memory_limit_bytes or profile.memory_bytes)
+        show_results(*describe_advice(result, advice, limit))
+        raise PlannerError(result.reasons[0])
+    save_plan(result.plan, out)
+    show_note(note)
+    for message in cut_batch_messages(graph, result.plan):
+        show_note(message)
+    show_results(*describe_result(result))
+    print(f"wrote {out}")
+    if request.meshes == "own" and request.tp is not None:
+        show_note(
+            f"--meshes own with --tp {request.tp}: every stage has this tp, so no meshes were "
+            "mixed; leave --tp out, or write --allow tp=... for some values"
+        )
+    for line in left_out:
+        show_note(line)
+    if points:
+        show_results(describe_pareto(points))
+    if pareto:
+        pareto.parent.mkdir(parents=True, exist_ok=True)
+        pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
+        print(f"wrote {pareto}")

@@ -1,0 +1,27 @@
+"""`planner simulate`: a plan's timetable, job by job."""
+
+from __future__ import annotations
+
+from commands.common.options import ModelFile, PlanFile, ProfileOption, TraceOption
+from commands.common.prediction import predict
+from commands.render.console import check_writable, show_note, show_results, write_trace
+
+
+def simulate(
+    plan: PlanFile,
+    model: ModelFile,
+    profile: ProfileOption = None,
+    trace: TraceOption = None,
+) -> None:
+    """Play a plan's timetable: who works and waits when."""
+    from commands.render.run import describe_timeline
+    from costmodel.compare import as_rank_timelines
+    from costmodel.estimate import plan_job_seconds
+
+    check_writable(trace, "the trace", (plan, model))
+    predicted = predict(plan, model, profile, doing="simulating")
+    seconds = plan_job_seconds(predicted.plan, predicted.costs)
+    show_note(predicted.note)
+    timeline = predicted.estimate.timeline
+    show_results(*describe_timeline(timeline, seconds))
+    write_trace(trace, predicted=as_rank_timelines(timeline))

@@ -1,0 +1,17 @@
+"""`planner timeline`: what each rank of a recorded run did."""
+
+from __future__ import annotations
+
+from commands.common.options import RunFolder, TraceOption
+from commands.render.console import check_writable, show_results, write_trace
+
+
+def timeline(folder: RunFolder, trace: TraceOption = None) -> None:
+    """Report a recorded run, and make one trace of it."""
+    from commands.render.plan import describe_timeline
+    from planner.timeline import load_timeline
+
+    check_writable(trace, "the trace")
+    measured = load_timeline(folder)
+    show_results(*describe_timeline(measured))
+    write_trace(trace, measured=measured)

@@ -1,0 +1,26 @@
+"""`planner why`: the plan of the given choices beside the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from commands.common.inputs import graph_of, profile_named
+from commands.common.options import ModelFile, spread
+from commands.common.question import Question
+from commands.render.console import show_note, show_progress, show_results
+
+
+@spread(Question)
+def why(model: ModelFile, question: Question) -> None:
+    """Say why your choices are refused, or slower."""
+    from commands.render.search import describe_comparison
+    from search.report.explain import compare_choices
+
+    request = question.request(model)
+    profile, note = profile_named(question.profile)
+    with show_progress("comparing") as progress:
+        graph = graph_of(model, request.precision)
+        request = replace(request, pins=question.pins_in(graph))
+        comparison = compare_choices(graph, profile, request, progress)
+    show_note(note)
+    show_results(*describe_comparison(comparison))

@@ -1,0 +1,204 @@
+"""The backward of a program, op by op: its highest point, what it makes and what it defers.
+
+A gradient is freed once the op that made its tensor has run backward; what autograd kept is
+freed by the earliest op that kept it. How gradients share buffers is in
+`costmodel.memory.block.gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from costmodel.memory.block.backward_facts import BackwardFacts, Product, Taker
+from costmodel.memory.block.gradients import Gradients, seen_through
+from planner.graph import Op
+from planner.ops.weight_products import LARGE_BYTES
+
+
+class DeferredWeight(NamedTuple):
+    """The gradient of a weight, and of its bias, whose product runs in a later job.
+
+    Zero-bubble schedules and early sends defer it: only the input's gradient is waited for.
+    """
+
+    held: tuple[tuple[str, int], ...]
+    """(Name, bytes) of the storages that the product waits with: its input, its output's gradient,
+    and what its operands are views of."""
+    weight_bytes: int
+    """The weight's gradient."""
+    bias_bytes: int
+    """The bias's gradient, 0 without a bias."""
+    adds: bool
+    """Whether the product can add to a gradient that is there (a GEMM with beta = 1). If not,
+    autograd makes a gradient of `whole_bytes` first."""
+    whole_bytes: int
+    """Bytes of the storage that the weight is a view of."""
+    weight: str
+    """Name of that storage."""
+    is_begun: bool = False
+    """Whether it has a gradient by then, of another use."""
+
+
+class Given(NamedTuple):
+    """The gradient of a program's input."""
+
+    num_bytes: int
+    """Bytes of its buffer."""
+    output: str | None
+    """The output whose gradient has the same buffer, if one has."""
+    gaps: bool
+    """Whether it is a view with gaps."""
+    is_sum: bool = False
+    """Whether it was added to a gradient that was there before."""
+
+
+class BackwardWalk(NamedTuple):
+    """A program's backward. At its start all that it saved, and its outputs' gradients, live."""
+
+    rise_bytes: int
+    """Its height above the start."""
+    made: frozenset[str]
+    """Parameters whose gradients it makes."""
+    deferred: tuple[DeferredWeight, ...]
+    """Weight gradients it defers, in that order."""
+    given: Mapping[str, Given]
+    """Gradients of the inputs."""
+
+
+def backward_walk(
+    facts: BackwardFacts,
+    *,
+    first: bool,
+    held: frozenset[str],
+    leaves: frozenset[str] = frozenset(),
+    split: bool = False,
+    gradient_factor: int = 1,
+    waiting: frozenset[str] = frozenset(),
+    adds_products: bool = True,
+    results: frozenset[str] = frozenset(),
+    staying: frozenset[str] = frozenset(),
+    going: frozenset[str] = frozenset(),
+    begun: frozenset[str] = frozenset(),
+) -> BackwardWalk:
+    """Run a program's backward.
+
+    first: parameters have no gradients yet, so those made stay, `gradient_factor` times as large
+        as the parameters. In later microbatches they are added to those and freed. Products with
+        a weight of at least LARGE_BYTES accumulate in place (a GEMM with beta = 1, no temporary
+        gradient) if the sum has the product's dtype and `adds_products`.
+    held: outputs, and inputs begun, whose gradients somebody else holds too.
+    leaves: inputs that keep their gradients, in buffers of their own.
+    split: weight gradients are deferred.
+    waiting: parameters whose gradients stay to the end of the program, first or not.
+    results: storages that a call of the block holds for its recomputation, until the first op that
+        saved anything has run backward.
+    staying: outputs that somebody else keeps alive.
+    going: inputs that nobody else keeps alive.
+    begun: inputs that have a gradient of later blocks already.
+    """
+    program = facts.program
+    grads = Gradients()
+    for name, size in facts.outputs.items():
+        grads.allocate(name, size)
+    given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
+    for name in begun:
+        grads.allocate(name, program.tensor[name].bytes_at(1))
+    for name in held:
+        grads.hold(name)
+    live_saved = facts.kept_bytes
+    start = live_saved + grads.live
+    never_freed = {facts.roots[name] for name in program.inputs if name not in going}
+    never_freed |= {facts.roots[name] for name in staying}
+    if split:
+        never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
+    laid = dict(facts.strides)
+    param_grads: dict[str, int] = {}
+    stay_bytes = 0  # of gradients of parameters, and of inputs copied to rows
+    made: set[str] = set()
+    reached: set[str] = set()
+    deferred: list[DeferredWeight] = []
+    peak = start
+    for step in facts.ops:
+        op = step.op
+        arriving = [name for name in op.outputs if name in grads.of]
+        takers: Sequence[Taker] = ()
+        if arriving:
+            product = step.product if split else None
+            takers, scratch = step.takers, step.scratch_bytes + step.unreduced_bytes
+            if product is not None:
+                takers = [taker for taker in takers if taker.name not in product.later]
+                scratch = step.scratch_bytes + step.deferred_unreduced_bytes
+            for name, size, is_param, is_weight, is_same, has_gaps, strides in takers:
+                reached.add(name)
+                if not is_param:
+                    # A view's backward is a view of the arriving gradient, if strides allow it.
+                    seen = laid.get(arriving[0]) if is_same else None
+                    through = None if seen is None else seen_through(op, name, program, seen)
+                    if through is not None:
+                        grads.share(name, arriving[0], gaps=has_gaps)
+                    else:
+                        grads.allocate(name, size)
+                    laid.setdefault(name, through or strides)
+                    continue
+                made.add(name)
+                if name in waiting or first:
+                    is_cast = name not in waiting and gradient_factor > 1
+                    kept = gradient_factor * size if name not in waiting else size
+                    stay_bytes += kept - param_grads.get(name, 0)
+                    param_grads[name] = kept
+                    # The product's own result lives until it is cast to the dtype of the sum.
+                    scratch += size if is_cast and not is_same else 0
+                else:
+                    adds = is_weight and adds_products and gradient_factor == 1
+                    in_place = adds and size >= LARGE_BYTES
+                    scratch += 0 if is_same or in_place else size
+            peak = max(peak, live_saved + grads.live + stay_bytes + scratch)
+            if product is not None:
+                deferred.append(_defer(op, product, grads, given_by))
+                if product.rows_bytes is not None:
+                    stay_bytes += product.rows_bytes
+                    peak = max(peak, live_saved + grads.live + stay_bytes)
+            else:
+                for name in arriving:
+                    grads.free(name)
+        # Autograd frees what an op saved once its backward has run.
+        live_saved -= step.extra_bytes + sum(
+            size for root, size in step.kept if root not in never_freed and root not in results
+        )
+        if op.name == facts.first_saver:
+            live_saved -= sum(facts.kept.get(root, 0) for root in results - never_freed)
+        beside = live_saved + stay_bytes
+        for taker in takers:
+            name, size = taker.name, taker.num_bytes
+            if name not in grads.of:
+                continue
+            before = grads.live
+            peak = max(peak, beside + before + grads.add_up(name, size))
+            if name in leaves and facts.readers[name] == op.name and not grads.is_own(name):
+                # A leaf's `.grad` must be its own: AccumulateGrad copies a shared buffer.
+                peak = max(peak, beside + grads.live + size)
+                grads.copy(name, size)
+    given = {}
+    for name in program.inputs:
+        if name in reached:
+            buffer, size = grads.buffer_of(name)
+            given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in begun)
+    return BackwardWalk(peak - start, frozenset(made), tuple(deferred), given)
+
+
+def _defer(
+    op: Op, product: Product, grads: Gradients, given_by: Mapping[int, str]
+) -> DeferredWeight:
+    buffer, size = grads.buffer_of(op.outputs[0])
+    held = product.held
+    if product.rows_bytes is not None:
+        held += ((f"rows of {op.name}", product.rows_bytes),)
+    return DeferredWeight(
+        held=(*held, (f"gradient {given_by.get(buffer, buffer)}", size)),
+        weight_bytes=product.weight_bytes,
+        bias_bytes=product.bias_bytes,
+        adds=product.adds,
+        whole_bytes=product.whole_bytes,
+        weight=product.weight,
+    )

@@ -1,0 +1,154 @@
+"""Gradient buffers during a backward, as autograd's engine shares, adds up and frees them.
+
+A view's backward and a sum's hand their gradient on without a copy, so several tensors may have
+one buffer. The second gradient of a tensor is added to the first in place where nobody else has
+that and it has no gaps (`can_accumulate_inplace` in PyTorch's input_buffer.cpp); else their
+sum takes a buffer more.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from costmodel.memory.ops.saved import SavedTensors
+from planner.graph import Op, Program
+from planner.layout.lowering import ONCE
+from planner.layout.placement import Replicate, parse_placement
+from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.ops.families.lowered import is_view_slice
+from planner.ops.record import family_of, packet_of
+from planner.ops.strides import Strides, reshaped_strides
+
+
+class Gradients:
+    """Gradient buffers by tensor. Mutable: `live` is what they take together now.
+
+    `gaps` names tensors whose gradients are views with gaps.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[str, int] = {}
+        self.live = 0
+        self._bytes: list[int] = []
+        self._users: list[int] = []
+        self._second: dict[str, int] = {}
+        self.gaps: set[str] = set()
+
+    def allocate(self, name: str, num_bytes: int) -> None:
+        """Give a tensor a gradient in a buffer of its own."""
+        self._bytes.append(num_bytes)
+        self._users.append(0)
+        self.live += num_bytes
+        self._attach(name, len(self._bytes) - 1)
+
+    def share(self, name: str, source: str, *, gaps: bool = False) -> None:
+        """Give a tensor the gradient of another, or a view of it, which may have gaps."""
+        if gaps and name not in self.of:
+            self.gaps.add(name)
+        self._attach(name, self.of[source])
+
+    def _attach(self, name: str, buffer: int) -> None:
+        self._users[buffer] += 1
+        if name in self.of:
+            self._second[name] = buffer
+        else:
+            self.of[name] = buffer
+
+    def buffer_of(self, name: str) -> tuple[int, int]:
+        """The number of a gradient's buffer, and its bytes."""
+        buffer = self.of[name]
+        return buffer, self._bytes[buffer]
+
+    def hold(self, name: str) -> None:
+        """Keep a gradient's buffer to the end: somebody else has it too."""
+        self._users[self.of[name]] += 1
+
+    def is_own(self, name: str) -> bool:
+        """Whether a tensor's gradient may be written to: nobody else has it, and it is dense."""
+        return self._users[self.of[name]] == 1 and name not in self.gaps
+
+    def add_up(self, name: str, num_bytes: int) -> int:
+        """Add a tensor's second gradient, if it has one, to the first, and return the bytes
+        that takes meanwhile; `num_bytes` are those of a gradient of it.
+        """
+        second = self._second.pop(name, None)
+        if second is None:
+            return 0
+        if self.is_own(name):
+            self._release(second)
+            return 0
+        self._release(second)
+        self.copy(name, num_bytes)
+        return num_bytes
+
+    def copy(self, name: str, num_bytes: int) -> None:
+        """Move a tensor's gradient to a buffer of its own."""
+        self.free(name)
+        self.allocate(name, num_bytes)
+
+    def rename(self, name: str, other: str) -> None:
+        """Give a tensor's gradient to another tensor, as its second if it has one."""
+        buffer = self.of.pop(name)
+        if name in self.gaps:
+            self.gaps.discard(name)
+            if other not in self.of:
+                self.gaps.add(other)
+        self._users[buffer] -= 1
+        self._attach(other, buffer)
+
+    def free(self, name: str) -> None:
+        """Forget a tensor's gradient."""
+        self.gaps.discard(name)
+        self._release(self.of.pop(name))
+
+    def _release(self, buffer: int) -> None:
+        self._users[buffer] -= 1
+        if self._users[buffer] == 0:
+            self.live -= self._bytes[buffer]
+
+
+_SUMS = frozenset({"add", "sub", "clone", "contiguous"})
+
+
+def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
+    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
+    output = op.outputs[0]
+    # All ranks but the first pass zeros of their own on where a gradient is counted once.
+    if len(op.outputs) > 1 or op.target == ONCE:
+        return False
+    source, result = program.tensor[name], program.tensor[output]
+    same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
+    if op.target == REDISTRIBUTE:
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        if collectives(src, dst, bool(op.args[4]))[1] is not None:
+            return False
+        is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
+        return (same_size or is_slice) and source.dtype == result.dtype
+    if packet_of(op.target) == "cat":
+        return source.dtype == result.dtype  # a slice of it
+    if packet_of(op.target) in _SUMS:
+        return same_size and source.dtype == result.dtype
+    return output in saved.storages.views and same_size
+
+
+def leaves_gaps(op: Op, program: Program) -> bool:
+    """Whether the gradient that an op passes on is a view with gaps: a slice of a `cat`'s."""
+    if packet_of(op.target) != "cat":
+        return False
+    shape = program.tensor[op.outputs[0]].shape_at(1)
+    dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
+    return prod(shape[: int(dim) % len(shape)]) > 1  # type: ignore[arg-type]
+
+
+def seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strides | None:
+    """Return the strides of an arriving gradient as the gradient of `name`, or None where
+    autograd's view of it needs a copy: the backward of a view of one shape is a reshape.
+    """
+    family = family_of(op.target)
+    shape = program.tensor[name].shape_at(1)
+    if family.dim_order is not None:
+        back = dict(zip(family.dim_order(op, len(shape)), strides, strict=True))
+        return tuple(back[dim] for dim in range(len(shape)))
+    if family.reshapes:
+        return reshaped_strides(program.tensor[op.outputs[0]].shape_at(1), strides, shape)
+    return strides

@@ -1,0 +1,300 @@
+"""The lower fidelity: a closed form of a rank's memory that the exact walk never falls below.
+
+A search has no job table yet when it must decide whether a stage may fit, and it must decide for
+many stages at once. So memory is bounded by a maximum of lines, each affine in what one microbatch
+keeps (which is proportional to the microbatch size b) and in the parameters of the stage:
+
+    bytes(b) >= max over phases p of
+                    (live_p * saved(b) + slope_p * params + fixed) * (1 + overhead) + context
+
+    live_p      microbatches in flight at the phase (`lines`)
+    saved(b)    bytes that one microbatch keeps for its backward on this stage (`kept_bytes`)
+    slope_p     resident bytes per byte of trained parameters: the sum over `PARTS`
+    fixed       resident bytes that depend on neither: frozen tensors, the batch
+    overhead    part of live bytes that the allocator loses (`Profile`)
+    context     bytes of the framework and the driver
+
+There are three phases because gradients appear late. Replicas without ZeRO reduce gradients in
+buckets, which exist from the start. All other gradients appear with the first backward. A stage
+that has every microbatch in flight before its first backward therefore has no gradients at its
+fullest point, and one microbatch less once it has them.
+
+Each `PARTS` entry has a counterpart in the exact fidelity (`exact.resident`, or the walk itself).
+A new part of memory is an entry there and an entry here.
+
+`RankBound.least` is the bound: a search prunes by it alone. `RankBound.conservative` is no bound.
+It adds the inside of the highest job, posted receive buffers and FSDP messages. A search uses it to
+choose a stage that is likely to fit when the exact walk rejected the one that the bound allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from costmodel.memory.on_host import NOTHING, OnHost
+from costmodel.memory.parts import ADAMW_STATES
+from costmodel.time.communication import MASTER_FACTOR
+from costmodel.time.stage import StageLoad
+from planner.plan import Precision, Recompute
+from profiles import Profile
+from profiles.profile import Amount
+
+
+def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
+    """Return the bytes a stage keeps for each microbatch in flight."""
+    kept = {
+        "none": load.saved_bytes,
+        "selective": load.selective_bytes,
+        "full": load.input_bytes,
+    }
+    return kept[recompute] + load.side_bytes
+
+
+def job_peak_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
+    """Return the peak inside one microbatch's forward or backward, what it keeps included."""
+    peak = {
+        "none": load.saved_peak_bytes,
+        "selective": load.selective_peak_bytes,
+        "full": load.recompute_peak_bytes,
+    }
+    return peak[recompute] + load.side_bytes
+
+
+class Phase(Enum):
+    """A part of the step in which the same state is resident."""
+
+    BEFORE_BACKWARD = "before the rank's first backward has ended"
+    AFTER_BACKWARD = "after it, until the last job"
+    UPDATE = "in the optimizer's step: no activations are left"
+
+
+class Resident(NamedTuple):
+    """Bytes of one part: so many per byte of trained parameters, and so many besides."""
+
+    per_param_byte: float = 0.0
+    fixed_bytes: Amount = 0.0
+
+
+class Line(NamedTuple):
+    """live * saved bytes of a microbatch + slope * bytes of parameters + fixed, in bytes."""
+
+    live: Amount
+    slope: float
+    fixed: Amount
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankBound:
+    """The memory of a rank with one stage, by how many microbatches it has in flight at most."""
+
+    load: StageLoad
+    """What one microbatch and the parameters take on the stage; fields may be arrays."""
+    num_microbatches: int
+    """Microbatches of a step."""
+    recompute: Recompute
+    """Which activations are recomputed in the backward."""
+    replicas: int
+    """Ranks with the same parameters: dp * cp."""
+    zero: int
+    """ZeRO stage, 0 to 3."""
+    profile: Profile
+    """The device's: allocator overhead, context, device type."""
+    precision: Precision = "model"
+    """In bf16, gradients are summed in fp32 and the optimizer steps fp32 masters."""
+    receive_bytes: Any = 0
+    """Receive buffers that are posted ahead (bytes); only `conservative` counts them."""
+    batch_bytes: int = 0
+    """The global batch (bytes), which every rank gets whole."""
+    splits_backward: bool = False
+    """Whether input and weight gradients are separate jobs. Gradients may then come when most
+    activations are freed, and activations are freed in two steps, so less can be proved."""
+    on_host: OnHost = NOTHING
+    """What is offloaded to the host."""
+
+    def least(self, in_flight: int) -> Any:
+        """Return the bytes that the rank needs at least with so many microbatches in flight."""
+        worst: Any = 0.0
+        for live, phase in self._samples(in_flight, splits=self.splits_backward):
+            worst = np.maximum(worst, self.with_saved(live * self._kept, phase))
+        return worst
+
+    def conservative(self, in_flight: int) -> Any:
+        """Return about what the exact walk finds with so many microbatches in flight: no bound."""
+        kept = self._kept
+        # Inside a job: values between its ops, gradients on their way, kernels' scratch.
+        inside = np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
+        more = np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
+        # Where backward is split, gradients are supposed to come as early as where it is not.
+        splits = self.splits_backward and in_flight >= self.num_microbatches
+        worst: Any = 0.0
+        for live, phase in self._samples(in_flight, splits=splits):
+            worst = np.maximum(worst, self.with_saved(live * kept + more, phase))
+        return worst
+
+    def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
+        """Whether `least(in_flight)` is within a limit, with as few array operations as it can."""
+        room = self._room(limit_bytes)
+        fits: Any = self.resident_bytes[Phase.UPDATE] <= room
+        for live, phase in self._samples(in_flight, splits=self.splits_backward):
+            fits = fits & (live * self._kept <= room - self.resident_bytes[phase])
+        return fits
+
+    def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
+        """Return what the rank needs at least if in a phase it keeps so many bytes at once."""
+        resident = self.resident_bytes
+        live = np.maximum(saved_bytes + resident[phase], resident[Phase.UPDATE])
+        return live * self._overhead + self.profile.context_bytes
+
+    def lines(self, in_flight: int, limit_bytes: float) -> tuple[Line, ...]:
+        """Return the lines that are at or below 0 for any stage that `may_fit` a limit, with
+        this rank's options and its `fixed` bytes, whatever its parameters and activations.
+        """
+        room = self._room(limit_bytes)
+        samples = self._samples(in_flight, splits=self.splits_backward)
+        return tuple(
+            Line(live, self.slopes[phase].per_param_byte, self.slopes[phase].fixed_bytes - room)
+            for live, phase in (*samples, (0.0, Phase.UPDATE))
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO cuts anything."""
+        return self.zero > 0 and self.replicas > 1
+
+    @property
+    def shards(self) -> int:
+        """Among how many ranks optimizer state is cut."""
+        return self.replicas if self.is_sharded else 1
+
+    @property
+    def gradient_factor(self) -> int:
+        """Bytes of a gradient's sum per byte of its parameter."""
+        return MASTER_FACTOR if self.precision == "bf16" else 1
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are summed in buckets that exist through the whole step."""
+        return self.zero == 0 and self.replicas > 1
+
+    def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
+        """Return (microbatches in flight, phase) of each point that may be the fullest."""
+        live = self.on_host.live(in_flight)
+        if self.has_buckets or (in_flight < self.num_microbatches and not splits):
+            # The rank refills after its first backward: as many microbatches, and gradients.
+            return ((live, Phase.AFTER_BACKWARD),)
+        if splits or in_flight == 1:
+            return ((live, Phase.BEFORE_BACKWARD),)
+        return (
+            (live, Phase.BEFORE_BACKWARD),
+            (self.on_host.live(in_flight - 1), Phase.AFTER_BACKWARD),
+        )
+
+    def _room(self, limit_bytes: float) -> Any:
+        """What a limit leaves for live tensors."""
+        return (limit_bytes - self.profile.context_bytes) / self._overhead
+
+    @property
+    def _overhead(self) -> float:
+        return 1 + self.profile.allocator_overhead_fraction
+
+    @cached_property
+    def _kept(self) -> Any:
+        return kept_bytes(self.load, recompute=self.recompute)
+
+    @cached_property
+    def slopes(self) -> Mapping[Phase, Resident]:
+        """The sum of all parts, by phase."""
+        found = {}
+        for phase in Phase:
+            parts = [part(self, phase) for part in PARTS.values()]
+            slope = sum(part.per_param_byte for part in parts)
+            found[phase] = Resident(slope, sum(part.fixed_bytes for part in parts))
+        return found
+
+    @cached_property
+    def resident_bytes(self) -> Mapping[Phase, Any]:
+        """Bytes of all parts, by phase."""
+        params = self.load.param_bytes
+        return {
+            phase: slope * params + fixed_bytes
+            for phase, (slope, fixed_bytes) in self.slopes.items()
+        }
+
+    @property
+    def _fsdp_message_bytes(self) -> Any:
+        """About what FSDP2 holds at the largest block under ZeRO 2 and 3: the message of its
+        gradients and, under ZeRO 3, its gathered weights and those of the block prefetched.
+        """
+        if not self.is_sharded or self.zero == 1:
+            return 0.0
+        factor = self.gradient_factor + 2 * int(self.zero == 3)
+        return factor * self.load.largest_param_bytes
+
+
+def weights(rank: RankBound, phase: Phase) -> Resident:
+    """Return the weights a rank holds.
+
+    Under ZeRO it holds its shard; in bf16 the shard is that of the fp32 masters (`optimizer`),
+    and with the optimizer on the host the shard is there. ZeRO 1 and 2 gather all weights in the
+    first forward and keep them to the last backward; ZeRO 3 frees each block's again.
+    """
+    if not rank.is_sharded:
+        return Resident(1.0)
+    is_elsewhere = rank.precision == "bf16" or rank.on_host.optimizer
+    resting = 0.0 if is_elsewhere else 1 / rank.shards
+    return Resident(resting + float(rank.zero < 3 and phase is not Phase.UPDATE))
+
+
+def gradients(rank: RankBound, phase: Phase) -> Resident:
+    """Return the sums of gradients: whole without ZeRO 2 or 3, where only shards outlive a block's
+    backward. With the optimizer on the host these shards are there.
+    """
+    factor = rank.gradient_factor
+    if phase is Phase.BEFORE_BACKWARD:
+        return Resident(float(factor * rank.has_buckets))
+    if not rank.is_sharded or (rank.zero == 1 and phase is Phase.AFTER_BACKWARD):
+        return Resident(factor)
+    return Resident(0.0 if rank.on_host.optimizer else factor / rank.shards)
+
+
+def optimizer(rank: RankBound, phase: Phase) -> Resident:
+    """Return AdamW's two moments, and in bf16 the fp32 masters; step counts are left out."""
+    if rank.on_host.optimizer:
+        return Resident()
+    states = ADAMW_STATES + int(rank.precision == "bf16")
+    return Resident(states * rank.gradient_factor / rank.shards)
+
+
+def update_scratch(rank: RankBound, phase: Phase) -> Resident:
+    """Return the copy of what it updates that a fused or foreach step makes on a GPU."""
+    is_on_device = rank.profile.cluster.device_type != "cpu" and not rank.on_host.optimizer
+    if phase is not Phase.UPDATE or not is_on_device:
+        return Resident()
+    return Resident(rank.gradient_factor / rank.shards)
+
+
+def frozen(rank: RankBound, phase: Phase) -> Resident:
+    """Return buffers, constants and parameters that are not trained."""
+    return Resident(fixed_bytes=rank.load.frozen_bytes)
+
+
+def batch(rank: RankBound, phase: Phase) -> Resident:
+    """Return the batch, which the caller holds to the end of the step."""
+    return Resident(fixed_bytes=rank.batch_bytes)
+
+
+PARTS: Mapping[str, Callable[[RankBound, Phase], Resident]] = {
+    "weights": weights,
+    "gradients": gradients,
+    "optimizer": optimizer,
+    "update_scratch": update_scratch,
+    "frozen": frozen,
+    "batch": batch,
+}
+"""Every part of memory that is resident between two jobs, activations apart."""

@@ -1,0 +1,283 @@
+"""What ZeRO holds beside a rank's activations: FSDP2, simulated block by block.
+
+Weights are gathered into one message, from which each parameter is copied; the message of a
+forward stays until the next block's is copied too, that of a backward is let go at once, and the
+next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
+gets the sum of its shard; that message stays until the next block's is made, the last gradient
+until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
+over. (torch 2.13, torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,
+_fsdp_collectives}.py.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+
+
+class FsdpState(NamedTuple):
+    """What FSDP2 holds of a stage between two jobs.
+
+    Units are named by their block's position; the shared one by the number of blocks.
+    """
+
+    gathered: frozenset[int] = frozenset()
+    """Units whose weights are gathered."""
+    prefetched: frozenset[int] = frozenset()
+    """Units whose message of weights has arrived for a later block."""
+    summed: frozenset[int] = frozenset()
+    """Units whose whole gradients are summed over microbatches (ZeRO 1)."""
+    fresh: frozenset[int] = frozenset()
+    """Units whose whole gradients are as autograd made them."""
+    sharded: frozenset[int] = frozenset()
+    """Units whose gradients are in shards."""
+    sum_message: int | None = None
+    """The unit whose reduce-scatter message is still alive."""
+    live_bytes: int = 0
+    """All of that together."""
+    gradient_bytes: int = 0
+    """Its gradients alone."""
+
+
+class SimulatedJob(NamedTuple):
+    """A job that was simulated from some state on."""
+
+    peak_bytes: int
+    """Its height, activations counted."""
+    state: FsdpState
+    """What is held after it."""
+    job: ForwardBytes | BackwardBytes
+    """The job itself: as long as it is here, no other object gets its id."""
+
+
+class ShardedBytes:
+    """What FSDP2 holds of one stage now. Mutable: it is a tally.
+
+    A job that starts where one like it has started does what that did: the stage remembers.
+    """
+
+    def __init__(self, stage: ShardedStage) -> None:
+        self._stage = stage
+        self._in_flight = 0
+        self._ran_back = False
+        self.state = FsdpState()
+
+    def forward(self, job: ForwardBytes) -> int:
+        """Play a forward and return its height, activations counted, above its start."""
+        self._in_flight += 1
+        key = id(job), self.state
+        known = self._stage.simulated.get(key)
+        if known is None:
+            tally = _FsdpTally(self._stage, self.state)
+            tally.forward(job)
+            known = self._remember(key, tally, job)
+        self.state = known.state
+        return known.peak_bytes
+
+    def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
+        """Play a backward and return its height, activations counted, above its start; `is_last`
+        is the stage's last one of a step.
+        """
+        # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing ran.
+        is_first = self._in_flight == 1 and not self._ran_back
+        self._ran_back = (self._ran_back or is_first) and not is_last
+        self._in_flight -= 1
+        key = id(job), self.state, is_last, is_first
+        known = self._stage.simulated.get(key)
+        if known is None:
+            tally = _FsdpTally(self._stage, self.state)
+            tally.backward(job, is_last=is_last, is_first=is_first)
+            known = self._remember(key, tally, job)
+        self.state = known.state
+        return known.peak_bytes
+
+    def _remember(
+        self, key: tuple, tally: _FsdpTally, job: ForwardBytes | BackwardBytes
+    ) -> SimulatedJob:
+        known = self._stage.simulated[key] = SimulatedJob(tally.peak, tally.state(), job)
+        return known
+
+
+class _Units:
+    """A set of units and the bytes they take together, kept as they come and go."""
+
+    def __init__(self, sizes: Mapping[int, int], members: frozenset[int]) -> None:
+        self._sizes = sizes
+        self.members = set(members)
+        self.num_bytes = sum(sizes[index] for index in members)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.members
+
+    def add(self, index: int) -> None:
+        """Hold a unit, if it is not held."""
+        if index not in self.members:
+            self.members.add(index)
+            self.num_bytes += self._sizes[index]
+
+    def discard(self, index: int) -> None:
+        """Let a unit go, if it is held."""
+        if index in self.members:
+            self.members.remove(index)
+            self.num_bytes -= self._sizes[index]
+
+    def clear(self) -> None:
+        """Let all go."""
+        self.members.clear()
+        self.num_bytes = 0
+
+
+class _FsdpTally:
+    """One job from what is held at its start to what is at its end. Mutable: it is a tally."""
+
+    def __init__(self, stage: ShardedStage, state: FsdpState) -> None:
+        self._stage = stage
+        self._shared = len(stage.blocks)
+        self._units = stage.units
+        units = self._units.items()
+        gathered = {index: unit.gathered_bytes for index, unit in units}
+        gradients = {index: unit.gradient_bytes for index, unit in units}
+        self._gathered = _Units(gathered, state.gathered)
+        self._prefetched = _Units(gathered, state.prefetched)
+        self._forward_message: int | None = None
+        self._sum_message = state.sum_message
+        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, state.summed)
+        self._fresh = _Units(gradients, state.fresh)
+        shards = {index: self._shard_bytes(index) for index in self._units}
+        self._sharded = _Units(shards, state.sharded)
+        self._base = self.peak = 0
+
+    def state(self) -> FsdpState:
+        """Return what is held now."""
+        return FsdpState(
+            gathered=frozenset(self._gathered.members),
+            prefetched=frozenset(self._prefetched.members),
+            summed=frozenset(self._summed.members),
+            fresh=frozenset(self._fresh.members),
+            sharded=frozenset(self._sharded.members),
+            sum_message=self._sum_message,
+            live_bytes=self._live_bytes,
+            gradient_bytes=self._gradient_bytes,
+        )
+
+    @property
+    def _gradient_bytes(self) -> int:
+        whole = self._fresh.num_bytes + self._summed.num_bytes
+        return whole + (0 if self._stage.shards_on_host else self._sharded.num_bytes)
+
+    @property
+    def _live_bytes(self) -> int:
+        held = self._gathered.num_bytes + self._prefetched.num_bytes
+        if self._forward_message is not None:
+            held += self._units[self._forward_message].gathered_bytes
+        if self._sum_message is not None:
+            held += self._units[self._sum_message].message_bytes
+        return held + self._gradient_bytes
+
+    def _shard_bytes(self, index: int) -> int:
+        return self._units[index].message_bytes // self._stage.replicas
+
+    def _note(self, more: int = 0) -> None:
+        self.peak = max(self.peak, self._base + self._live_bytes + more)
+
+    def forward(self, job: ForwardBytes) -> None:
+        """Play a forward."""
+        self._before_forward(self._shared)
+        for index, sample in enumerate(job.samples):
+            self._base = sample.start_bytes
+            self._before_forward(index)
+            self._base = sample.peak_bytes
+            self._note()
+            self._after_forward(index)
+        self._base = job.last_bytes
+        self._note()
+        self._after_forward(self._shared)
+        self._forward_message = None
+
+    def _before_forward(self, index: int) -> None:
+        if index in self._units and index not in self._gathered:
+            self._prefetched.add(index)
+            self._gathered.add(index)
+            self._note()
+            self._prefetched.discard(index)
+            self._forward_message = index
+
+    def _after_forward(self, index: int) -> None:
+        if self._stage.zero_stage == 3 and index != self._shared:
+            self._gathered.discard(index)
+
+    def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
+        """Play a backward; `is_first` is that of the stage's first forward in a step."""
+        last = len(job.samples) - 1
+        waiting: list[int] = []
+        for back, sample in enumerate(job.samples):
+            index = last - back
+            self._base = sample.start_bytes
+            self._before_backward(index, is_first)
+            if index == last:
+                self._before_backward(self._shared, is_first)
+            self._base = sample.peak_bytes
+            self._note()
+            self._base = sample.end_bytes
+            if index in self._units:
+                self._make_gradient(index)
+                if self._units[index].has_input_gradient:
+                    self._after_backward(index, is_last)
+                else:
+                    waiting.insert(0, index)
+        if self._shared in self._units:
+            self._make_gradient(self._shared)
+            self._after_backward(self._shared, is_last)
+        for index in waiting:
+            self._after_backward(index, is_last)
+        if is_last:
+            self._prefetched.clear()
+            self._sum_message = None
+
+    def _make_gradient(self, index: int) -> None:
+        """Hold a unit's new gradients, unless they add to sums in place."""
+        unit = self._units[index]
+        if index not in self._summed or unit.sum_bytes != unit.gradient_bytes:
+            self._fresh.add(index)
+
+    def _before_backward(self, index: int, is_first: bool) -> None:
+        if index not in self._units:
+            return
+        if index not in self._gathered:
+            self._prefetched.add(index)
+            self._gathered.add(index)
+            self._note()
+            self._prefetched.discard(index)
+        before = self._stage.ran_before[index]
+        if before not in self._gathered and not (is_first and before >= index):
+            self._prefetched.add(before)
+
+    def _after_backward(self, index: int, is_last: bool) -> None:
+        self._note()
+        unit = self._units[index]
+        is_fresh = index in self._fresh
+        if self._stage.zero_stage == 1 and not is_last:
+            if unit.sum_bytes == unit.gradient_bytes:
+                self._summed.add(index)
+            elif is_fresh and index not in self._summed:
+                self._note(unit.sum_bytes)
+                self._summed.add(index)
+            self._fresh.discard(index)
+            return
+        if index in self._summed:
+            self._fresh.discard(index)
+        if self._stage.zero_stage == 3 or is_last:
+            self._gathered.discard(index)
+        self._sum_message = index
+        self._note()
+        reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes
+        self._fresh.discard(index)
+        self._summed.discard(index)
+        # The last gradient copied into the message is let go when its sum is there.
+        beside = int(reduced * unit.last_part)
+        beside += unit.message_bytes if self._stage.copies_to_reduce else 0
+        self._note(self._shard_bytes(index) + beside)
+        self._sharded.add(index)

@@ -1,0 +1,96 @@
+"""Memory of each pp rank of a plan, at the fullest sample of its row of the job table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from costmodel.cache import CostCache
+from costmodel.memory.exact.messages import find_traffic
+from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
+from costmodel.memory.exact.resident import RankState, resident_parts
+from costmodel.memory.exact.stage.placed_stage import PlacedStages
+from costmodel.memory.exact.steady_row import SteadyRow, steady_row
+from costmodel.memory.parts import MemoryParts, with_overheads
+from costmodel.time.plan_price import PlanPrice
+from costmodel.time.stage import join
+from costmodel.time.tied import check_copies, tied_stages
+from planner.runtime.step.wiring import Edge, build_edges
+from planner.schedule.jobs import Schedule
+
+
+def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple[MemoryParts, ...]:
+    """Return the memory of each pp rank, from the job table's own order."""
+    plan = price.plan
+    edges = build_edges(costs.graph, plan)
+    check_copies(plan, costs.graph)
+    tied = tied_stages(plan, costs.graph)
+    placed = PlacedStages(plan, costs, edges)
+    ranks = (_rank_state(price, costs, rank, placed, tied) for rank in range(plan.pp))
+    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
+
+
+def _rank_state(
+    price: PlanPrice,
+    costs: CostCache,
+    pp_rank: int,
+    placed: PlacedStages,
+    tied: Mapping[str, Sequence[int]],
+) -> RankState:
+    mine = [s for s, stage in enumerate(price.plan.stages) if stage.pp_rank == pp_rank]
+    return RankState(
+        plan=price.plan,
+        costs=costs,
+        pp_rank=pp_rank,
+        stages={s: placed.jobs(s) for s in mine},
+        weights=join(price.loads[s] for s in mine),
+        tied=tied,
+    )
+
+
+def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:
+    """Return the memory of a rank: what is resident, and the fullest sample of its walk."""
+    worst, activations_on_host = _fullest(rank, schedule, edges)
+    gradients = rank.stepped_bytes if rank.has_buckets else worst.gradient_bytes
+    # The optimizer's step comes when all activations are gone; it may be higher all the same.
+    height = worst.peak_bytes - worst.gradient_bytes + gradients
+    inside_job = worst.peak_bytes - worst.saved_bytes - worst.gradient_bytes - worst.buffer_bytes
+    parts = resident_parts(rank)
+    parts["host_bytes"] += activations_on_host
+    parts["gradient_bytes"] += gradients
+    parts["activation_bytes"] += worst.saved_bytes
+    parts["transient_bytes"] += inside_job + max(0, rank.update_bytes - height)
+    parts["communication_bytes"] += worst.buffer_bytes
+    return with_overheads(MemoryParts(**parts), rank.costs.profile)
+
+
+def _fullest(
+    rank: RankState, schedule: Schedule, edges: Sequence[Edge]
+) -> tuple[MemorySample, int]:
+    """Return a rank's fullest sample, and the most bytes of activations on its host."""
+    plan, stages = rank.plan, rank.stages
+    row, home = SteadyRow(schedule.jobs[rank.pp_rank]), schedule.stage_to_pp_rank.__getitem__
+    traffic = find_traffic(
+        schedule.jobs,
+        edges,
+        home,
+        rank.pp_rank,
+        # gloo does not tell when a message has left, so its sender keeps it.
+        keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
+        tp=plan.stage_tp,
+    )
+    # Which activations wait long enough for an offload is found in the whole row, and other
+    # ranks' rows are whole.
+    if not any(stage.on_host for stage in stages.values()) and not traffic.orders:
+        row = steady_row(row.jobs, ahead=plan.receive_ahead)
+    # Every microbatch's loss stays to the end of the step, also those of the repetitions left out.
+    losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
+    worst, on_host = None, 0
+    samples = walk_rank(row.jobs, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
+    for position, sample in enumerate(samples):
+        on_host = max(on_host, sample.host_bytes)
+        if losses and position >= row.gap:
+            sample = sample.with_more_saved(losses)
+        if worst is None or sample.peak_bytes > worst.peak_bytes:
+            worst = sample
+    assert worst is not None, "every rank has jobs"
+    return worst, on_host

@@ -1,0 +1,177 @@
+"""What a rank holds through the whole step, and in the optimizer's step, whatever its job table.
+
+Each `PARTS` entry has a counterpart in `costmodel.memory.bound`. A new part of memory that does
+not come and go with jobs is an entry here and an entry there.
+
+    stepped = factor * trained parameters / shards     bytes the optimizer steps on
+
+    factor      bytes of a gradient's sum per byte of its parameter: 2 in bf16, whose gradients
+                are summed in fp32 and whose masters are fp32; 1 otherwise
+    shards      dp * cp under ZeRO, each block's parameters padded to equal shards; 1 otherwise
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from costmodel.cache import CostCache
+from costmodel.memory.exact.stage.jobs import StageJobs
+from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
+from costmodel.side_values import frozen_bytes
+from costmodel.time.communication import MASTER_FACTOR
+from costmodel.time.offload import HOST_BUCKET_BYTES
+from costmodel.time.stage import StageLoad
+from costmodel.time.tied import tied_sum_bytes
+from planner.plan import Plan
+from profiles.profile import Amount
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """A rank of a plan, as far as what it holds does not depend on the order of its jobs."""
+
+    plan: Plan
+    """The plan."""
+    costs: CostCache
+    """Graph, profile, and what blocks cost."""
+    pp_rank: int
+    """The pp rank; its dp, cp and tp ranks hold the same."""
+    stages: Mapping[int, StageJobs]
+    """Its stages, by index."""
+    weights: StageLoad
+    """The load of all its stages together: parameters of several stages count once."""
+    tied: Mapping[str, Sequence[int]]
+    """Stages of each parameter that stages of several ranks share."""
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same parameters."""
+        return self.plan.stage_dp(min(self.stages)) * self.plan.cp
+
+    @property
+    def factor(self) -> int:
+        """Bytes of a gradient's sum per byte of its parameter."""
+        return MASTER_FACTOR if self.plan.precision == "bf16" else 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO cuts anything."""
+        return any(stage.sharded is not None for stage in self.stages.values())
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are summed in buckets that exist through the whole step."""
+        return not self.is_sharded and self.replicas > 1
+
+    @cached_property
+    def stepped_bytes(self) -> int:
+        """Bytes of what the optimizer steps on, in the dtype of the gradients' sums."""
+        if not self.is_sharded:
+            return self.factor * int(self.weights.param_bytes)
+        shards = (stage.sharded for stage in self.stages.values())
+        return sum(shard.shard_bytes for shard in shards if shard is not None)
+
+    @property
+    def updates_on_device(self) -> bool:
+        """Whether a GPU steps: a CPU's loop over parameters makes no copies worth counting."""
+        is_gpu = self.costs.profile.cluster.device_type != "cpu"
+        return is_gpu and not self.plan.optimizer_on_host
+
+    @cached_property
+    def gradients_at_update_bytes(self) -> int:
+        """Gradients in the optimizer's step; shards on the host are no longer on the device."""
+        return 0 if self.is_sharded and self.plan.optimizer_on_host else self.stepped_bytes
+
+    @cached_property
+    def update_bytes(self) -> int:
+        """The optimizer's step: gradients and, as fused and foreach steps make it, one more copy
+        of what is stepped; before it, the sum of gradients of parameters that ranks share.
+        """
+        scratch = self.stepped_bytes if self.updates_on_device else 0
+        sums = tied_sum_bytes(self.plan, self.costs.graph, self.tied, self.pp_rank) * self.factor
+        sums //= self.replicas if self.is_sharded else 1
+        return max(scratch, sums) + self.gradients_at_update_bytes
+
+
+def weights(rank: RankState) -> Amount:
+    """Return weights at rest: under ZeRO shards. In bf16 FSDP2 shards the fp32 masters, which are
+    optimizer state here, and gathers the bf16 weights from them. What jobs gather is `fsdp_walk`'s.
+    """
+    plan = rank.plan
+    if rank.is_sharded and (plan.precision == "bf16" or plan.optimizer_on_host):
+        return 0
+    return rank.stepped_bytes // rank.factor
+
+
+def frozen(rank: RankState) -> Amount:
+    """Return frozen parameters, buffers, constants, and values that the preamble makes once."""
+    plan, costs = rank.plan, rank.costs
+    side_values = costs.side_values(plan.stage_microbatch_size(min(rank.stages)))
+    return frozen_bytes(plan, costs.graph, costs.links, rank.pp_rank, side_values)
+
+
+def optimizer(rank: RankState) -> Amount:
+    """Return AdamW's samples and step counts, and in bf16 the fp32 masters."""
+    if rank.plan.optimizer_on_host:
+        return 0
+    states = ADAMW_STATES + int(rank.plan.precision == "bf16")
+    return states * rank.stepped_bytes + COUNTER_BYTES * int(rank.weights.num_params)
+
+
+def batch(rank: RankState) -> Amount:
+    """Return the global batch: the caller holds it to the end of the step."""
+    graph = rank.costs.graph
+    return sum(graph.tensor[name].bytes_at(rank.plan.global_batch) for name in graph.batch_inputs)
+
+
+def on_host(rank: RankState) -> Amount:
+    """Return what an optimizer on the host has there: its state, and what it steps on.
+
+    Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
+    weights on their variant (`planner.runtime.state.host_optimizer`). A bucket is at least as large
+    as the largest tensor, for which the largest block stands. With ZeRO it is shards of both.
+    """
+    if not rank.plan.optimizer_on_host:
+        return 0
+    load, factor = rank.weights, rank.factor
+    counters = COUNTER_BYTES * load.num_params
+    if rank.is_sharded:
+        return (ADAMW_STATES + 2) * (factor * (load.param_bytes / rank.replicas)) + counters
+    stepped = factor * load.param_bytes
+    bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
+    buckets = np.minimum(_HOST_SLOTS * bucket, stepped)
+    return (ADAMW_STATES + 1) * stepped + counters + buckets * (1 + 1 / factor)
+
+
+class Part(NamedTuple):
+    """A part of a rank's memory: the field of `MemoryParts` it is reported in, and its bytes."""
+
+    field: str
+    num_bytes: Callable[[RankState], Amount]
+
+
+PARTS: Mapping[str, Part] = {
+    "weights": Part("parameter_bytes", weights),
+    "frozen": Part("parameter_bytes", frozen),
+    "optimizer": Part("optimizer_bytes", optimizer),
+    "batch": Part("batch_bytes", batch),
+    "on_host": Part("host_bytes", on_host),
+}
+"""Every part that is there from the start of a step to its end."""
+
+
+def resident_parts(rank: RankState) -> Counter[str]:
+    """Return the bytes of all `PARTS`, by field of `MemoryParts`."""
+    found: Counter[str] = Counter()
+    for field, num_bytes in PARTS.values():
+        found[field] += num_bytes(rank)
+    return found
+
+
+_HOST_SLOTS = 2

@@ -1,0 +1,248 @@
+"""A stage's backward job: its blocks last to first, and the gradients between them.
+
+What is alive when a block runs backward: what this block and those before it keep; what the
+block recomputes; the gradients of its outputs; gradients of parameters, for good in the first
+microbatch and for the length of an op in later ones; and what deferred weight gradients wait with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.memory.block.backward_walk import BackwardWalk, DeferredWeight
+from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.gradients import Gradients
+from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, StageBlocks
+from costmodel.memory.exact.stage.placed_block import PlacedBlock
+
+
+def backward_job(
+    stage: StageBlocks,
+    received: Mapping[str, int],
+    *,
+    first: bool,
+    num_deferred: int,
+    flush: bool,
+    sharded: bool,
+    staying: frozenset[str],
+) -> BackwardBytes:
+    """Return a backward job; `received` are the gradients that other stages sent, by value.
+
+    The executor holds those, and what arrived, to the end of the job.
+    first: gradients of parameters have no buffer yet, so those the job makes stay.
+    num_deferred: so many blocks, from the first, defer their weight gradients, to another job or,
+        with `flush`, to the end of this one.
+    sharded: FSDP2 takes a block's gradients once the block has made them, so they are counted in
+        `fsdp_walk`; they are as wide as the parameters.
+    staying: values that others keep alive.
+    """
+    return _BackwardTally(
+        stage, received, first=first, num_deferred=num_deferred, sharded=sharded, staying=staying
+    ).run(flush=flush)
+
+
+class _BackwardTally:
+    """A backward job so far. Mutable: it is a tally of live bytes above the job's start."""
+
+    def __init__(
+        self,
+        stage: StageBlocks,
+        received: Mapping[str, int],
+        *,
+        first: bool,
+        num_deferred: int,
+        sharded: bool,
+        staying: frozenset[str],
+    ) -> None:
+        self._stage = stage
+        self._first, self._sharded, self._staying = first, sharded, staying
+        self._num_deferred = num_deferred
+        self._factor = 1 if sharded else stage.gradient_factor
+        self._grads_stay = first and not sharded
+        self._freed_by: dict[int, list[str]] = {}
+        for name, keeper in stage.keepers.items():
+            if name not in stage.arriving and name not in staying:
+                self._freed_by.setdefault(keeper, []).append(name)
+        self._live = self._new_gradients = 0
+        self._grads, self._peak = _returned_gradients(stage, received)
+        self._waited_with = {
+            f"gradient {name}" for name in received if name not in stage.sent_copies
+        }
+        """Storages that deferred weight gradients wait with, or that others hold anyway."""
+        self._summing: set[str] = set()
+        """Parameters of several blocks whose gradients are being summed."""
+        self._made: set[str] = set()
+        """Parameters that have a gradient by now."""
+        self._deferred: list[DeferredWeight] = []
+
+    def run(self, *, flush: bool) -> BackwardBytes:
+        """Run all blocks."""
+        indices = range(len(self._stage.blocks) - 1, -1, -1)
+        samples = tuple(self._run_block(index) for index in indices)
+        live = self._live + self._grads.live
+        deferred = [d._replace(is_begun=d.weight in self._made) for d in self._deferred]
+        if flush:
+            rise, more = weight_job(
+                deferred, first=self._first, gradient_factor=self._stage.gradient_factor
+            )
+            self._peak = max(self._peak, live + rise)
+            self._new_gradients += more
+            deferred = []
+        return BackwardBytes(
+            samples=samples,
+            rise_bytes=self._peak,
+            new_gradient_bytes=self._new_gradients,
+            deferred=tuple(deferred),
+        )
+
+    def _run_block(self, index: int) -> BlockSample:
+        block, grads = self._stage.blocks[index], self._grads
+        kind = block.kind
+        freed = [n for n in self._freed_by.get(index, ()) if n not in self._waited_with]
+        start = self._live + grads.live
+        # The block's forward runs again first: its height, then what that leaves for backward.
+        height = start + kind.bytes.recompute_rise_bytes
+        self._live += kind.bytes.recomputed_bytes
+        walk = self._walk_block(index, freed)
+        height = max(height, self._live + grads.live + walk.rise_bytes)
+        self._live -= kind.kept_bytes + kind.bytes.recomputed_bytes
+        self._live -= sum(self._stage.sizes[name] for name in freed)
+        self._keep_gradients(index, walk)
+        self._defer(index, walk)
+        beside = self._live + _hand_on(self._stage, block, walk, grads)
+        self._peak = max(self._peak, height, beside)
+        return BlockSample(start, height, self._live + grads.live, beside)
+
+    def _walk_block(self, index: int, freed: list[str]) -> BackwardWalk:
+        """Run one block's ops, given which of its edges others hold."""
+        stage, grads = self._stage, self._grads
+        block = stage.blocks[index]
+        kind = block.kind
+        outputs = list(zip(kind.bytes.output_names, block.outputs, strict=True))
+        begun = [
+            (local, block.inputs[at]) for at, local in kind.uncopied if block.inputs[at] in grads.of
+        ]
+        outlasting = self._staying | self._waited_with
+        waiting = block.params if self._sharded and stage.params_are_dtensors else None
+        return kind.bytes.backward(
+            first=self._first,
+            held=frozenset(
+                local
+                for local, name in (*outputs, *begun)
+                if name in grads.of and not grads.is_own(name)
+            ),
+            begun=frozenset(local for local, _ in begun),
+            leaves=stage.leaves[index],
+            split=index < self._num_deferred,
+            gradient_factor=self._factor,
+            adds_products=not self._sharded,
+            staying=frozenset(local for local, name in outputs if stage.roots[name] in outlasting),
+            going=kind.copied.union(
+                local for at, local in kind.uncopied if block.inputs[at] in freed
+            ),
+            waiting=stage.shared[index] if waiting is None else frozenset(waiting),
+        )
+
+    def _keep_gradients(self, index: int, walk: BackwardWalk) -> None:
+        """Count the gradients of parameters that the block leaves."""
+        stage, factor = self._stage, self._factor
+        block, shared = stage.blocks[index], stage.shared[index]
+        params = block.kind.bytes.params
+        if self._num_deferred:
+            self._made.update(block.params[param] for param in walk.made)
+        if self._grads_stay:
+            more = factor * sum(params[param] for param in walk.made if param not in shared)
+            self._new_gradients += more
+            self._live += more
+        for param in walk.made.intersection(shared):
+            # Autograd sums the gradients that all users make, and gives the parameter the sum.
+            name, size = block.params[param], params[param]
+            if name not in self._summing:
+                self._summing.add(name)
+                self._live += size
+            if index == stage.users[name][0]:
+                self._live -= size
+                self._new_gradients += factor * size if self._grads_stay else 0
+                self._live += factor * size if self._grads_stay else 0
+
+    def _defer(self, index: int, walk: BackwardWalk) -> None:
+        """Count what the block's deferred weight gradients wait with."""
+        stage = self._stage
+        named = [_named(d, stage.blocks[index], index, stage.roots) for d in walk.deferred]
+        for name, size in deferred_storages(named).items():
+            # (What a block before keeps too has not been freed yet.)
+            is_there = name in stage.arriving or name in self._staying
+            is_there = is_there or name in self._waited_with
+            is_there = is_there or stage.keepers.get(name, index) < index
+            self._live += 0 if is_there else size
+            self._waited_with.add(name)
+        self._deferred += named
+
+
+def _returned_gradients(stage: StageBlocks, received: Mapping[str, int]) -> tuple[Gradients, int]:
+    """Return the gradients of what left, brought back to where its maker left it, and the
+    height of that. Those received count nothing here: others hold them.
+    """
+    grads, peak = Gradients(), 0
+    for name in received:
+        grads.allocate(name, 0)
+        grads.hold(name)
+    for name, copy in stage.sent_copies.items():
+        if name in received:
+            peak = max(peak, grads.live + copy.returning_bytes)
+            if not copy.passes_on:
+                grads.copy(name, stage.sizes[name])
+    return grads, peak
+
+
+def _hand_on(stage: StageBlocks, block: PlacedBlock, walk: BackwardWalk, grads: Gradients) -> int:
+    """Free a block's gradients of its outputs, and give those of its inputs to the blocks that
+    made them; return the height of that.
+    """
+    kind = block.kind
+    makers = dict(zip(kind.bytes.output_names, block.outputs, strict=True))
+    given = [(local, kind.input_at[local], gradient) for local, gradient in walk.given.items()]
+    for local, at, gradient in given:
+        name = block.inputs[at]
+        if gradient.is_sum:
+            if not grads.is_own(name):
+                grads.copy(name, stage.sizes[name])
+        elif gradient.output is not None and makers[gradient.output] in grads.of:
+            grads.share(f"given {local}", makers[gradient.output], gaps=gradient.gaps)
+        else:
+            grads.allocate(f"given {local}", gradient.num_bytes)
+    for name in block.outputs:
+        if name in grads.of:
+            grads.free(name)
+    peak = grads.live
+    for local, at, gradient in reversed(given):
+        if gradient.is_sum:
+            continue
+        mine, name, copy = f"given {local}", block.inputs[at], kind.copies[at]
+        if copy is not None:
+            peak = max(peak, grads.live + copy.returning_bytes)
+            if not copy.passes_on:
+                grads.copy(mine, stage.sizes[name])
+        grads.rename(mine, name)
+        before = grads.live
+        peak = max(peak, before + grads.add_up(name, stage.sizes[name]))
+    return peak
+
+
+def _named(
+    deferred: DeferredWeight, block: PlacedBlock, index: int, root: Mapping[str, str]
+) -> DeferredWeight:
+    """Name what it waits with so that no other block's storage is called the same."""
+    kind = block.kind
+    inputs = {
+        local: root[name]
+        for local, name in zip(kind.bytes.input_names, block.inputs, strict=True)
+        if local not in kind.copied
+    }
+    inputs |= {
+        f"gradient {local}": f"gradient {name}"
+        for local, name in zip(kind.bytes.output_names, block.outputs, strict=True)
+    }
+    held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in deferred.held)
+    weight = block.params.get(deferred.weight, f"block {index} {deferred.weight}")
+    return deferred._replace(held=held, weight=weight)

@@ -1,0 +1,124 @@
+"""The jobs of one stage as a rank's walk takes them, and how each job of a row runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from costmodel.memory.exact.fsdp_walk import ShardedStage
+from costmodel.memory.exact.stage.walk import StageWalk
+from planner.schedule.jobs import Job, JobKind
+
+
+class Message(NamedTuple):
+    """A value that a stage takes from another, or sends on."""
+
+    name: str
+    """The value in the stage's walk."""
+    tensor: str
+    """The value in the model."""
+    taken_bytes: int
+    """Bytes as it lies on the consumer."""
+    sent_bytes: int
+    """Bytes as it lies on the producer."""
+    other_stage: int
+    """The stage at the other end."""
+    requires_grad: bool
+    """Whether its gradient comes back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageJobs:
+    """The jobs of one stage."""
+
+    walk: StageWalk
+    """The blocks as most microbatches run them."""
+    last: StageWalk
+    """As the step's last microbatch runs them, which may not be recomputed: its backward is next,
+    so to free its activations would gain nothing."""
+    first_deferred: StageWalk
+    """With the first block's weight gradients deferred."""
+    all_deferred: StageWalk
+    """With all weight gradients deferred."""
+    incoming: Sequence[Message]
+    """Values taken from other stages."""
+    outgoing: Sequence[Message]
+    """Values sent on."""
+    accumulates: bool
+    """Whether gradients have their buffers from the start of the step."""
+    sends_first: bool
+    """Whether a full backward defers weight gradients until the gradients that another rank waits
+    for have been sent: those of its first block, in the stage's last backward all."""
+    on_host: bool
+    """Whether what a microbatch keeps is offloaded, where its wait is long enough."""
+    loss_bytes: int
+    """A microbatch's loss, if the stage makes it: it stays to the end of the step."""
+    sharded: ShardedStage | None = None
+    """Its parameters under ZeRO: gradients and messages are then FSDP2's."""
+    alone: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """What microbatches hold on stages of this kind that hand nothing over in place
+    (`costmodel.memory.exact.microbatch.before_any_job`)."""
+
+
+WalkName = Literal["walk", "last", "first_deferred", "all_deferred"]
+
+
+class JobVariant(NamedTuple):
+    """How a job of a row runs. Jobs of one variant do the same to a microbatch's bytes."""
+
+    kind: JobKind
+    stage_index: int
+    """The stage, or the first stage of its kind."""
+    walk: WalkName
+    """The field of `StageJobs` that it walks."""
+    is_first: bool
+    """Whether the gradients it makes stay: later ones are added to them."""
+    num_deferred: int
+    """How many blocks defer their weight gradients."""
+    is_last: bool
+    """Whether it is its stage's last backward."""
+
+
+def job_variants(
+    row: Sequence[Job], stages: Mapping[int, StageJobs], stage_keys: Mapping[int, int]
+) -> Iterator[JobVariant]:
+    """Yield how each job of a rank's row runs; `stage_keys` gives `JobVariant.stage_index`."""
+    forward, backward, makes = {}, {}, {}
+    split: set[tuple[int, int]] = set()
+    for job in row:
+        s, kind = job.stage_index, job.kind
+        if kind is JobKind.FORWARD:
+            forward[s] = job.microbatch_index
+            continue
+        if kind is not JobKind.BACKWARD_WEIGHT:
+            backward[s] = job
+        if kind is JobKind.BACKWARD_INPUT:
+            split.add((s, job.microbatch_index))
+        else:
+            makes[s] = job
+    adds = {s: stage.sharded is None or stage.sharded.keeps_sums for s, stage in stages.items()}
+    begun: set[tuple[int, bool]] = set()
+    for job in row:
+        s, m, kind = job.stage_index, job.microbatch_index, job.kind
+        stage = stages[s]
+        walk: WalkName = "walk"
+        if stage.last is not stage.walk and forward[s] == m:
+            walk = "last"
+        elif stage.sharded is None and (stage.sends_first or (s, m) in split):
+            ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
+            walk = "all_deferred" if ends else "first_deferred"
+        if kind is JobKind.FORWARD:
+            yield JobVariant(kind, stage_keys[s], walk, False, 0, False)
+            continue
+        is_weight = kind is JobKind.BACKWARD_WEIGHT
+        is_first = not stage.accumulates and (s, is_weight) not in begun
+        if is_weight or adds[s]:
+            begun.add((s, is_weight))
+        num_deferred = 0
+        if kind is JobKind.BACKWARD_INPUT and stage.sharded is None:
+            num_deferred = len(stage.walk.blocks)
+        elif stage.sends_first and not is_weight:
+            num_deferred = len(stage.walk.blocks) if makes[s] is job else 1
+        is_last = not is_weight and backward[s] is job
+        yield JobVariant(kind, stage_keys[s], walk, is_first, num_deferred, is_last)

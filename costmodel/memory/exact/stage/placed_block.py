@@ -1,0 +1,96 @@
+"""A block as its stage calls it: names of what it takes and makes, and copies in other placements.
+
+All that is not a name is the same for many blocks of a stage, and found once (`BlockKind`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from costmodel.memory.block.block_bytes import BlockBytes
+
+
+class Copy(NamedTuple):
+    """A value brought to another placement."""
+
+    num_bytes: int
+    """Bytes of the copy."""
+    making_bytes: int
+    """Alive at most while it is made, itself counted."""
+    returning_bytes: int
+    """Alive at most beside its gradient while that is brought back."""
+    passes_on: bool
+    """Whether its gradient is the value's, as it is."""
+    is_view: bool = False
+    """Whether there is no copy, but a part of the value's own memory."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockKind:
+    """What blocks hold that differ in names only, and the copies of those of their inputs that
+    are brought to another placement for them. Inputs and outputs go by position and local name.
+    """
+
+    bytes: BlockBytes
+    copies: tuple[Copy | None, ...]
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes kept beside what lies at the edges, copies of inputs counted."""
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        copied = sum(c.num_bytes for edge, c in edges if edge.is_kept and c is not None)
+        return self.bytes.kept_bytes + copied
+
+    @cached_property
+    def copied(self) -> frozenset[str]:
+        """Inputs that the block has in copies of its own."""
+        names = zip(self.bytes.input_names, self.copies, strict=True)
+        return frozenset(name for name, copy in names if copy is not None and not copy.is_view)
+
+    @cached_property
+    def uncopied(self) -> tuple[tuple[int, str], ...]:
+        """Inputs that the block takes as they lie."""
+        names = enumerate(self.bytes.input_names)
+        return tuple((at, name) for at, name in names if self.copies[at] is None)
+
+    @cached_property
+    def kept_inputs(self) -> tuple[int, ...]:
+        """Inputs that the block keeps for its backward, where they are no copies."""
+        names = zip(self.bytes.input_names, self.bytes.inputs, strict=True)
+        kept = enumerate(edge.is_kept and name not in self.copied for name, edge in names)
+        return tuple(at for at, is_kept in kept if is_kept)
+
+    @cached_property
+    def kept_outputs(self) -> tuple[int, ...]:
+        """Outputs that the block keeps for its backward."""
+        return tuple(at for at, edge in enumerate(self.bytes.outputs) if edge.is_kept)
+
+    @cached_property
+    def viewed(self) -> tuple[int | None, ...]:
+        """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
+        return tuple(
+            None
+            if edge.viewed is None or self.bytes.input_names[edge.viewed] in self.copied
+            else edge.viewed
+            for edge in self.bytes.outputs
+        )
+
+    @cached_property
+    def input_at(self) -> Mapping[str, int]:
+        """Positions of inputs."""
+        return {name: at for at, name in enumerate(self.bytes.input_names)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBlock:
+    """A block as its stage calls it: names of its edges, and of its trained parameters by their
+    names in the block, in the model.
+    """
+
+    kind: BlockKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    params: Mapping[str, str]

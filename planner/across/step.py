@@ -1,0 +1,186 @@
+"""One op on its way through a program, with the states of its inputs.
+
+A `Walk` is a pass over a program; a `Step` is its op of the moment, on which handlers note where
+samples meet. Handlers of single ops register here; ops without handler follow `by_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from planner.across.state import WHOLE, State
+from planner.graph import Affine, Arg, Op, Program, Ref, Size, TensorMeta
+from planner.layout.placement import Shard
+from planner.ops.call import Call
+from planner.ops.record import Across, family_of, mutates
+from planner.ops.registry import without_names
+
+Kind = Literal["mixed", "pairs", "normaliser", "sum", "size", "buffer", "repeated", "unknown"]
+
+BOUND = 2 * 1009
+"""The microbatch size at which rules are evaluated: even, and no size that a model has."""
+
+AXIS = 2
+NONE, MEAN = 0, 1
+"""ATen's numbers for a loss's `reduction`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One place where samples meet: the op to blame, and the op where it matters."""
+
+    kind: Kind
+    op: str
+    used_by: str
+
+
+@dataclass(kw_only=True)
+class Walk:
+    """One pass over a program. Mutable: states and faults grow."""
+
+    program: Program
+    states: dict[str, State]
+    bound: Mapping[str, TensorMeta] = field(init=False)
+    maker: dict[str, Op] = field(init=False)
+    users: dict[str, list[Op]] = field(init=False)
+    written: set[str] = field(init=False)
+    faults: dict[Fault, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.bound = self.program.bind(BOUND).tensor
+        self.maker = {name: op for op in self.program.ops for name in op.outputs}
+        self.users = {}
+        self.written = {op.inputs[0] for op in self.program.ops if mutates(op)}
+        for op in self.program.ops:
+            for name in dict.fromkeys(op.inputs):
+                self.users.setdefault(name, []).append(op)
+            if self.written.intersection(op.inputs):
+                self.written.update(op.outputs)  # what follows from buffers that are written
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """One op with the states of its inputs. Mutable: a fault makes states simpler."""
+
+    walk: Walk
+    op: Op
+    states: list[State]
+
+    @property
+    def packet(self) -> str:
+        """The op's name without its overload."""
+        return self.op.target.rpartition(".")[0]
+
+    @property
+    def facts(self) -> Across:
+        """What the op's record says of samples."""
+        return family_of(self.op.target).across
+
+    @property
+    def call(self) -> Call:
+        """The op on tensors with numbers for sizes."""
+        return Call(self.op.bind(BOUND), self.walk.bound, AXIS)
+
+    def arg(self, index: int, name: str, default: Any = None) -> Any:
+        """Return an argument given by position or by keyword, as captured."""
+        if index < len(self.op.args):
+            return self.op.args[index]
+        return next((value for key, value in self.op.kwargs if key == name), default)
+
+    def of(self, arg: Arg) -> State:
+        """Return the state of a tensor in the arguments; WHOLE for anything else."""
+        return self.states[self.op.inputs.index(arg.name)] if isinstance(arg, Ref) else WHOLE
+
+    def shape(self, ref: Ref | str) -> tuple[Size, ...]:
+        """Return a tensor's shape as captured."""
+        return self.walk.program.tensor[ref.name if isinstance(ref, Ref) else ref].shape
+
+    def growing(self, name: str) -> list[int]:
+        """Return the dims of a tensor whose size grows with the batch."""
+        return [d for d, s in enumerate(self.shape(name)) if isinstance(s, Affine) and s.per_sample]
+
+    def each(self, name: str, dim: int) -> int:
+        """Return how many rows of a tensor's dim a sample has."""
+        size = self.shape(name)[dim]
+        return size.per_sample if isinstance(size, Affine) and size.fixed == 0 else 0
+
+    def grows(self) -> bool:
+        """Whether sizes or numbers of an op without samples depend on how many there are."""
+        return any(map(self.growing, self.op.outputs)) or bool(self.batch_sizes())
+
+    def batch_sizes(self) -> list[Affine]:
+        """Return the arguments that are values computed from the number of samples."""
+        if self.facts.sizes_only:
+            return []
+        values = (*self.op.args, *(value for _, value in self.op.kwargs))
+        return [value for value in values if isinstance(value, Affine)]
+
+    def without_names(self, *, whole_numbers_too: bool) -> tuple[Op, tuple[TensorMeta, ...]]:
+        """Return the op as rules see it; they sum over ranks what can carry a gradient only."""
+        plain, metas = without_names(self.op.bind(BOUND), self.walk.bound)
+        if whole_numbers_too:
+            whole = ("int", "uint", "bool")
+            metas = tuple(
+                replace(m, dtype="float32") if m.dtype.startswith(whole) else m for m in metas
+            )
+        return plain, metas
+
+    def compares(self, names: Iterable[str]) -> bool:
+        """Whether a tensor has an entry for each pair of samples."""
+        return any(len(self.growing(name)) > 1 for name in names)
+
+    def blame(self, kind: Kind, *causes: str) -> None:
+        """Note a fault of this op, or of the ops that `causes` names.
+
+        Where samples are compared already, or were lost, what follows is the same fault.
+        """
+        follows = self.compares(self.op.inputs) or any(state.lost for state in self.states)
+        if kind in ("buffer", "repeated") or not follows:
+            for cause in causes or (self.op.name,):
+                self.walk.faults[Fault(kind=kind, op=cause, used_by=self.op.name)] = None
+
+    def blame_sums(self) -> None:
+        """Note that sums over samples are used otherwise than as terms of the loss."""
+        causes = dict.fromkeys(c for state in self.states for c in (*state.sums, *state.shares))
+        if causes:
+            self.blame("mixed", *causes)
+        self.states = [WHOLE if state.sums else state for state in self.states]
+
+    def anything(self) -> tuple[State, ...]:
+        """Return what to go on with after a fault: samples where sizes grow."""
+        return tuple(self._plain(name) for name in self.op.outputs)
+
+    def _plain(self, name: str) -> State:
+        growing, tensor = self.growing(name), self.walk.program.tensor[name]
+        if not growing:
+            return replace(WHOLE, lost=True)
+        size = tensor.shape[growing[0]]
+        lost = tensor.dtype.startswith("int") or not isinstance(size, Affine) or size.fixed != 0
+        for source, state in zip(self.op.inputs, self.states, strict=True):
+            if state.rows and self.shape(source) == self.shape(name):
+                return State(rows=state.rows, lost=lost)
+        return State(rows=Shard(growing[0]), lost=lost)
+
+
+Handler = Callable[[Step], tuple[State, ...] | None]
+"""What an op leaves of its inputs' states; None where the rules decide."""
+
+_HANDLERS: dict[str, list[Handler]] = {}
+
+
+def handles(*packets: str) -> Callable[[Handler], Handler]:
+    """Register a handler for op packets, of ATen where they name no library."""
+
+    def register(handler: Handler) -> Handler:
+        for packet in packets:
+            _HANDLERS.setdefault(packet if "." in packet else f"aten.{packet}", []).append(handler)
+        return handler
+
+    return register
+
+
+def handlers_of(packet: str) -> tuple[Handler, ...]:
+    """Return the handlers of an op packet, in the order in which they are tried."""
+    return tuple(_HANDLERS.get(packet, ()))

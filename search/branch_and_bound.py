@@ -1,0 +1,229 @@
+"""Branch and bound: one queue of nodes, and the bookkeeping of the certificate.
+
+A node stands for a set of plans. Its bound is a step time that no plan of the set beats. `refine`
+replaces the node by nodes of smaller sets, or by an evaluated plan:
+
+    take the node of the smallest bound
+      bound >= best                  the node and all behind it are pruned: they cannot win
+      bound >= best * (1 - gap)      they stay unexplored: the request accepts this gap
+      the time limit has passed      they stay unexplored
+      else                           refine it: push its nodes, compare its plan with the best
+
+What is quick to evaluate runs first, in an earlier *wave*, so that a good plan prunes the rest.
+Waves follow each other in order; inside a wave the smallest bound is first.
+
+Every configuration that was considered ends as evaluated, pruned by a named rule, or unexplored.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+from costmodel import Estimate
+from planner.plan import Plan
+from search.space import Configuration
+
+BEATEN = "bound: cannot beat the best"
+
+MOST_EXTRA_WORK = 200_000
+"""Of one wave, in simulated jobs (a few tenths of a second), for nodes that only close the gap."""
+
+Progress = Callable[[float, str], None]
+Wave = tuple[int, ...]
+"""The order in which sets of nodes are searched, compared like a version number."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvaluatedPlan:
+    """A plan that fits, or may fit, with the cost model's estimate."""
+
+    configuration: Configuration
+    plan: Plan
+    estimate: Estimate
+
+    @property
+    def step_s(self) -> float:
+        """Estimated step time."""
+        return self.estimate.step_s
+
+
+State = TypeVar("State", bound="BranchAndBound")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Node(ABC, Generic[State]):
+    """A set of plans, none faster than `bound` (seconds)."""
+
+    bound: float
+    wave: Wave
+
+    @property
+    def num_configurations(self) -> int:
+        """How many configurations of the certificate end with this node; 0: counted elsewhere."""
+        return 0
+
+    @property
+    def depth(self) -> int:
+        """Of equal bounds the deepest node is first, so that a plan is complete soon."""
+        return 0
+
+    @property
+    def label(self) -> str:
+        """What the user reads while the node is refined."""
+        return "searching"
+
+    @abstractmethod
+    def refine(self, search: State) -> Iterator[Node[State] | EvaluatedPlan]:
+        """Yield nodes that cover all plans of this node, or its plan."""
+
+
+Entry = tuple[float, int, int, Node[Any]]
+"""(bound, -depth, ticket, node): heap order; the ticket is the order of arrival."""
+
+
+@dataclass(kw_only=True)
+class BranchAndBound:
+    """The queue, and what became of all nodes; mutable because a search advances.
+
+    Attributes:
+        max_gap: relative gap at which the search may stop, 0 for a proof.
+        time_limit_s: seconds since `started` after which it stops, None for no limit.
+        started: time of the start (`time.perf_counter`).
+        progress: receives a fraction and a label before each node, if given.
+        best: the fastest plan that fits, so far.
+        evaluated: all plans that fit, in order of evaluation.
+        num_considered: configurations that the search had to decide about.
+        num_evaluated: configurations of which a plan was simulated.
+        num_unexplored: configurations that a gap or time limit left without a decision.
+        pruned: number of configurations by the rule that excluded them.
+        set_aside: (bound, wave, ticket, node) of nodes that lost: candidates for runners-up.
+        least_open_s: least step time that something unexplored may have.
+        stopped_early: why the search stopped before its proof, empty if it did not.
+        extra_work: simulated jobs spent in this wave on nodes that only close the gap.
+    """
+
+    max_gap: float = 0.0
+    time_limit_s: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+    progress: Progress | None = None
+    best: EvaluatedPlan | None = None
+    evaluated: list[EvaluatedPlan] = field(default_factory=list)
+    num_considered: int = 0
+    num_evaluated: int = 0
+    num_unexplored: int = 0
+    pruned: Counter[str] = field(default_factory=Counter)
+    set_aside: list[tuple[float, Wave, int, Node[Any]]] = field(default_factory=list)
+    least_open_s: float = float("inf")
+    stopped_early: str = ""
+    extra_work: float = 0.0
+    _queue: dict[Wave, list[Entry]] = field(default_factory=dict)
+    _ticket: count[int] = field(default_factory=count)
+    _refined: int = 0
+
+    @property
+    def best_s(self) -> float:
+        """Step time of the best plan so far."""
+        return self.best.step_s if self.best else float("inf")
+
+    @property
+    def lower_bound_s(self) -> float:
+        """A step time that no plan of the space beats, once the queue is empty."""
+        return min(self.best_s, self.least_open_s)
+
+    def push(self, node: Node[Any]) -> None:
+        """Add a node to its wave, unless its bound already prunes it."""
+        entry = (node.bound, -node.depth, next(self._ticket), node)
+        if node.bound >= self.best_s:
+            self._prune_all([entry])
+        else:
+            heapq.heappush(self._queue.setdefault(node.wave, []), entry)
+
+    def run(self) -> None:
+        """Refine nodes, wave by wave, until the queue is empty."""
+        while self._queue:
+            wave = min(self._queue)
+            self.extra_work = 0.0
+            self._run_wave(self._queue[wave])
+            del self._queue[wave]
+
+    def _run_wave(self, heap: list[Entry]) -> None:
+        while heap:
+            bound, _, _, node = heap[0]
+            if bound >= self.best_s:
+                self._prune_all(heap)
+                return
+            if why := self._why_stop(bound):
+                self._leave_all(heap, why)
+                return
+            if node.num_configurations == 0 and self.extra_work >= MOST_EXTRA_WORK:
+                # Nodes that decide about a configuration go on; the others leave a gap.
+                self.leave_open(bound)
+                heap[:] = [entry for entry in heap if entry[-1].num_configurations]
+                heapq.heapify(heap)
+                continue
+            heapq.heappop(heap)
+            self._tell(node)
+            for child in node.refine(self):
+                self.push(child) if isinstance(child, Node) else self.take(child)
+
+    def _why_stop(self, bound: float) -> str:
+        """Say why a node that may win is not refined; empty if it is."""
+        if bound >= self.best_s * (1.0 - self.max_gap):
+            return f"`max_gap` {self.max_gap} reached"
+        # Without a bound of its own a node is refined even late: its nodes have bounds.
+        if self.best is not None and bound > 0 and self._is_out_of_time():
+            return f"`time_limit_s` {self.time_limit_s} s passed"
+        return ""
+
+    def _is_out_of_time(self) -> bool:
+        limit = self.time_limit_s
+        return limit is not None and time.perf_counter() - self.started > limit
+
+    def _prune_all(self, entries: list[Entry]) -> None:
+        self.prune(BEATEN, sum(node.num_configurations for *_, node in entries))
+        self._set_aside_all(entries)
+
+    def _leave_all(self, entries: list[Entry], why: str) -> None:
+        self.leave_open(entries[0][0])
+        self.num_unexplored += sum(node.num_configurations for *_, node in entries)
+        self.stopped_early = why
+        self._set_aside_all(entries)
+
+    def _set_aside_all(self, entries: list[Entry]) -> None:
+        self.set_aside += [
+            (bound, node.wave, ticket, node)
+            for bound, _, ticket, node in entries
+            if node.num_configurations
+        ]
+
+    def _tell(self, node: Node[Any]) -> None:
+        self._refined += 1
+        if self.progress:
+            waiting = sum(map(len, self._queue.values()))
+            self.progress(self._refined / (self._refined + waiting + 1), node.label)
+
+    def prune(self, rule: str, num_configurations: int = 1) -> None:
+        """Count configurations as excluded by a rule."""
+        if num_configurations:
+            self.pruned[rule] += num_configurations
+
+    def leave_open(self, bound: float) -> None:
+        """Note that something unexplored may be as fast as `bound`."""
+        self.least_open_s = min(self.least_open_s, bound)
+
+    def lose(self, node: Node[Any], step_s: float) -> None:
+        """Set a node aside whose simulated plan is slower than the best."""
+        self.set_aside.append((step_s, node.wave, next(self._ticket), node))
+
+    def take(self, done: EvaluatedPlan) -> None:
+        """Note a plan that fits; it is the best if it is faster than the best so far."""
+        self.evaluated.append(done)
+        if done.step_s < self.best_s:
+            self.best = done

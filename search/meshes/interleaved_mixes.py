@@ -1,0 +1,207 @@
+"""Interleaved stages whose pp ranks have meshes of their own.
+
+All stages of a pp rank share its mesh (`planner.plan`), and their boundaries are as even as blocks
+allow under one of the meshes (`partition/interleaved`). What remains is, for each rank r, a mesh
+and a recompute choice. `Assignments` lists all choices by the bound of their step time, best first:
+
+    f(choices of ranks 0 .. r) = `least_end_s`, with the stages of ranks after r at the least they
+                                 take under any choice
+
+f is exact for a complete list of choices and a lower bound for a part of it. A step costs
+O(choices * stages); there are choices^pp steps at worst, in practice those that may beat the best.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+
+from search.bounds.quick_price import job_table
+from search.candidates import Candidates, live_stages_of
+from search.meshes.own_meshes import Member, as_held, least_back_hop_s
+from search.partition.chain_problem import Cut, TooLarge
+from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
+from search.space import recompute_choices
+
+_COLUMNS = tuple(field.name for field in fields(StageSeconds))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EvenMix:
+    """Meshes that pp ranks may choose from for their stages between fixed cuts.
+
+    A choice is a recompute choice of the first member, then of the second, and so on, counted as in
+    `own_meshes.MixedBand`.
+
+    Attributes:
+        members: the meshes.
+        cuts: the stage boundaries.
+        even_of: the members (indices) under which these boundaries are the even ones.
+        limit_bytes: memory of one device.
+        infeasible: choices of a rank (that of the stage named) whose estimate is over the limit.
+    """
+
+    members: tuple[Member, ...]
+    cuts: tuple[int, ...]
+    even_of: tuple[int, ...]
+    limit_bytes: float
+    infeasible: tuple[TooLarge, ...] = ()
+
+    @property
+    def num_recompute_choices(self) -> int:
+        """How many recompute choices a rank of each mesh has."""
+        return len(recompute_choices(self.members[0].configuration.recompute))
+
+    @cached_property
+    def _stages(self) -> tuple[InterleavedStages, ...]:
+        """The stages under each member's mesh."""
+        return tuple(
+            InterleavedStages.of(one.configuration, one.table, self.cuts) for one in self.members
+        )
+
+    @property
+    def homes(self) -> NDArray[np.intp]:
+        """The pp rank of each stage."""
+        return self._stages[0].homes
+
+    @cached_property
+    def seconds(self) -> StageSeconds:
+        """What stages (ranks, of the tail) take, by choice."""
+        every: list[StageSeconds] = []
+        for member, stages in zip(self.members, self._stages, strict=True):
+            one = as_held(member.configuration)
+            back_hop_s = least_back_hop_s(member, self.members)
+            every += [
+                stages.seconds(one, [name] * len(self.homes), back_hop_s)
+                for name in recompute_choices(one.recompute)
+            ]
+        return StageSeconds(
+            **{name: np.stack([getattr(one, name) for one in every]) for name in _COLUMNS}
+        )
+
+    @cached_property
+    def least_s(self) -> StageSeconds:
+        """The least of each under any choice; the most of what may come later."""
+        least = {name: getattr(self.seconds, name).min(axis=0) for name in _COLUMNS}
+        return StageSeconds(**least | {"ahead_s": self.seconds.ahead_s.max(axis=0)})
+
+    def step_bound(self, seconds: StageSeconds) -> float:
+        """Return a step time that stages which take so long cannot beat."""
+        one = self.members[0].configuration
+        start_s = min(
+            member.table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches)
+            for member in self.members
+        )
+        return start_s + least_end_s(one, self.homes, seconds)
+
+    @cached_property
+    def fits(self) -> NDArray[np.bool_]:
+        """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
+        one = self.members[0].configuration
+        live = live_stages_of(one)
+        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
+        rows = []
+        for member, stages in zip(self.members, self._stages, strict=True):
+            held = as_held(member.configuration)
+            for kind, fits in enumerate(stages.least_bytes(held, live) <= self.limit_bytes):
+                every = (kind,) * len(self.homes)
+                for one_stage in stages.too_large(held, every, schedule, self.limit_bytes):
+                    fits[self.homes[one_stage.stage]] = False
+                rows.append(fits)
+        found = np.stack(rows)
+        for stage in self.infeasible:
+            found[stage.choice, self.homes[stage.stage]] = False
+        return found
+
+    def is_known(self, cut: Cut) -> bool:
+        """Whether a choice is of one mesh, and its cut that of all plans of this mesh."""
+        member = cut.choices[0] // self.num_recompute_choices
+        return member in self.even_of and all(
+            c // self.num_recompute_choices == member for c in cut.choices
+        )
+
+    def without(self, infeasible: Sequence[TooLarge]) -> EvenMix:
+        """Return the same without some ranks' choices."""
+        return replace(self, infeasible=(*self.infeasible, *infeasible))
+
+
+def even_mixes(
+    candidates: Candidates, members: tuple[Member, ...], limit_bytes: float
+) -> Iterator[EvenMix]:
+    """Yield a mix for each cut that is as even as blocks allow under one of the meshes."""
+    even_of: dict[tuple[int, ...], list[int]] = {}
+    for index, member in enumerate(members):
+        cuts = candidates.interleaved(member.configuration, member.table).cuts
+        even_of.setdefault(cuts, []).append(index)
+    for cuts, indices in even_of.items():
+        yield EvenMix(members=members, cuts=cuts, even_of=tuple(indices), limit_bytes=limit_bytes)
+
+
+class Assignments:
+    """All choices of a mix whose bound is under a ceiling, best first.
+
+    Of the recomputations that a rank of one mesh could do with, the first counts: others are no
+    faster.
+    """
+
+    def __init__(self, mix: EvenMix, ceiling: float) -> None:
+        self.mix = mix
+        self._ceiling = ceiling
+        self._heap: list[tuple[float, int, int, tuple[int, ...]]] = []
+        self._ticket = count()
+        by_member = mix.fits.reshape(len(mix.members), mix.num_recompute_choices, -1)
+        first = (
+            by_member.argmax(axis=1)
+            + mix.num_recompute_choices * np.arange(len(mix.members))[:, None]
+        )
+        self._options = [
+            [int(first[member, rank]) for member in np.flatnonzero(by_member[:, :, rank].any(1))]
+            for rank in range(by_member.shape[2])
+        ]
+        self.fits = all(self._options)
+        if self.fits:
+            self._extend(())
+
+    @property
+    def bound(self) -> float:
+        """No choice that is left is faster; infinity when there is none."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def advance(self) -> Cut | None:
+        """Take one step; return a cut when the choices of all ranks are made."""
+        bound, _, _, chosen = heapq.heappop(self._heap)
+        if len(chosen) < len(self._options):
+            self._extend(chosen)
+            return None
+        choices = tuple(chosen[rank] for rank in self.mix.homes.tolist())
+        return Cut(cuts=self.mix.cuts, choices=choices, value=bound)
+
+    def _extend(self, chosen: tuple[int, ...]) -> None:
+        """Put each choice that the next rank may make behind those that are made."""
+        rank = len(chosen)
+        for choice in self._options[rank]:
+            bound = self.mix.step_bound(self._seconds((*chosen, choice)))
+            if bound < self._ceiling:
+                entry = (bound, -rank, next(self._ticket), (*chosen, choice))
+                heapq.heappush(self._heap, entry)
+
+    def _seconds(self, chosen: tuple[int, ...]) -> StageSeconds:
+        """Return what stages take with these choices of the first ranks, the rest at its least."""
+        made, ranks = np.array(chosen), np.arange(len(chosen))
+        known = np.flatnonzero(self.mix.homes < len(chosen))
+        columns = {}
+        for name in _COLUMNS:
+            values = getattr(self.mix.least_s, name).copy()
+            by_choice = getattr(self.mix.seconds, name)
+            if name == "tail_s":
+                values[ranks] = by_choice[made, ranks]
+            else:
+                values[known] = by_choice[made[self.mix.homes[known]], known]
+            columns[name] = values
+        return StageSeconds(**columns)

@@ -1,0 +1,100 @@
+"""Node of a mix of meshes with interleaved stages: all choices of its ranks, best first.
+
+All stages of a pp rank share its mesh, so a choice is made for each rank, and listed in the order
+of its bound (`meshes/interleaved_mixes`). The node counts as one configuration until a plan of it
+was evaluated; what it lists afterwards closes the gap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from search.branch_and_bound import EvaluatedPlan, Node
+from search.meshes.interleaved_mixes import Assignments, EvenMix
+from search.meshes.own_meshes import price_mix
+from search.nodes.configurations import too_large_stages
+from search.partition.chain_problem import Cut
+from search.search_state import Outcomes, SearchState
+
+_JOBS_PER_ESTIMATE = 2000
+"""What an estimate costs beside its simulation, in simulated jobs."""
+
+APART = "own meshes: stages cannot hand samples over, or share weights, between them"
+EVEN_BEATEN = "own meshes: the even cut cannot beat the best"
+EVEN_TOO_LARGE = "own meshes, memory: the even cut does not fit"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InterleavedMixNode(Node[SearchState]):
+    """A mix of interleaved stages.
+
+    Attributes:
+        mix: the meshes, and the even cut of the stages.
+        assignments: the choices that are left; None before they are listed.
+        evaluated: choices that were evaluated, by stage.
+    """
+
+    mix: EvenMix
+    assignments: Assignments | None = None
+    evaluated: frozenset[tuple[int, ...]] = frozenset()
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration, until a plan of it was evaluated."""
+        return int(not self.evaluated)
+
+    @property
+    def label(self) -> str:
+        """What is mixed."""
+        one = self.mix.members[0].configuration
+        return f"stages' own meshes: pp={one.pp} {one.schedule}"
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Take one step in the list of choices; evaluate a choice that is complete."""
+        node, assignments = self, self.assignments
+        if assignments is None:
+            assignments = Assignments(self.mix, search.best_s)
+            if not assignments.fits:
+                search.prune(EVEN_TOO_LARGE, self.num_configurations)
+                return
+        else:
+            cut = assignments.advance()
+            if cut is not None and not self._is_evaluated(cut):
+                done = self._evaluate(search, cut)
+                limit = search.memory_limit_bytes
+                if done is not None and done.estimate.peak_bytes > limit:
+                    yield self._without_infeasible(limit, cut, done)
+                    return
+                if not self.evaluated:
+                    if done is None:
+                        search.prune(APART)
+                    else:
+                        search.num_evaluated += 1
+                if done is not None:
+                    yield done
+                node = replace(self, evaluated=self.evaluated | {cut.choices})
+        if assignments.bound == float("inf"):
+            search.prune(EVEN_BEATEN, node.num_configurations)
+        else:
+            bound = max(self.bound, assignments.bound)
+            yield replace(node, assignments=assignments, bound=bound)
+
+    def _is_evaluated(self, cut: Cut) -> bool:
+        """Whether a choice was evaluated here, or as a configuration of one mesh."""
+        return cut.choices in self.evaluated or self.mix.is_known(cut)
+
+    def _evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
+        mix, one = self.mix, self.mix.members[0].configuration
+        if self.evaluated:
+            search.extra_work += _JOBS_PER_ESTIMATE + 2 * one.pp * one.vpp * one.num_microbatches
+            search.num_other_partitions += 1
+        return price_mix(search.candidates, mix.members, cut, mix.num_recompute_choices)
+
+    def _without_infeasible(
+        self, limit_bytes: float, cut: Cut, done: EvaluatedPlan
+    ) -> InterleavedMixNode:
+        """Return the mix, to be listed again without the choices of ranks that are too large."""
+        mix = self.mix
+        tables = [mix.members[c // mix.num_recompute_choices].table for c in cut.choices]
+        infeasible = too_large_stages(done.plan, done.estimate, cut, (), limit_bytes, tables)
+        return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

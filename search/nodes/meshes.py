@@ -1,0 +1,284 @@
+"""Nodes of plans whose stages have meshes of their own (``meshes="own"``).
+
+What may be mixed are shapes of equal cp, pp and microbatches: they differ in how the devices of a
+pp rank are divided into dp and tp.
+
+    MeshesNode                all mixes of the request's shapes
+      MixNode                 one choice of meshes, a schedule, a ZeRO stage    partition phase
+        PartitionedMixNode    its best stage boundaries and meshes of stages    estimate phase
+          EvaluatedPlan, and a PartitionsNode of all other boundaries and meshes
+      InterleavedMixNode      the same with several stages a rank (`interleaved_meshes`)
+
+Microbatch sizes that the search left out for one mesh are not mixed (`skipped_sizes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from search.bounds.pipeline_line import pipeline_line
+from search.branch_and_bound import BEATEN, EvaluatedPlan, Node
+from search.candidates import in_flight_of
+from search.meshes.interleaved_mixes import even_mixes
+from search.meshes.own_meshes import (
+    Member,
+    by_first_mesh,
+    least_of_blocks,
+    member_problems,
+    mixed_problem,
+    price_mix,
+)
+from search.nodes.configurations import SOLVERS, too_large_stages
+from search.nodes.interleaved_meshes import InterleavedMixNode
+from search.nodes.partitions import PartitionsNode, PartitionSource
+from search.partition.chain_dp import Solved, solve_chain
+from search.partition.chain_problem import ChainProblem, Cut, TooLarge
+from search.search_state import MIXED_PARTITIONS, MIXES, Outcomes, SearchState
+from search.space import Configuration, Shape
+
+_MOST_ATTEMPTS = 24
+"""How often a mix is partitioned again when its estimate is over the memory limit."""
+
+_JOBS_PER_ESTIMATE = 2000
+"""What an estimate costs beside its simulation, in simulated jobs."""
+
+MIXED_BEATEN = "own meshes: the best cut cannot beat the best"
+APART = "own meshes: stages cannot hand samples over, or share weights, between them"
+MIXED_TOO_LARGE = "own meshes, memory: no stage boundaries fit"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshesNode(Node[SearchState]):
+    """Every mix of two or more meshes' tables, with a schedule and a ZeRO stage."""
+
+    shapes: Sequence[Shape]
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the mixes."""
+        for group in self._groups(search):
+            options = sorted({option for shape in group for option in shape.options})
+            zeros = sorted({zero for shape in group for zero in shape.zeros})
+            if group[0].cp > 1 and self._least_with_cp(search, group) >= search.best_s:
+                search.num_considered += len(options) * len(zeros)
+                search.prune(BEATEN, len(options) * len(zeros))
+                continue
+            for members in _members(search, group):
+                yield from self._mixes(search, members, options, zeros)
+
+    def _groups(self, search: SearchState) -> Iterator[list[Shape]]:
+        """Yield shapes that stages of one plan may have."""
+        groups: dict[tuple[int, int, int], list[Shape]] = {}
+        for shape in self.shapes:
+            size = shape.cp, shape.tp, shape.microbatch_size
+            if shape.pp > 1 and size not in search.skipped_sizes:
+                key = shape.cp, shape.pp, shape.num_microbatches
+                groups.setdefault(key, []).append(shape)
+        yield from (group for group in groups.values() if len(group) > 1)
+
+    def _least_with_cp(self, search: SearchState, group: Sequence[Shape]) -> float:
+        """Return a step time that no mix beats: cp divides at best all that blocks do without."""
+        without = [
+            Member(configuration=_any_configuration(shape), table=table)
+            for shape in group
+            for table in search.candidates.tables(shape.tp, shape.microbatch_size)
+        ]
+        return least_of_blocks(without) / group[0].cp
+
+    def _mixes(
+        self,
+        search: SearchState,
+        members: tuple[Member, ...],
+        options: list[tuple[str, int]],
+        zeros: list[int],
+    ) -> Outcomes:
+        least, limit = least_of_blocks(members), search.memory_limit_bytes
+        for (schedule, vpp), zero in product(options, zeros):
+            some = tuple(_with(member, schedule, vpp, zero) for member in members)
+            if least >= search.best_s:
+                search.num_considered += 1
+                search.prune(BEATEN)
+            elif vpp > 1:
+                for mix in even_mixes(search.candidates, some, limit):
+                    search.num_considered += 1
+                    bound = mix.step_bound(mix.least_s)
+                    yield InterleavedMixNode(bound=bound, wave=self.wave, mix=mix)
+            else:
+                search.num_considered += 1
+                problems = member_problems(search.candidates, some, limit)
+                bound = _least_step_s(some[0].configuration, problems)
+                yield MixNode(bound=bound, wave=self.wave, members=some, problems=problems)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MixNode(Node[SearchState]):
+    """Meshes that stages may choose from, under one schedule and ZeRO stage.
+
+    Attributes:
+        members: the meshes.
+        problems: the chain problem of each mesh alone.
+        infeasible: stages that the estimate found too large in earlier attempts.
+        num_attempts: how often the mix was partitioned before.
+    """
+
+    members: tuple[Member, ...]
+    problems: tuple[ChainProblem, ...]
+    infeasible: tuple[TooLarge, ...] = ()
+    num_attempts: int = 0
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration."""
+        return 1
+
+    @property
+    def label(self) -> str:
+        """What is mixed."""
+        one = self.members[0].configuration
+        return f"stages' own meshes: pp={one.pp} {one.schedule}"
+
+    @property
+    def num_recompute_choices(self) -> int:
+        """How many recompute choices a stage of each mesh has."""
+        return len(self.problems[0].choices)
+
+    @property
+    def mixed_problem(self) -> ChainProblem:
+        """The chain problem in which a stage's choice is a mesh with a recompute choice."""
+        return replace(mixed_problem(self.problems), refused=self.infeasible)
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the mix with its best stage boundaries and meshes, if any fit and may win."""
+        problem = self.mixed_problem
+        solved = _solve(search, problem, search.best_s)
+        best: Cut | None = None
+        if solved.cut is not None:
+            # The relaxed problem has a solution under the best; now the exact ones.
+            ceiling = search.best_s
+            for exact in by_first_mesh(problem):
+                cut = _solve(search, exact, ceiling).cut
+                if cut is not None and (best is None or cut.value < best.value):
+                    ceiling, best = min(ceiling, cut.value), cut
+        if best is None:
+            search.prune(MIXED_BEATEN if solved.fits else MIXED_TOO_LARGE)
+            return
+        is_proof = search.request.solver != "recursive"
+        bound = max(self.bound, best.value) if is_proof else self.bound
+        of = replace(self, bound=bound)
+        yield PartitionedMixNode(bound=bound, wave=self.wave, of=of, cut=best)
+
+    def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
+        """Return the plan of a solution; None where stages cannot send each other samples."""
+        return price_mix(search.candidates, self.members, cut, self.num_recompute_choices)
+
+    def infeasible_stages(
+        self, search: SearchState, cut: Cut, done: EvaluatedPlan
+    ) -> tuple[TooLarge, ...]:
+        """Return the stages of an evaluated solution that are too large."""
+        tables = [self.members[c // self.num_recompute_choices].table for c in cut.choices]
+        live, limit = in_flight_of(self.members[0].configuration), search.memory_limit_bytes
+        return tuple(too_large_stages(done.plan, done.estimate, cut, live, limit, tables))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartitionedMixNode(Node[SearchState]):
+    """A mix (`of`) with the stage boundaries and meshes of the least bound."""
+
+    of: MixNode
+    cut: Cut
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration."""
+        return 1
+
+    @property
+    def label(self) -> str:
+        """What is estimated."""
+        return self.of.label
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the plan and the other partitions, or the mix without what is too large."""
+        mix = self.of
+        done = mix.evaluate(search, self.cut)
+        if done is None:
+            search.prune(APART)
+        elif done.estimate.peak_bytes <= search.memory_limit_bytes:
+            search.num_evaluated += 1
+            yield done
+        elif mix.num_attempts == _MOST_ATTEMPTS:
+            search.prune(MIXED_TOO_LARGE)
+        else:
+            infeasible = (*mix.infeasible, *mix.infeasible_stages(search, self.cut, done))
+            yield replace(mix, infeasible=infeasible, num_attempts=mix.num_attempts + 1)
+            return
+        if search.request.solver == "dp":
+            yield self._other_partitions(search)
+        else:
+            search.leave_open(self.bound)
+
+    def _other_partitions(self, search: SearchState) -> PartitionsNode:
+        mix, one = self.of, self.of.members[0].configuration
+        source = PartitionSource(
+            num_jobs=_JOBS_PER_ESTIMATE + 2 * one.pp * one.num_microbatches,
+            problems=lambda: by_first_mesh(mix.mixed_problem),
+            evaluate=lambda cut: mix.evaluate(search, cut),
+            infeasible_stages=lambda cut, done: mix.infeasible_stages(search, cut, done),
+        )
+        return PartitionsNode(bound=self.bound, wave=MIXED_PARTITIONS, source=source)
+
+
+def meshes_node(shapes: Sequence[Shape]) -> MeshesNode:
+    """Return the root of all mixes."""
+    return MeshesNode(bound=0.0, wave=MIXES, shapes=shapes)
+
+
+def _least_step_s(configuration: Configuration, problems: Sequence[ChainProblem]) -> float:
+    """Return a step time that no mix beats, as `bounds` has it of one mesh.
+
+    Each block counts at its quickest member, and what a gradient leaves behind at its longest.
+    """
+    block = np.min([p.block_forward_s + p.block_backward_s for p in problems], axis=0)
+    ahead = np.max([p.block_weight_s for p in problems], axis=0)
+    m, pp = configuration.num_microbatches, configuration.pp
+    bound = m * max(block.sum() / pp, block.max())
+    if not problems[0].splits_backward:
+        part = float((ahead / np.where(ahead > 0, block, 1.0)).max())
+        part = min(round(part, 6) + 1e-6, 1.0) if part else 0.0
+        if part < 1.0:
+            factor, firsts = pipeline_line(configuration.schedule, pp, m, part)
+            bound = max(bound, block.sum() * factor - firsts * ahead[1:].max(initial=0.0))
+    return float(bound)
+
+
+def _members(search: SearchState, group: Sequence[Shape]) -> Iterator[tuple[Member, ...]]:
+    """Yield every choice of a table for each shape that has any."""
+    by_shape = [
+        [
+            Member(configuration=_any_configuration(shape), table=table)
+            for table in search.candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
+        ]
+        for shape in group
+    ]
+    some = [members for members in by_shape if members]
+    if len(some) > 1:
+        yield from product(*some)
+
+
+def _any_configuration(shape: Shape) -> Configuration:
+    return next(shape.configurations())
+
+
+def _with(member: Member, schedule: str, vpp: int, zero: int) -> Member:
+    configuration = replace(member.configuration, schedule=schedule, vpp=vpp, zero=zero)
+    return replace(member, configuration=configuration)
+
+
+def _solve(search: SearchState, problem: ChainProblem, ceiling: float) -> Solved:
+    if search.request.solver == "dp":
+        return solve_chain(problem, ceiling=ceiling)
+    cut = SOLVERS[search.request.solver](problem)
+    return Solved(cut=cut, fits=cut is not None)

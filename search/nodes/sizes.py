@@ -1,0 +1,219 @@
+"""Nodes of the bound phase: degrees, their microbatch sizes, and the layouts of each size.
+
+    DegreesNode    all shapes without cp (or all with cp)
+      SizesNode    the microbatch sizes of one (cp, tp), ascending: layouts are found and priced
+        ShapeNode  one shape with one layout (`configurations`)
+
+A layout is looked at only as closely as it takes to prune it (`layout_candidates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from search.branch_and_bound import BEATEN, Node
+from search.nodes.configurations import ShapeNode
+from search.search_state import Outcomes, SearchState, degrees_wave, shapes_wave, sizes_wave
+from search.space import Shape
+from search.stages.layout_candidates import LayoutCandidate, worth_trying
+from search.stages.stage_table import StageTable
+
+TOO_LARGE = "memory: a smaller microbatch does not fit either"
+NO_FASTER = "microbatch: a smaller one is as fast per sample"
+NO_CP = "layout: cp cannot divide what blocks do"
+NO_ZERO_STAGE = "memory: parameters or one block alone"
+
+Sizes = tuple[tuple[Shape, ...], ...]
+"""Shapes of equal cp and tp: a tuple for each microbatch size, ascending."""
+
+
+def degrees_nodes(shapes: Sequence[Shape]) -> Iterator[DegreesNode]:
+    """Yield the roots of a search: shapes without cp, then shapes with it."""
+    for with_cp in (False, True):
+        some = tuple(shape for shape in shapes if (shape.cp > 1) == with_cp)
+        if some:
+            yield DegreesNode(bound=0.0, wave=degrees_wave(some[0].cp), shapes=some)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DegreesNode(Node[SearchState]):
+    """Shapes of all degrees."""
+
+    shapes: tuple[Shape, ...]
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the microbatch sizes of each (cp, tp)."""
+        groups: dict[tuple[int, int], dict[int, list[Shape]]] = {}
+        for shape in self.shapes:
+            of_degrees = groups.setdefault((shape.cp, shape.tp), {})
+            of_degrees.setdefault(shape.microbatch_size, []).append(shape)
+        for (cp, tp), by_size in sorted(groups.items()):
+            sizes = tuple(tuple(by_size[size]) for size in sorted(by_size))
+            search.num_considered += _count(sizes)
+            # cp divides at best all that blocks do without it.
+            per_sample_s = search.least_per_sample_s.get((1, tp), 0.0) if cp > 1 else 0.0
+            bounds = tuple(_least_step_s(shapes, per_sample_s) for shapes in sizes)
+            yield SizesNode(bound=min(bounds), wave=sizes_wave(cp, tp), sizes=sizes, bounds=bounds)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SizesNode(Node[SearchState]):
+    """Microbatch sizes of one (cp, tp), ascending, with the bound of each.
+
+    They are priced in this order, and no further once a size cannot fit however its blocks are
+    split, or is no faster per sample than a smaller one (larger ones only fill the pipeline less).
+    """
+
+    sizes: Sizes
+    bounds: tuple[float, ...]
+
+    @property
+    def num_configurations(self) -> int:
+        """Of all sizes, each with one layout."""
+        return _count(self.sizes)
+
+    @property
+    def label(self) -> str:
+        """What is priced."""
+        shape = self.sizes[0][0]
+        return f"pricing tp={shape.tp}, microbatch size {shape.microbatch_size}"
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Yield the shapes of the smallest size with each layout, and the larger sizes."""
+        shapes, rest = self.sizes[0], self.sizes[1:]
+        priced = _PricedSize(shapes=shapes)
+        if self.bounds[0] >= search.best_s:
+            search.prune(BEATEN, _count((shapes,)))
+        else:
+            yield from priced.nodes(search)
+        if not rest:
+            return
+        if rule := priced.why_no_larger:
+            search.prune(rule, _count(rest))
+            search.skipped_sizes |= {_degrees_and_size(some[0]) for some in rest}
+        else:
+            bounds = self.bounds[1:]
+            yield replace(self, sizes=rest, bounds=bounds, bound=min(bounds))
+
+
+@dataclass(kw_only=True)
+class _PricedSize:
+    """Shapes of equal cp, tp and microbatch size; `why_no_larger` is known after `nodes`."""
+
+    shapes: tuple[Shape, ...]
+    why_no_larger: str = ""
+
+    def nodes(self, search: SearchState) -> Iterator[ShapeNode]:
+        """Find layouts; yield each shape with each layout that may fit."""
+        shapes, count = self.shapes, _count((self.shapes,))
+        cp, tp, size = _degrees_and_size(shapes[0])
+        layouts = self._layouts(search)
+        if not layouts:
+            search.prune(NO_CP, count)
+            return
+        beaten = [layout for layout in layouts if self._is_beaten(search, layout)]
+        tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
+        search.num_considered += count * (len(beaten) + len(tables) - 1)
+        for layout in beaten:
+            for shape in shapes:
+                bound = layout.least_step_s(shape)
+                wave = shapes_wave(cp, tp, shape.pp)
+                yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
+        fits, seconds = bool(beaten), float("inf")
+        for table in tables:
+            blocks_s = search.candidates.bounds(table).block_seconds(shapes[0].recompute)
+            seconds = min(seconds, blocks_s / size)
+            for shape in shapes:
+                node = _shape_node(search, shape, table)
+                if node is not None:
+                    fits = True
+                    yield node
+        least = min([seconds, *(layout.least_s / size for layout in beaten)])
+        least_before = search.least_per_sample_s.get((cp, tp), float("inf"))
+        search.least_per_sample_s[cp, tp] = min(least, least_before)
+        before = search.per_sample_s.get((cp, tp), float("inf"))
+        search.per_sample_s[cp, tp] = min(seconds, before)
+        if not fits and not _larger_may_fit(search, shapes):
+            self.why_no_larger = TOO_LARGE
+        elif not search.every_size and not beaten and seconds >= before:
+            self.why_no_larger = NO_FASTER
+
+    def _layouts(self, search: SearchState) -> tuple[LayoutCandidate, ...]:
+        """Return layout candidates, each kind more costly to find than the one before.
+
+        A kind whose first candidate is beaten stands for the kinds after it.
+        """
+        cp, tp, size = _degrees_and_size(self.shapes[0])
+        known = search.candidates.layouts
+        layouts: tuple[LayoutCandidate, ...] = ()
+        if cp == 1 < tp:
+            layouts = (known.optimistic(tp, size),)
+        for find in (known.fastest, known.every):
+            if not layouts or not self._is_beaten(search, layouts[0]):
+                layouts = find(tp, size, cp)
+        return layouts
+
+    def _is_beaten(self, search: SearchState, layout: LayoutCandidate) -> bool:
+        """Whether the best plan is as fast as any of the shapes can be with a layout."""
+        return all(layout.least_step_s(shape) >= search.best_s for shape in self.shapes)
+
+
+def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNode | None:
+    """Return a shape without the ZeRO stages that cannot fit; None if none can."""
+    bounds = search.candidates.bounds(table)
+    plain = replace(shape, options=shape.options[:1])
+    zeros = tuple(
+        configuration.zero
+        for configuration in plain.configurations()
+        if bounds.least_peak_bytes(configuration) <= search.memory_limit_bytes
+    )
+    search.prune(NO_ZERO_STAGE, (len(shape.zeros) - len(zeros)) * len(shape.options))
+    if not zeros:
+        return None
+    return ShapeNode(
+        bound=bounds.least_step_of_shape(shape),
+        wave=shapes_wave(shape.cp, shape.tp, shape.pp),
+        shape=replace(shape, zeros=zeros),
+        find_table=lambda: table,
+    )
+
+
+def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
+    """Whether a larger microbatch may fit though this one does not.
+
+    Its layouts may lie otherwise. So it may where the layout of fewest bytes would fit here or,
+    once nothing has fitted at all, where this size is not more than twice too large.
+    """
+    first = shapes[0]
+    degrees = first.tp, first.microbatch_size, first.cp
+    if search.every_size:
+        tables, enough = search.candidates.tables(*degrees), 2 * search.memory_limit_bytes
+    else:
+        tables = search.candidates.layouts.leanest(*degrees) if first.tp > 1 else ()
+        enough = search.memory_limit_bytes
+    return any(
+        search.candidates.bounds(table).least_peak_bytes(configuration) <= enough
+        for table in tables
+        for shape in shapes
+        for configuration in replace(shape, options=shape.options[:1]).configurations()
+    )
+
+
+def _least_step_s(shapes: Sequence[Shape], per_sample_s: float) -> float:
+    """Return a step time that shapes cannot beat, from a sample's seconds without cp.
+
+    samples of a replica * seconds of a sample / (cp * pp): the work, dealt evenly.
+    """
+    return min(
+        shape.num_microbatches * shape.microbatch_size * per_sample_s / (shape.cp * shape.pp)
+        for shape in shapes
+    )
+
+
+def _count(sizes: Sizes) -> int:
+    return sum(shape.num_configurations for shapes in sizes for shape in shapes)
+
+
+def _degrees_and_size(shape: Shape) -> tuple[int, int, int]:
+    return shape.cp, shape.tp, shape.microbatch_size

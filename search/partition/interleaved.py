@@ -1,0 +1,327 @@
+"""Virtual stages: the one cut that is tried for them, who recomputes, and bounds of its time.
+
+With several stages a rank the chain is cut as evenly as blocks allow (`balance`); a rank that
+would be too full recomputes all its stages. What does not depend on replicas is worked out once
+for all configurations of a table with so many stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel import StageLoad
+from costmodel.memory.bound import RankBound, job_peak_bytes, kept_bytes
+from planner.plan import Recompute
+from planner.schedule import Schedule, most_kept, stage_to_pp_rank
+from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
+from search.partition.chain_problem import Floats, TooLarge
+from search.space import Configuration, recompute_choices
+from search.stages.rank_stages import again_of_stages
+from search.stages.stage_table import StageTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """What a step's bound is made of, by stage: forward and backward, what of that may come after
+    the gradient is sent on, and the hops into the stage and of the gradient back (one 0 for all:
+    not counted). `tail_s` is what follows a rank's last job.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    ahead_s: Floats
+    hop_s: Floats
+    back_hop_s: Floats
+    tail_s: Floats
+
+
+def least_end_s(
+    configuration: Configuration,
+    homes: NDArray[np.intp],
+    seconds: StageSeconds,
+    copies_s: Floats | float = 0.0,
+) -> float:
+    """Return when a step ends at the earliest, whatever table of the schedule's kind is run.
+
+    A rank starts when the first microbatch has passed the stages before its first one, does
+    all its work, and (unless backward is split, when weight gradients may come last) sends
+    the last gradient back through those stages to rank 0, from each ahead of the weight
+    gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
+    `copies_s` is by how much copies of activations lengthen a rank's jobs.
+    """
+    one, pp = configuration, configuration.pp
+    forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
+    work = np.bincount(homes, weights=forward_s + backward_s)
+    # Rank r's first stage is r under loop and fold placements alike.
+    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.hop_s.cumsum()[:pp]
+    own = fill + one.num_microbatches * work + copies_s
+    ends = own + seconds.tail_s
+    if not one.splits_backward:
+        inputs = backward_s - ahead_s
+        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_hop_s.cumsum()[:pp]
+        drain += ahead_s[0]
+        # Whichever of a rank's stages its last backward is of.
+        most_ahead = np.zeros(pp)
+        np.maximum.at(most_ahead, homes, ahead_s)
+        ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])
+    return float(ends.max())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InterleavedStages:
+    """The stages between `cuts`; stage s is on pp rank `homes[s]`. Remembers answers."""
+
+    table: StageTable
+    cuts: tuple[int, ...]
+    homes: NDArray[np.intp]
+    _kept: dict[Recompute, Floats] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
+    ) -> InterleavedStages:
+        """Return the stages of a configuration cut so."""
+        one = configuration
+        homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        return cls(table=table, cuts=cuts, homes=homes)
+
+    @property
+    def pp(self) -> int:
+        """Number of ranks."""
+        return int(self.homes.max()) + 1
+
+    def by_rank(self, of_stages: Floats) -> Floats:
+        """Return each rank's sum over its stages."""
+        return np.bincount(self.homes, weights=of_stages).astype(np.float64)
+
+    @cached_property
+    def _first(self) -> NDArray[np.intp]:
+        return np.asarray(self.cuts[:-1])
+
+    @cached_property
+    def _forward_s(self) -> Floats:
+        return np.add.reduceat(self.table.forward_s, self._first)
+
+    @cached_property
+    def _backward_s(self) -> Floats:
+        return np.add.reduceat(self.table.backward_s, self._first)
+
+    @cached_property
+    def _remade_s(self) -> Floats:
+        return np.add.reduceat(self.table.blocks.remade_s, self._first)
+
+    def ahead_s(self, configuration: Configuration) -> Floats:
+        """Most seconds of each stage's backward that may come after its gradient is sent on."""
+        one = configuration
+        choices = recompute_choices(one.recompute)
+        return np.add.reduceat(self.table.ahead_s(zero=one.zero, choices=choices), self._first)
+
+    def least_step_s(
+        self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
+    ) -> float:
+        """Return a step time that the stages cannot beat, whatever they exchange; when they
+        recompute this, if it is given.
+        """
+        nothing = np.zeros(1)
+        again: Floats | float = 0.0
+        if recomputed:
+            again = again_of_stages(recomputed, forward_s=self._forward_s, remade_s=self._remade_s)
+        seconds = StageSeconds(
+            forward_s=self._forward_s, backward_s=self._backward_s + again,
+            ahead_s=self.ahead_s(configuration),
+            hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
+        )  # fmt: skip
+        return self._start_s(configuration) + least_end_s(configuration, self.homes, seconds)
+
+    def step_bound(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        copied: Sequence[CopiedRow] = (),
+    ) -> float:
+        """Return a step time that the stages cannot beat when they recompute this, with these jobs
+        of each rank beside copies.
+        """
+        seconds = self.seconds(configuration, recomputed)
+        copies_s = self._copies_s(configuration, recomputed, seconds, copied) if copied else 0.0
+        end_s = least_end_s(configuration, self.homes, seconds, copies_s)
+        return self._start_s(configuration) + end_s
+
+    def _copies_s(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        seconds: StageSeconds,
+        copied: Sequence[CopiedRow],
+    ) -> Floats:
+        """Return by how much copies lengthen each rank's jobs."""
+        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        names = np.array(recomputed)
+        down_s, up_s = np.zeros(len(names)), np.zeros(len(names))
+        for name in set(recomputed):
+            own = names == name
+            down, up = self.table.copies_s(loads, name)
+            down_s[own], up_s[own] = down[own], up[own]
+        weight_s = np.add.reduceat(self.table.weight_s, self._first)
+        job_s = seconds_by_kind(
+            seconds.forward_s, seconds.backward_s, weight_s * (not configuration.is_sharded)
+        )
+        return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
+
+    def _start_s(self, configuration: Configuration) -> float:
+        one = configuration
+        return self.table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches)
+
+    def seconds(
+        self,
+        configuration: Configuration,
+        recomputed: Sequence[Recompute],
+        back_hop_s: Floats | None = None,
+    ) -> StageSeconds:
+        """Return what the stages take when they recompute this: with what replicas exchange,
+        transfers between stages and the optimizer. `back_hop_s` (n + 1) are, if not the table's
+        own, those of gradients from a stage starting at each block.
+        """
+        one = configuration
+        ranks = self.table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
+        runs = ranks.runs(self.cuts)
+        degrees = {"dp": one.dp, "cp": one.cp, "pp": one.pp}
+        if back_hop_s is None:
+            back_hop_s = self.table.back_hop_s(**degrees)
+        # A stage on the rank of the one before receives nothing.
+        moves = np.append(True, self.homes[1:] != self.homes[:-1])
+        sizes, counts = self.by_rank(runs.param_bytes), self.by_rank(runs.num_params)
+        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        return StageSeconds(
+            forward_s=runs.forward_s + runs.per_forward_s,
+            backward_s=runs.backward_s + runs.per_backward_s + runs.again_s(recomputed),
+            ahead_s=self.ahead_s(one),
+            hop_s=self.table.hop_s(**degrees)[self._first] * moves,
+            back_hop_s=back_hop_s[self._first] * moves,
+            tail_s=self.by_rank(runs.after_s) + update,
+        )
+
+    def choices(
+        self,
+        configuration: Configuration,
+        live: Sequence[int],
+        memory_limit_bytes: float,
+        refused: Sequence[TooLarge] = (),
+    ) -> tuple[int, ...] | None:
+        """Return each stage's recompute choice, or None when a rank cannot hold its own.
+
+        A choice may do where `least_bytes` are within the limit; `refused` is what the estimate
+        found too large nevertheless, on the rank of its stage.
+        """
+        fits = self.least_bytes(configuration, live) <= memory_limit_bytes
+        for too_large in refused:
+            fits[too_large.choice, self.homes[too_large.stage]] = False
+        if not np.all(np.any(fits, axis=0)):
+            return None
+        return tuple(np.argmax(fits, axis=0)[self.homes].tolist())
+
+    def too_large(
+        self,
+        configuration: Configuration,
+        choices: Sequence[int],
+        schedule: Schedule,
+        memory_limit_bytes: float,
+    ) -> tuple[TooLarge, ...]:
+        """Return a stage of each rank that cannot hold its own as the job table has them under way.
+
+        That is what each stage keeps while its microbatches are, where `least_bytes` knows how
+        many but not of which stages.
+        """
+        one = configuration
+        if self.table.on_host.activations:
+            return ()
+        held = self._held(one, choices, schedule)
+        needed = self._rank(one).with_saved(held)
+        homes = self.homes.tolist()
+        first = [homes.index(rank) for rank in range(self.pp)]
+        return tuple(
+            TooLarge(
+                stage=first[rank],
+                first=self.cuts[first[rank]],
+                end=self.cuts[first[rank] + 1],
+                choice=choices[first[rank]],
+            )
+            for rank in np.flatnonzero(needed > memory_limit_bytes).tolist()
+        )
+
+    def guess_bytes(
+        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
+    ) -> Floats:
+        """Return about what each rank needs: at its fullest, and inside the highest of its jobs
+        there, with gradients still to come.
+        """
+        one = configuration
+        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        names = np.array([recompute_choices(one.recompute)[choice] for choice in choices])
+        top = np.zeros(self.pp)
+        for name in set(names.tolist()):
+            inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
+            np.maximum.at(top, self.homes, np.where(names == name, inside, 0.0))
+        held = self._held(one, choices, schedule) + top
+        needed: Floats = self._rank(one).with_saved(held)
+        return needed
+
+    def _held(
+        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
+    ) -> Floats:
+        """Return what each rank keeps at once at least, as its job table has it under way."""
+        names = [recompute_choices(configuration.recompute)[choice] for choice in choices]
+        by_name = {name: self._kept_by_stage(name) for name in set(names)}
+        kept = [float(by_name[name][stage]) for stage, name in enumerate(names)]
+        return np.array(most_kept(schedule, kept))
+
+    def least_bytes(self, configuration: Configuration, live: Sequence[int]) -> Floats:
+        """Return what each rank needs at least, by (recompute choice, rank).
+
+        That is its parameters and, at its heaviest, as many microbatch-stages as the schedule
+        holds (`live`), each keeping what the stage of the rank that keeps least does.
+        """
+        one = configuration
+        held = self.table.on_host.live(np.asarray(live, dtype=float))
+        kept = np.stack([self._least_held(name) for name in recompute_choices(one.recompute)])
+        needed: Floats = self._rank(one).with_saved(held * kept)
+        return needed
+
+    def _rank(self, configuration: Configuration) -> RankBound:
+        """The ranks with nothing but their parameters."""
+        one = configuration
+        return RankBound(
+            load=StageLoad(param_bytes=self._param_bytes),
+            num_microbatches=one.num_microbatches,
+            recompute="none",
+            replicas=one.dp * one.cp,
+            zero=one.zero,
+            profile=self.table.profile,
+            precision=self.table.precision,
+            on_host=self.table.on_host,
+        )
+
+    @cached_property
+    def _param_bytes(self) -> Floats:
+        sizes = self.by_rank(np.add.reduceat(self.table.blocks.param_bytes, self._first))
+        for i, j, size in self.table.ties:
+            first, second = self.homes[np.searchsorted(self.cuts, (i, j), side="right") - 1]
+            sizes[first] -= size * (first == second)
+        return sizes
+
+    def _least_held(self, choice: Recompute) -> Floats:
+        """Bytes that each stage of a rank keeps of one microbatch at least."""
+        if choice not in self._kept:
+            held = np.full(self.pp, np.inf)
+            np.minimum.at(held, self.homes, self._kept_by_stage(choice))
+            self._kept[choice] = held
+        return self._kept[choice]
+
+    def _kept_by_stage(self, choice: Recompute) -> Floats:
+        """Bytes that each stage keeps of one microbatch at least; neighbours may share outputs."""
+        return np.diff(self.table.runs.kept_sums(choice)[list(self.cuts)])

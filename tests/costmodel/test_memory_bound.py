@@ -1,0 +1,199 @@
+"""Two fidelities of memory: the closed form never exceeds the walk; a part is two entries."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.activation_memory import CpuProfile
+from benchmarks.layers import LayerChain
+from costmodel import CostCache, StageLoad, estimate
+from costmodel.memory import bound
+from costmodel.memory.bound import RankBound, Resident
+from costmodel.memory.exact import resident
+from costmodel.memory.exact.resident import Part
+from costmodel.memory.on_host import NOTHING, OnHost
+from costmodel.time.plan_price import price_plan
+from planner.plan.defaults import default_plan
+from planner.schedule.in_flight import most_kept
+from planner.schedule.of_plan import schedule_of
+from profiles import load_profile
+from search import SearchRequest, find_plan
+from tests.builders import tiny_models
+from tests.captures import capture_module
+from tests.search.machine import Machine
+
+H100 = load_profile("h100-sxm5-80gb")
+PLANS_A_MODEL = 30
+
+
+def random_chain(rng):
+    """A chain of transformer layers of random depth and width."""
+    width = 16 * rng.randint(1, 4)
+    two, three = (dict.fromkeys(("x", "target"), torch.zeros(n, 8, width)) for n in (2, 3))
+    return capture_module(LayerChain(rng.randint(4, 7), hidden=width, heads=2), two, three)
+
+
+def tiny(name):
+    model = tiny_models()[name]
+    return capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name)
+
+
+def random_plan(graph, rng):
+    """A plan of one stage a rank: random degrees, schedule, recompute, ZeRO and offload."""
+    pp = rng.randint(1, min(4, len(graph.blocks)))
+    cuts = sorted(rng.sample(range(1, len(graph.blocks)), pp - 1))
+    edges = [0, *cuts, len(graph.blocks)]
+    dp = rng.choice([1, 2, 4])
+    plan = default_plan(
+        graph,
+        dp=dp,
+        pp=pp,
+        balance=[end - start for start, end in pairwise(edges)],
+        microbatch_size=dp * rng.randint(1, 3),
+        num_microbatches=rng.randint(pp, 3 * pp),
+        schedule=rng.choice(["1f1b", "fthenb", "zb_h1"]) if pp > 1 else "1f1b",
+        zero_stage=rng.randint(0, 3),
+    )
+    on_host = OnHost(optimizer=rng.random() < 0.3, activations=rng.random() < 0.3)
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "recompute": rng.choice(["none", "selective", "full"]),
+                "recompute_last": rng.random() < 0.5,
+                "activations_on_host": on_host.activations,
+            }
+        )
+        for stage in plan.stages
+    )
+    changed = {
+        "stages": stages,
+        "optimizer_on_host": on_host.optimizer,
+        "precision": rng.choice(["model", "bf16"]),
+        "receive_ahead": rng.randint(0, 2),
+    }
+    return plan.model_copy(update=changed), on_host
+
+
+def bounds_of(plan, costs, on_host):
+    """The bound of each rank of a plan, and how many microbatches it has in flight."""
+    live = most_kept(schedule_of(plan), [1.0] * len(plan.stages))
+    return [
+        (
+            RankBound(
+                load=load,
+                num_microbatches=plan.num_microbatches,
+                recompute=stage.recompute,
+                replicas=plan.dp * plan.cp,
+                zero=plan.zero_stage,
+                profile=costs.profile,
+                precision=plan.precision,
+                splits_backward=plan.schedule == "zb_h1",
+                on_host=on_host,
+            ),
+            int(live[stage.pp_rank]),
+        )
+        for load, stage in zip(price_plan(plan, costs).loads, plan.stages, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "chain-1", "chain-2"])
+@pytest.mark.parametrize("profile", [H100, CpuProfile()], ids=["gpu", "cpu"])
+def test_the_bound_never_exceeds_the_walk(name, profile):
+    """M17: for random models, plans, recomputation, ZeRO, precision and offload."""
+    rng = random.Random(f"{name} {profile.cluster.device_type}")
+    graph = random_chain(rng) if name.startswith("chain") else tiny(name)
+    costs = CostCache(graph, profile)
+    closest = 0.0
+    for _ in range(PLANS_A_MODEL):
+        plan, on_host = random_plan(graph, rng)
+        exact = estimate(graph, profile, plan, costs=costs).memory
+        for (rank, in_flight), parts in zip(bounds_of(plan, costs, on_host), exact, strict=True):
+            least, total = float(rank.least(in_flight)), float(parts.total)
+            assert least <= total * (1 + 1e-9), plan.model_dump_json(exclude={"layouts", "model"})
+            assert rank.may_fit(in_flight, total * (1 + 1e-9))
+            assert float(rank.conservative(in_flight)) >= least * (1 - 1e-9)
+            context = float(profile.context_bytes)
+            closest = max(closest, (least - context) / (total - context))
+    assert closest > 0.8, "a bound that is never near says nothing"
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("on_host", [NOTHING, OnHost(optimizer=True)], ids=str)
+def test_lines_say_what_fits(zero, on_host):
+    """A load fits a limit where it is below each of the lines of a rank without a load."""
+    rng = np.random.default_rng(zero)
+    options = {
+        "num_microbatches": 4, "recompute": "none", "replicas": 2, "zero": zero, "profile": H100,
+        "precision": "bf16", "on_host": on_host, "batch_bytes": 10**6,
+    }  # fmt: skip
+    load = StageLoad(saved_bytes=rng.uniform(0, 1e10, 99), param_bytes=rng.uniform(0, 1e10, 99))
+    for in_flight in (1, 3, 4):
+        limit = float(np.median(RankBound(load=load, **options).least(in_flight))) + 1.0
+        lines = RankBound(load=StageLoad(), **options).lines(in_flight, limit)
+        below = [
+            live * load.saved_bytes + slope * load.param_bytes + fixed <= 0
+            for live, slope, fixed in lines
+        ]
+        fits = RankBound(load=load, **options).may_fit(in_flight, limit)
+        assert 0 < fits.sum() < 99
+        assert np.array_equal(np.all(below, axis=0), fits)
+
+
+COMPRESSION_FACTOR = 0.5
+"""The toy part: an error-feedback buffer of gradient compression, half as large as parameters."""
+
+
+def add_toy_part(monkeypatch):
+    """Add a part of memory: an entry in `exact.resident.PARTS`, and an entry in `bound.PARTS`."""
+
+    def exact_bytes(rank):
+        return COMPRESSION_FACTOR * rank.weights.param_bytes
+
+    def bound_bytes(rank, phase):
+        return Resident(per_param_byte=COMPRESSION_FACTOR)
+
+    entry = Part("communication_bytes", exact_bytes)
+    monkeypatch.setattr(
+        resident, "PARTS", MappingProxyType({**resident.PARTS, "error_feedback": entry})
+    )
+    monkeypatch.setattr(
+        bound, "PARTS", MappingProxyType({**bound.PARTS, "error_feedback": bound_bytes})
+    )
+
+
+def test_a_new_part_of_memory_is_two_entries(monkeypatch):
+    """The estimate, the bound and a search all count it, and the bound still is one."""
+    graph = tiny("gpt")
+    machine = Machine(context_bytes=0.0, devices_per_node=4)
+    costs = CostCache(graph, machine)
+    plan = default_plan(graph, pp=2, num_microbatches=4)
+    fixed = SearchRequest(
+        num_devices=2, global_batch=8, dp=2, zero=0, recompute="none", microbatch_size=4,
+        offload="none",
+    )  # fmt: skip
+    limit = find_plan(graph, machine, fixed).plan.estimate["peak_bytes"]
+    limited = replace(fixed, memory_limit_bytes=limit)
+
+    def counted():
+        exact = estimate(graph, machine, plan, costs=costs).memory
+        least = [
+            float(rank.least(in_flight)) for rank, in_flight in bounds_of(plan, costs, NOTHING)
+        ]
+        return [float(parts.total) for parts in exact], least
+
+    exact_before, least_before = counted()
+    assert find_plan(graph, machine, limited).plan is not None
+    add_toy_part(monkeypatch)
+    exact_after, least_after = counted()
+    overhead = 1 + machine.allocator_overhead_fraction
+    for rank, load in enumerate(price_plan(plan, costs).loads):
+        more = COMPRESSION_FACTOR * load.param_bytes * overhead
+        assert exact_after[rank] - exact_before[rank] == pytest.approx(more, rel=1e-6)
+        assert least_after[rank] - least_before[rank] == pytest.approx(more, rel=1e-6)
+        assert least_after[rank] <= exact_after[rank]
+    assert find_plan(graph, machine, limited).plan is None

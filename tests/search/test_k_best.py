@@ -1,0 +1,94 @@
+"""The k best partitions of a chain, beside a list of every partition there is."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from search.branch_and_bound import BranchAndBound
+from search.nodes.partitions import FirstStagesNode, PartitionsNode, PartitionSource
+from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_paths import Paths
+from tests.referees.cuts import all_cuts
+from tests.search.chains import random_chain
+
+
+def searched(problem, ceiling):
+    """The search of all partitions of a problem under a ceiling, and those it came to, in order."""
+    search = BranchAndBound(best=SimpleNamespace(step_s=ceiling))
+    search.num_other_partitions = 0
+    found = []
+    source = PartitionSource(
+        num_jobs=1,
+        problems=lambda: [problem],
+        evaluate=found.append,
+        infeasible_stages=lambda cut, done: (),
+    )
+    search.push(PartitionsNode(bound=0.0, wave=(0,), source=source))
+    search.run()
+    assert search.num_other_partitions == len(found)
+    return search, found
+
+
+def listed(problem, ceiling):
+    """All partitions of a problem under a ceiling, in the order in which the queue takes them."""
+    return searched(problem, ceiling)[1]
+
+
+def test_every_partition_comes_once_in_the_order_of_its_bound(monkeypatch):
+    monkeypatch.setattr("search.branch_and_bound.MOST_EXTRA_WORK", float("inf"))
+    rng = np.random.default_rng(17)
+    most = 0
+    for _ in range(60):
+        problem = random_chain(rng)
+        paths = Paths.of_all(problem)
+        values = {(*cut,): cut_value(paths, *cut) for cut in all_cuts(problem)}
+        fitting = sorted(value for value in values.values() if value < np.inf)
+        ceiling = fitting[len(fitting) // 2] * (1 + 1e-9) if fitting else 1e9
+        found = listed(problem, ceiling)
+        assert [cut.value for cut in found] == pytest.approx(
+            [value for value in fitting if value < ceiling], rel=1e-12
+        )
+        assert len({(cut.cuts, cut.choices) for cut in found}) == len(found)
+        assert all(
+            values[cut.cuts, cut.choices] == pytest.approx(cut.value, rel=1e-12) for cut in found
+        )
+        best = solve_chain(problem).cut
+        assert (best is None) == (not fitting)
+        if best is not None:
+            assert found[0].value == pytest.approx(best.value, rel=1e-12)
+        most = max(most, len(found))
+    assert most > 50
+
+
+def test_a_set_is_not_faster_than_the_set_it_was_split_from(monkeypatch):
+    monkeypatch.setattr("search.branch_and_bound.MOST_EXTRA_WORK", float("inf"))
+    bounds = []
+    refine = FirstStagesNode.refine
+
+    def recorded(node, search):
+        for child in refine(node, search):
+            bounds.append((node.bound, child.bound))
+            yield child
+
+    monkeypatch.setattr(FirstStagesNode, "refine", recorded)
+    rng = np.random.default_rng(18)
+    for _ in range(60):
+        listed(random_chain(rng), 1e9)
+    assert len(bounds) > 50
+    assert all(parent <= child for parent, child in bounds)
+
+
+def test_extra_work_ends_and_leaves_the_least_bound_open(monkeypatch):
+    problem = next(
+        problem
+        for problem in map(random_chain, map(np.random.default_rng, range(100)))
+        if len(listed(problem, 1e9)) > 20
+    )
+    values = [cut.value for cut in listed(problem, 1e9)]
+    monkeypatch.setattr("search.branch_and_bound.MOST_EXTRA_WORK", 1000.0)
+    search, found = searched(problem, 1e9)
+    assert 0 < len(found) < len(values)
+    assert [cut.value for cut in found] == values[: len(found)]
+    assert search.least_open_s == pytest.approx(values[len(found)], rel=1e-12)
+    assert not search.stopped_early
