@@ -38,6 +38,7 @@ from costmodel.time.offload import host_step_seconds, least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
 from costmodel.time.stage import again_seconds
+from costmodel.topology import check_priced
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
@@ -118,8 +119,9 @@ def estimate(
     `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
     between calls, on the profile it was made with (`in_training(profile, plan.world_size)`
     where not given), and says whether gradients are clipped. Raises ScheduleError when the
-    plan's schedule can't be built.
+    plan's schedule can't be built, LayoutError for a mesh axis that is not priced.
     """
+    check_priced(plan.degrees)
     costs = costs or CostCache(graph, in_training(profile, plan.world_size))
     profile = costs.profile
     price = price_plan(plan, costs)

@@ -13,8 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cluster import ClusterSpec
+from planner.errors import LayoutError
 from planner.layout.axes import Degrees, axis_names, lowered_axes, members
 from profiles import Group
+
+PRICED = ("tp", "cp")
+"""The axes that a block's program is priced on (`costmodel.cache.CostCache.local`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,16 @@ def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
         axis.name: Axis(size=degrees[axis.name], group=group_along(cluster, degrees, axis.name))
         for axis in lowered_axes()
     }
+
+
+def check_priced(degrees: Degrees) -> None:
+    """Raise LayoutError for a mesh with an axis that blocks are lowered on and not priced on."""
+    for axis in lowered_axes():
+        if axis.name not in PRICED and degrees[axis.name] > 1:
+            raise LayoutError(
+                f"{axis.name}={degrees[axis.name]}: blocks are priced on {' and '.join(PRICED)} "
+                f"only; such a plan can be trained and not estimated, so use {axis.name}=1"
+            )
 
 
 def split_axes(cluster: ClusterSpec, *, tp: int, cp: int = 1) -> dict[str, Axis]:

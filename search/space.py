@@ -1,9 +1,9 @@
-"""The space of configurations: every (dp, tp, pp, vpp, microbatch size, ...) that divides.
+"""The space of configurations: every (mesh, pp, vpp, microbatch size, ...) that divides.
 
 A configuration fixes everything but the stage boundaries and the placements inside blocks.
 Degrees are any divisors, not only powers of two, and what the user fixed is honoured
-exactly. Tensor-parallel groups stay inside a node, ranks hold at most `MOST_VPP` stages, and cp
-leaves each rank `LEAST_POSITIONS` of a sequence, unless asked otherwise by `tp`, `vpp` or `cp`.
+exactly (`mesh_sizes` has the meshes). Ranks hold at most `MOST_VPP` stages unless asked otherwise
+by `vpp`.
 
 A `Shape` is a set of configurations that differ in schedule, vpp and ZeRO stage alone; they
 share most bounds, so a search opens a shape only when it may hold the best.
@@ -12,35 +12,43 @@ share most bounds, so a search opens a shape only when it may hold the best.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from typing import cast
 
+from costmodel.topology import check_priced
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.sequences import check_hands_on_sequences, longest_sequence
+from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes, split_axes
 from planner.plan import Recompute
 from planner.plan.defaults import check_balance
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
+from search.mesh_sizes import MeshSizes, Refusals, divisors
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 
 MOST_VPP = 8
-LEAST_POSITIONS = 8192
-"""Of a sequence, left to each cp rank unless cp is asked for: what Llama 3 405B left at 131,072
-tokens, with no cp at 8,192 (The Llama 3 Herd of Models, table 4)."""
 SEARCHED_ZERO = (0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One point of the space. `recompute` is one for all stages, ``mixed`` (any by stage), or
-    those that stages choose between, joined by ``|``. `stage_tps` is empty where all stages
-    have this dp and tp, else each stage's tp.
+    """One point of the space.
+
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        vpp: stages of each pipeline rank.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        schedule: name of the pipeline schedule.
+        zero: stage of ZeRO.
+        recompute: a choice for all stages, ``mixed`` (any by stage), or those that stages choose
+            between, joined by ``|``.
+        stage_tps: empty where all stages have this mesh, else each stage's tp.
     """
 
-    dp: int
-    cp: int
-    tp: int
+    degrees: Degrees
     pp: int
     vpp: int
     microbatch_size: int
@@ -51,9 +59,24 @@ class Configuration:
     stage_tps: tuple[int, ...] = ()
 
     @property
+    def dp(self) -> int:
+        """Parts of a microbatch: over all axes that cut the batch."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
+
+    @property
     def is_sharded(self) -> bool:
         """Whether ZeRO has replicas to shard over."""
-        return self.zero > 0 and self.dp * self.cp > 1
+        return self.zero > 0 and self.degrees.along("data") > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -65,10 +88,14 @@ class Configuration:
     @property
     def label(self) -> str:
         """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
-        tps = "/".join(map(str, self.stage_tps)) or self.tp
-        parts = [f"dp{self.dp}", f"tp{tps}", f"pp{self.pp}"]
-        if self.cp > 1:
-            parts.append(f"cp{self.cp}")
+        sizes: dict[str, object] = dict(self.degrees)
+        if self.stage_tps:
+            sizes["tp"] = "/".join(map(str, self.stage_tps))
+        always = [axis.name for axis in AXES if axis.in_every_file]
+        others = [name for name in sizes if name not in always and self.degrees[name] > 1]
+        parts = [f"{name}{sizes[name]}" for name in always]
+        parts.append(f"pp{self.pp}")
+        parts += [f"{name}{sizes[name]}" for name in others]
         if self.vpp > 1:
             parts.append(f"vpp{self.vpp}")
         parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
@@ -79,17 +106,40 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage."""
+    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage.
 
-    dp: int
-    cp: int
-    tp: int
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        options: (schedule, stages of each pipeline rank) to choose from.
+        zeros: stages of ZeRO to choose from.
+        recompute: as in `Configuration`.
+    """
+
+    degrees: Degrees
     pp: int
     microbatch_size: int
     num_microbatches: int
     options: tuple[tuple[str, int], ...]
     zeros: tuple[int, ...]
     recompute: str
+
+    @property
+    def dp(self) -> int:
+        """Parts of a microbatch: over all axes that cut the batch."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
 
     @property
     def num_configurations(self) -> int:
@@ -101,24 +151,11 @@ class Shape:
         for schedule, vpp in self.options:
             for zero in self.zeros:
                 yield Configuration(
-                    dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp, vpp=vpp,
+                    degrees=self.degrees, pp=self.pp, vpp=vpp,
                     microbatch_size=self.microbatch_size,
                     num_microbatches=self.num_microbatches,
                     schedule=schedule, zero=zero, recompute=self.recompute,
                 )  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class Refusals:
-    """Candidates that divide nothing, counted by rule, with one example each; grows in place."""
-
-    count: dict[str, int] = field(default_factory=dict)
-    example: dict[str, str] = field(default_factory=dict)
-
-    def add(self, rule: str, example: str, count: int = 1) -> None:
-        """Record `count` more candidates refused by `rule`."""
-        self.count[rule] = self.count.get(rule, 0) + count
-        self.example.setdefault(rule, example)
 
 
 def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
@@ -126,12 +163,6 @@ def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
     if recompute == "mixed":
         return RECOMPUTE_CHOICES
     return tuple(cast("Recompute", choice) for choice in recompute.split("|"))
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
@@ -143,22 +174,26 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
             "another `profile`"
         )
-    if request.cp is not None and request.cp > 1:
-        check_hands_on_sequences(graph, "cp", request.cp)
-    fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
+    sides = (*axis_names(), "pp")
+    fixed = {name: request.fixed(name) for name in sides}
+    check_priced(Degrees(**{name: fixed[name] or 1 for name in axis_names()}))
+    for axis in lowered_axes():
+        if (fixed[axis.name] or 1) > 1:
+            axis.check(graph, axis.name, fixed[axis.name] or 1)
     given = {name: value for name, value in fixed.items() if value is not None}
     product = 1
     for value in given.values():
         product *= value
     text = " * ".join(f"{name}={value}" for name, value in given.items())
+    rule = f"{' * '.join(sides)} must equal {n}"
     if n % product:
         raise LayoutError(
             f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {_listed(divisors(n))}"
+            f"{rule}, so use divisors of {n}: {_listed(divisors(n))}"
         )
-    if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
+    if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
         raise LayoutError(
-            f"{text} uses {product} of `num_devices` {n}; dp * cp * tp * pp must equal {n}, so "
+            f"{text} uses {product} of `num_devices` {n}; {rule}, so "
             f"leave one of them out or use `num_devices` {product}"
         )
     for name in fixed:
@@ -180,33 +215,34 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
             f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
         )
-    per_dp = request.global_batch
-    if request.dp is not None:
-        if request.global_batch % request.dp:
-            raise LayoutError(
-                f"dp={request.dp} does not divide `global_batch` {request.global_batch}; every "
-                f"replica takes the same number of samples, so use dp in "
-                f"{_listed(divisors(request.global_batch))} or another batch"
-            )
-        per_dp //= request.dp
-    size = request.microbatch_size
-    if size is not None and per_dp % size:
-        whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
+    cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
+    parts = prod(size or 1 for size in cuts.values())
+    if request.global_batch % parts:
         raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
+            f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
+            f"`global_batch` {request.global_batch}; every replica takes the same number of "
+            f"samples, so use {' * '.join(cuts)} in {_listed(divisors(request.global_batch))} or "
+            "another batch"
+        )
+    per_part = request.global_batch // parts
+    size = request.microbatch_size
+    if size is not None and per_part % size:
+        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
+        raise LayoutError(
+            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_part))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
         pp = request.pp or min(2, blocks)
         vpp = request.vpp or spec.min_vpp
-        most = per_dp // (size or 1)
+        most = per_part // (size or 1)
         if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
             raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
-    elif request.pp is not None and per_dp // (size or 1) < request.pp:
+    elif request.pp is not None and per_part // (size or 1) < request.pp:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_dp // (size or 1)} per replica; use a larger `global_batch`, a smaller "
-            f"`microbatch_size` or a smaller `pp`"
+            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
+            "smaller `microbatch_size` or a smaller `pp`"
         )
 
 
@@ -220,15 +256,17 @@ def list_shapes(
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
-    `can_split(tp)` says whether any op of the model has a sharded strategy at that degree.
+    `can_split` says whether any op of the model has a sharded strategy at that size.
     """
     validate_request(request, graph, cluster)
-    if request.tp is not None and request.tp > 1 and not can_split(request.tp):
-        tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
-        raise LayoutError(
-            f"tp={request.tp} divides no tensor dimension of model {graph.name!r} that an op can "
-            f"be split along; use tp in {_listed(tried)}"
-        )
+    for axis in split_axes():
+        size = request.fixed(axis.name) or 1
+        if size > 1 and not can_split(size):
+            tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
+            raise LayoutError(
+                f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
+                f"op can be split along; use {axis.name} in {_listed(tried)}"
+            )
     refusals = refusals if refusals is not None else Refusals()
     found = list(_shapes(request, graph, cluster, can_split, refusals))
     if not found:
@@ -267,76 +305,40 @@ def _shapes(
     if not allowed:
         refusals.add("forbidden", "every kind of recompute is forbidden")
         return
-    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, refusals):
+    sizes = MeshSizes(
+        request=request, graph=graph, cluster=cluster, can_split=can_split, refusals=refusals
+    )
+    cuts = " * ".join(axis.name for axis in batch_axes())
+    for degrees, pp in sizes.all():
         if pp > len(graph.blocks):
             refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
-        if request.global_batch % dp:
+        parts = degrees.along("batch")
+        if request.global_batch % parts:
             refusals.add(
-                "dp divides the batch", f"dp={dp} does not divide the batch {request.global_batch}"
+                f"{cuts} divides the batch",
+                f"{cuts}={parts} does not divide the batch {request.global_batch}",
             )
             continue
-        per_dp = request.global_batch // dp
-        for size in request.values("microbatch_size", divisors(per_dp)):
-            if per_dp % size:
+        per_part = request.global_batch // parts
+        for size in request.values("microbatch_size", divisors(per_part)):
+            if per_part % size:
                 continue
-            key = (pp, per_dp // size)
+            key = (pp, per_part // size)
             if key not in options_of:
                 options_of[key] = tuple(
                     option
                     for option in _schedules(request, graph, *key, refusals)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
-            zeros = tuple(request.values("zero", SEARCHED_ZERO if dp * cp > 1 else (0,)))
+            zeros = tuple(
+                request.values("zero", SEARCHED_ZERO if degrees.along("data") > 1 else (0,))
+            )
             if options_of[key] and zeros:
                 yield Shape(
-                    dp=dp, cp=cp, tp=tp, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                    degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
                     options=options_of[key], zeros=zeros, recompute=recompute,
                 )  # fmt: skip
-
-
-def _degrees(
-    request: SearchRequest,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    can_split: Callable[[int], bool],
-    refusals: Refusals,
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dp, cp, tp, pp)."""
-    n = request.num_devices
-    most_cp = longest_sequence(graph) // LEAST_POSITIONS
-    cps = [cp for cp in divisors(n) if cp == 1 or cp <= most_cp]
-    for tp in request.values("tp", divisors(n)):
-        if n % tp:
-            continue
-        if not request.asks_for("tp", tp) and tp > 1:
-            if tp > cluster.devices_per_node:
-                refusals.add(
-                    "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
-                )
-                continue
-            if not can_split(tp):
-                refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
-                continue
-        for cp in request.values("cp", cps):
-            if n % (tp * cp):
-                continue
-            if cp > 1 and (reason := _why_not_cp(graph, cp)):
-                refusals.add("cp divides sequences", reason)
-                continue
-            for pp in request.values("pp", divisors(n // tp // cp)):
-                dp = n // tp // cp // pp
-                if n % (tp * cp * pp) == 0 and dp in request.values("dp", (dp,)):
-                    yield dp, cp, tp, pp
-
-
-def _why_not_cp(graph: ModelGraph, cp: int) -> str:
-    """Say why cp cannot divide the sequences of a model; nothing when it can."""
-    try:
-        check_hands_on_sequences(graph, "cp", cp)
-    except LayoutError as error:
-        return str(error)
-    return ""
 
 
 def _schedules(

@@ -35,7 +35,7 @@ from math import prod
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Replicate, Shard
-from planner.layout.sequences import SEQUENCE_DIM, check_hands_on_sequences
+from planner.layout.sequences import SEQUENCE_DIM, check_hands_on_sequences, most_parts
 
 
 def _any_model(graph: ModelGraph, axis: str, size: int) -> None:
@@ -67,6 +67,12 @@ class Axis:
     the difference, since all stages have the same number of ranks."""
     takes_rest: bool = False
     """Whether it gets the ranks that a stage's own sizes leave; true for one axis."""
+    searched: bool = False
+    """Whether a search tries sizes of it on its own; else it is 1 unless its size is given."""
+    within_node: bool = False
+    """Whether such sizes keep its groups inside a node: its collectives are in every block."""
+    most: Callable[[ModelGraph], int] | None = None
+    """The largest of such sizes for a model; None for any."""
     in_every_file: bool = False
     """Whether every plan file names it. A file older than an axis does not: the size is then 1."""
 
@@ -86,15 +92,18 @@ AXES: tuple[Axis, ...] = (
         cuts_batch=True,
         whole_params=True,
         takes_rest=True,
+        searched=True,
         in_every_file=True,
     ),
     Axis(
         name="cp",
-        divides="positions of every sequence",
+        divides="sequences",
         cuts_batch=False,
         whole_params=True,
         boundary=Shard(SEQUENCE_DIM),
         check=check_hands_on_sequences,
+        searched=True,
+        most=most_parts,
     ),
     Axis(
         name="tp",
@@ -102,6 +111,8 @@ AXES: tuple[Axis, ...] = (
         cuts_batch=False,
         whole_params=False,
         own_by_stage=True,
+        searched=True,
+        within_node=True,
         in_every_file=True,
     ),
 )
@@ -190,13 +201,14 @@ class Degrees(Mapping[str, int]):
     axis.
     """
 
-    __slots__ = ("_hash", "_sizes")
+    __slots__ = ("_hash", "_joint", "_sizes")
 
     def __init__(self, **sizes: int) -> None:
         names = axis_names()
         if unknown := sizes.keys() - set(names):
             find_axis(min(unknown))  # raises
         self._sizes = {name: sizes.get(name, 1) for name in names}
+        self._joint = {name: prod(self._sizes[a] for a in members(name)) for name in JOINT}
         self._hash = hash(tuple(self._sizes.items()))
 
     def __getitem__(self, axis: str) -> int:
@@ -231,7 +243,7 @@ class Degrees(Mapping[str, int]):
 
     def along(self, name: str) -> int:
         """Return the number of ranks along an axis or along "batch" or "data"."""
-        return prod(self._sizes[axis] for axis in members(name))
+        return self._joint[name] if name in self._joint else self._sizes[name]
 
     def with_sizes(self, **sizes: int) -> Degrees:
         """Return a mesh with some sizes changed."""
