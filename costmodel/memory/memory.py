@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.offload import HOST_BUCKET_BYTES
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
+from planner.plan.replication import gradient_factor
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -139,7 +139,7 @@ def rank_memory(
         parameters, gathered = shard + frozen, trained
     else:
         parameters, gathered = shard + frozen, np.minimum(2 * weights.largest_param_bytes, trained)
-    wide = MASTER_FACTOR if precision == "bf16" else 1
+    wide = gradient_factor(precision)
     if sharded and precision == "bf16":
         parameters = parameters - shard  # what FSDP shards are the masters
     every_gradient = wide * (shard if zero_stage >= 2 and dp > 1 else trained)
@@ -194,7 +194,7 @@ def host_state_bytes(weights: StageLoad, *, dp: int, sharded: bool, precision: P
     weights on their way (`planner.runtime.state.host_optimizer`); a bucket is at least as large as
     the largest tensor, for which the largest block stands. With ZeRO: shards of both.
     """
-    wide = MASTER_FACTOR if precision == "bf16" else 1
+    wide = gradient_factor(precision)
     stepped = wide * (weights.param_bytes / dp if sharded else weights.param_bytes)
     counters = COUNTER_BYTES * weights.num_params
     if sharded:

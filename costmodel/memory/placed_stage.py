@@ -13,10 +13,10 @@ from costmodel.memory.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.stage_bytes import StageWalk
 from costmodel.memory.stage_jobs import Message, StageJobs
 from costmodel.memory.zero_units import sharded_stage
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.copies import copy_between
 from planner.layout.placement import Shard
 from planner.plan import Plan, Recompute
+from planner.plan.replication import Replication, gradient_factor
 from planner.runtime.step.wiring import Edge, Placements, block_placements
 from planner.units import DTYPE_BYTES
 
@@ -107,8 +107,8 @@ def _stage_jobs(
     outgoing: Sequence[Edge],
 ) -> StageJobs:
     stage = plan.stages[stage_index]
-    replicas = plan.stage_dp(stage_index) * plan.cp
-    sharded = plan.zero_stage > 0 and replicas > 1
+    replication = Replication.of(plan, stage_index)
+    replicas, sharded = replication.replicas, replication.is_sharded
     walk = _walk(plan, costs, stage_index, incoming, outgoing, stage.recompute)
     last = walk
     is_waited_for = any(
@@ -246,6 +246,6 @@ def _walk(
         side=side,
         leaving=frozenset(edge.tensor for edge in leaving),
         sent_copies={name: copy for name, copy in sent.items() if copy is not None},
-        wide=MASTER_FACTOR if plan.precision == "bf16" else 1,
+        wide=gradient_factor(plan.precision),
         params_are_dtensors=plan.zero_stage > 0 and tp > 1,
     )

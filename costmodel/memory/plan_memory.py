@@ -18,12 +18,11 @@ from costmodel.memory.placed_stage import PlacedStages
 from costmodel.memory.rank_walk import Moment, walk_rank
 from costmodel.memory.steady_row import SteadyRow, steady_row
 from costmodel.side_values import frozen_bytes
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.plan_price import PlanPrice
-from costmodel.time.stage import join
 from costmodel.time.tied import check_copies, tied_stages, tied_sum_bytes
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.plan.replication import Replication
 from planner.runtime.step.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
@@ -71,9 +70,9 @@ def _walked(
     """Return the memory of a rank from its byte walk."""
     plan, profile = price.plan, costs.profile
     mine = [s for s, stage in enumerate(plan.stages) if stage.pp_rank == rank]
-    replicas = plan.stage_dp(mine[0]) * plan.cp
-    wide = MASTER_FACTOR if plan.precision == "bf16" else 1
-    weights = join(price.loads[s] for s in mine)
+    replication = Replication.of(plan, mine[0])
+    replicas, wide = replication.replicas, replication.gradient_factor
+    weights = price.weights(rank)
     stages = {s: placed.jobs(s) for s in mine}
     row, home = SteadyRow(schedule.jobs[rank]), schedule.stage_to_pp_rank.__getitem__
     on_cpu = profile.cluster.device_type == "cpu"

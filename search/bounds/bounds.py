@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from costmodel.time.stage import StageLoad, again_seconds
+from costmodel import StageLoad
 from planner.plan import Recompute
 from planner.schedule import find_schedule
 from search.bounds.exchange_bounds import LeastExchange
@@ -72,8 +72,7 @@ class TableBounds:
     def _of_blocks(self, recompute: str) -> Floats:
         """Each block's seconds, forward and backward."""
         if recompute not in self._seconds:
-            load = self.table.blocks
-            again = [again_seconds(load, choice) for choice in recompute_choices(recompute)]
+            again = [self.table.recompute_s(choice) for choice in recompute_choices(recompute)]
             self._seconds[recompute] = (
                 self.table.forward_s + self.table.backward_s + np.min(again, axis=0)
             )
@@ -86,11 +85,13 @@ class TableBounds:
             self._exchange[key] = LeastExchange(table=self.table, dp=dp, cp=cp, zero=zero)
         return self._exchange[key]
 
-    def ahead(self, recompute: str, *, zero: int) -> _Ahead:
+    def ahead(self, recompute: str, *, is_sharded: bool) -> _Ahead:
         """Return how much of backwards may come after their gradients are sent on."""
-        key = recompute, zero == 0
+        key = recompute, is_sharded
         if key not in self._ahead:
-            seconds = self.table.ahead_s(zero=zero, choices=recompute_choices(recompute))
+            seconds = self.table.ahead_s(
+                is_sharded=is_sharded, choices=recompute_choices(recompute)
+            )
             whole = self.table.forward_s + self.table.backward_s
             self._ahead[key] = _Ahead(
                 after_first_s=float(seconds[1:].sum()),
@@ -134,7 +135,7 @@ class TableBounds:
             zero_bubble = self.zero_bubble(one.recompute, is_sharded=one.is_sharded)
             bound = max(bound, zero_bubble.least_step_s(pp, m, exchange.each_s(pp)))
         elif not find_schedule(one.schedule).splits_backward:
-            ahead = self.ahead(one.recompute, zero=one.zero)
+            ahead = self.ahead(one.recompute, is_sharded=one.is_sharded)
             part = round(ahead.part, 6) + 1e-6 if ahead.part else 0.0
             factor, firsts = pipeline_line(one.schedule, pp, m, part)
             total = self.block_seconds(one.recompute) + exchange.each_s(pp)
@@ -145,7 +146,11 @@ class TableBounds:
         """Return the first three bounds of the header."""
         total = self.block_seconds(recompute) + exchange.each_s(pp)
         longest = float((self._of_blocks(recompute) + exchange.each_of_blocks_s).max())
-        ahead = self.ahead(recompute, zero=exchange.zero).after_first_s if pp > 1 else 0.0
+        ahead = (
+            self.ahead(recompute, is_sharded=exchange.replication.is_sharded).after_first_s
+            if pp > 1
+            else 0.0
+        )
         return max((m * total + exchange.once_s(pp)) / pp, m * longest, total - ahead)
 
     def least_peak_bytes(self, configuration: Configuration) -> float:

@@ -21,8 +21,8 @@ import numpy as np
 
 from costmodel import StageLoad
 from costmodel.memory.memory import ADAMW_STATES, job_peak_bytes, kept_bytes
-from costmodel.time.communication import MASTER_FACTOR
 from planner.plan import Precision, Recompute
+from planner.plan.replication import gradient_factor
 from profiles import Profile
 from search.on_host import NOTHING, OnHost
 
@@ -66,7 +66,7 @@ class RankBytes:
         """
         if not self._is_sharded or self.zero == 1:
             return 0.0
-        wide = MASTER_FACTOR if self.precision == "bf16" else 1
+        wide = gradient_factor(self.precision)
         return (wide + 2 * int(self.zero == 3)) * self.load.largest_param_bytes
 
     def least(self, in_flight: int) -> Any:
@@ -121,7 +121,7 @@ class RankBytes:
     @property
     def _stepped(self) -> Any:
         """What the optimizer steps on: in bf16 fp32 masters, under ZeRO a shard."""
-        wide = MASTER_FACTOR if self.precision == "bf16" else 1
+        wide = gradient_factor(self.precision)
         return wide * self.load.param_bytes / (self.replicas if self._is_sharded else 1)
 
     @cached_property

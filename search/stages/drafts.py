@@ -67,7 +67,6 @@ class Drafts:
     _drafts: dict[Key, tuple[Draft, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
-    _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _accumulate_s: dict[int, float] = field(default_factory=dict)
 
     def sketch(self, tp: int, microbatch_size: int) -> Draft:
@@ -160,7 +159,6 @@ class Drafts:
                 cp_layouts=on_cp,
                 precision=self.precision,
                 on_host=self.on_host,
-                replica_memo=self._replica_memo,
             )
         return self._table_of[key]
 

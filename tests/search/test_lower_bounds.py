@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from costmodel.time.simulate import JobSeconds, simulate
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import build_schedule
 from planner.units import GIB
 from search import SearchRequest
