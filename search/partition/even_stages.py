@@ -109,6 +109,11 @@ class EvenStages:
         """What the stages cost, nothing exchanged with replicas."""
         return cut_runs(self.table.chain, self.cuts)
 
+    @cached_property
+    def _bare_s(self) -> tuple[Floats, Floats]:
+        """Forward and backward seconds, nothing exchanged with replicas nor recomputed."""
+        return self._runs.times.whole_forward_s, self._runs.times.whole_backward_s
+
     def ahead_s(self, configuration: Configuration) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         one = configuration
@@ -124,12 +129,12 @@ class EvenStages:
         recompute this, if it is given.
         """
         nothing = np.zeros(1)
+        forward_s, backward_s = self._bare_s
         again: Floats | float = 0.0
         if recomputed:
             again = self._runs.times.recompute_s(recomputed)
         seconds = StageSeconds(
-            forward_s=self._runs.times.whole_forward_s,
-            backward_s=self._runs.times.whole_backward_s + again,
+            forward_s=forward_s, backward_s=backward_s + again,
             ahead_s=self.ahead_s(configuration),
             hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
         )  # fmt: skip

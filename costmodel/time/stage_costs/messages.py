@@ -63,8 +63,9 @@ class Messages:
         is_cut = isinstance(self.on_tp[name], Shard)
         size = meta.bytes_at(self.microbatch_size) // (self.tp if is_cut else 1)
         size //= self.cp if isinstance(self.on_cp[name], Shard) else 1
-        there = np.array([size, 0 if is_cut else size], dtype=float)
-        return np.stack([there, there * meta.requires_grad])
+        whole = 0 if is_cut else size
+        back = meta.requires_grad
+        return np.array([[size, whole], [size * back, whole * back]], dtype=float)
 
     @cached_property
     def _skips(self) -> tuple[tuple[int, Indices, Floats], ...]:

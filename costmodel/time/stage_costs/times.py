@@ -57,11 +57,12 @@ class RunTimes:
         Full recomputation runs the whole forward again, collectives too. Selective recomputation
         keeps the results of collectives, so it adds compute only.
         """
-        if recompute == "none":
+        choices = {recompute} if isinstance(recompute, str) else {*recompute}
+        if choices == {"none"}:
             return 0.0 * self.recomputed_s
-        if recompute == "selective":
+        if choices == {"selective"}:
             return self.recomputed_s
-        if recompute == "full":
+        if choices == {"full"}:
             return self.whole_forward_s
         names = np.array(recompute)
         selective = np.where(names == "selective", self.recomputed_s, 0.0)
