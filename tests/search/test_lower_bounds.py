@@ -5,7 +5,7 @@ import pytest
 
 from costmodel.memory.bound import RankBound
 from costmodel.time.simulate import JobSeconds, simulate
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
