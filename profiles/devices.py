@@ -57,7 +57,9 @@ class ShippedDevice(Record):
     memory_bytes: Figure
     memory_bytes_per_s: Figure
     peak_flop_per_s: dict[str, Figure]
+    """Dense products, by dtype."""
     context_bytes: Figure
+    """This and what follows: as in a `ProfileFile`."""
     allocator_overhead_fraction: Figure
     launch_overhead_s: Figure
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)

@@ -383,26 +383,40 @@ class SkippedProbe(Record):
 
 
 class ProfileFile(Record):
-    """The contents of profile.json."""
+    """The contents of profile.json: one machine, what it can do, and where each number is from."""
 
     format: Literal["planner-profile"] = "planner-profile"
     version: int = SCHEMA_VERSION
     name: str
+    """The host's, or of a shipped profile its device's."""
     source: Literal["measured", "shipped"]
     complete: bool
+    """Whether every probe was reached within the budget."""
     conditions: dict[str, str | int] = Field(default_factory=dict)
+    """What must be equal for a later run to add to the directory: device, driver, torch, ranks."""
     cluster: ClusterRecord
     context_bytes: Figure
+    """Memory of a rank before its first tensor."""
     allocator_overhead_fraction: Figure
+    """Peak memory reserved over peak bytes of live tensors, minus 1."""
     launch_overhead_s: Figure
+    """Host time to issue an op."""
     typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
+    """Typical time of work of a kind over its time on the undisturbed machine; not on GPUs."""
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
+    """Factors by which `compute` and `communication` slow down while both run."""
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
+    """Measured time of whole blocks over the sum of their ops."""
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)
+    """The same of blocks through torch.compile."""
     step_fits: tuple[StepFit, ...] = ()
+    """Work of a step beside its blocks, such as the optimizer."""
     collective_wait: WaitFit | None = None
+    """What a collective amid compute takes longer, as ranks wait for the slowest."""
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
     other_devices: tuple[DeviceSection, ...] = ()
+    """Other kinds of devices in the cluster; `cluster` is the slowest kind."""
     skipped: tuple[SkippedProbe, ...] = ()
     notes: tuple[str, ...] = ()
+    """Lines for people."""
