@@ -309,7 +309,7 @@ def _degrees(
     for tp in request.values("tp", divisors(n)):
         if n % tp:
             continue
-        if not request.asks_for("tp", tp) and tp > 1:
+        if not request.names("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
                 refusals.add(
                     "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
