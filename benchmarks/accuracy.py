@@ -30,13 +30,12 @@ from costmodel.table.fit_rates import (
     relative_errors,
 )
 from costmodel.table.published import RunRow, estimate_run_memory
-from costmodel.table.rates import TrainingRates, save_rates
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.rows import run_of
 from planner.errors import PlannerError
 from planner.units import GIB
 from profiles import load_profile
-from profiles.catalog import SHIPPED
+from profiles.devices import TrainingRates, device_file, save_device
 from profiles.records import Figure
 
 DEFAULT_ROWS = Path(__file__).resolve().parents[2] / "shared/data/published/measured.csv"
@@ -232,14 +231,14 @@ def fit(name: str, cases: list[Case]) -> TrainingRates:
         f"fit to all {len(mine)} published rows of: {', '.join(sources)}; pulled a little to a "
         "usual value"
     )
-    previous = json.loads((SHIPPED / name / "training.json").read_text())
-    rates = {"matmul_half_k": Figure.model_validate(previous["rates"]["matmul_half_k"])}
+    previous = device_file(name).shipped.training
+    rates = {"matmul_half_k": previous.rates["matmul_half_k"]}
     for rate, value in values.items():
         origin = "fitted" if rate in told else "assumed"
         why = detail if rate in told else "a usual value: no published rows tell it here"
         rates[rate] = Figure(value=float(f"{value:.4g}"), origin=origin, detail=why)
     return TrainingRates(
-        num_multiprocessors=Figure.model_validate(previous["num_multiprocessors"]),
+        num_multiprocessors=previous.num_multiprocessors,
         rates=rates,
         residuals={
             source: round(float(np.abs(left[[c.source == source for c in mine]]).mean()), 4)
@@ -274,7 +273,9 @@ def main() -> int:
     if options.fit:
         name = load_profile(options.fit).name
         record = fit(name, cases)
-        save_rates(SHIPPED / name / "training.json", record)
+        device = device_file(name)
+        shipped = device.shipped.model_copy(update={"training": record})
+        save_device(name, device.model_copy(update={"shipped": shipped}))
         print(json.dumps({k: v.value for k, v in record.rates.items()}, indent=1))
         print(json.dumps(record.residuals, indent=1))
         return 0

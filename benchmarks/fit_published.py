@@ -1,6 +1,6 @@
-"""Make profiles/data: data sheets, and fits to published measurements.
+"""Fit the shipped devices and clusters of profiles/data to published measurements.
 
-    python -m benchmarks.fit_published ../shared/data/published [--out profiles/data]
+    python -m benchmarks.fit_published ../shared/data/published
 
 Reads ops.csv, nccl.csv and layers.csv of the folder given; its SOURCES.md says where each row
 is from. Only coefficients go into the profiles. Prints how well they predict a held-out fifth,
@@ -15,15 +15,21 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.gpu.kept import read_kept, with_measured
-from benchmarks.machines import CLUSTERS, assumed
 from costmodel.table.rates import load_rates
 from costmodel.table.stacks import STACKS
 from costmodel.table.transformer import Split, TransformerShape, layer_seconds
-from planner.units import GIB, MIB
-from profiles import Group, load_profile
+from planner.units import MIB
+from profiles import Group, load_profile, shipped_names
+from profiles.devices import (
+    ShippedDevice,
+    cluster_file,
+    device_file,
+    save_cluster,
+    save_device,
+    shipped_profile,
+)
 from profiles.lookup.fit import fit_nonnegative, fit_pieces, piecewise_at
 from profiles.records import CollectiveFit, OpFit, ProfileFile
-from profiles.store import write_profile_file
 
 SIMUMAX = "SimuMax configs/system efficiencies"
 CUDNN = "NVIDIA/cudnn-frontend benchmark CSVs, PyTorch flash backend"
@@ -44,13 +50,12 @@ MEMORY_EFFICIENCY = 0.85
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("published", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("profiles/data"))
     arguments = parser.parse_args()
     ops = pd.read_csv(arguments.published / "ops.csv")
     nccl = pd.read_csv(arguments.published / "nccl.csv")
-    for name in CLUSTERS:
-        file = shipped_profile(name, ops, nccl)
-        write_profile_file(arguments.out / name, file)
+    for name in shipped_names():
+        file = fitted_profile(name, ops, nccl)
+        save_fits(name, file)
         print(f"{name}: {len(file.op_fits)} op fits, {len(file.collective_fits)} collective fits")
     print("\nmedian error on held-out fifths:")
     for what, errors in held_out(ops, nccl).items():
@@ -61,22 +66,27 @@ def main():
         print(f"  {what:44} {times}: {predicted_s / measured_s - 1:+.1%}")
 
 
-def shipped_profile(name, ops, nccl):
-    """Return data sheets and fits, with what this repository measured itself in their place."""
-    file = ProfileFile(
-        name=name,
-        source="shipped",
-        complete=True,
-        cluster=CLUSTERS[name],
-        context_bytes=assumed(
-            2.0 * GIB, "CUDA context, cuBLAS workspace and buffers of a few NCCL groups"
-        ),
-        allocator_overhead_fraction=assumed(0.05, "rounding and fragmentation"),
-        launch_overhead_s=assumed(6e-6, "host time of one eager PyTorch operator"),
-        op_fits=(*op_fits(name, ops), *memory_fits(name)),
-        collective_fits=(*collective_fits(name, nccl), *ring_fits(name, nccl)),
+def fitted_profile(name, ops, nccl):
+    """Return a shipped profile, fitted anew, with what this repository measured itself in place."""
+    file = shipped_profile(name).model_copy(
+        update={
+            "op_fits": (*op_fits(name, ops), *memory_fits(name)),
+            "collective_fits": (*collective_fits(name, nccl), *ring_fits(name, nccl)),
+        }
     )
     return with_measured(file, read_kept(name))
+
+
+def save_fits(name, file):
+    """Write a profile's numbers into the files of its device and cluster."""
+    device = device_file(name)
+    parts = ShippedDevice.model_fields.keys() & ProfileFile.model_fields.keys() - {"cluster"}
+    update = {part: getattr(file, part) for part in parts}
+    shipped = device.shipped.model_copy(update=update)
+    save_device(name, device.model_copy(update={"shipped": shipped}))
+    cluster = cluster_file(shipped.cluster)
+    fits = {"collective_fits": file.collective_fits}
+    save_cluster(shipped.cluster, cluster.model_copy(update=fits))
 
 
 # How well the fits predict rows they have not seen.
@@ -92,7 +102,7 @@ def held_out(ops, nccl):
         for direction, layouts in (("forward", ["TN"]), ("backward", ["NN", "NT"])):
             chosen = rows[rows.layout.isin(layouts)]
             errors[f"matmul {direction}, {device}"] = op_errors(chosen)
-    for name in CLUSTERS:
+    for name in shipped_names():
         for direction in ("forward", "backward"):
             errors[f"attention {direction}, {name}"] = op_errors(
                 attention_rows(ops, name, direction)
@@ -278,7 +288,7 @@ def attention_fits(name, ops):
 
 def memory_fits(name):
     """Memory-bound ops: bytes over bandwidth."""
-    rate = CLUSTERS[name].memory_bytes_per_s.value * MEMORY_EFFICIENCY
+    rate = device_file(name).shipped.memory_bytes_per_s.value * MEMORY_EFFICIENCY
     for dtype in ("bfloat16", "float16", "float32"):
         for direction in ("forward", "backward"):
             yield OpFit(

@@ -10,10 +10,11 @@ from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.compute import op_seconds, redistribute_seconds
-from costmodel.time.plan_price import PlanPrice, StageLayouts, price_plan, stage_load
+from costmodel.time.plan_price import PlanPrice, price_plan
 from costmodel.time.program import ProgramCost, price_program
 from costmodel.time.simulate import JobSeconds, Timeline, build_job_table, simulate
-from costmodel.time.stage import StageLoad, block_load, join
+from costmodel.time.stage_costs.load import StageLoad
+from costmodel.time.stage_costs.stage_costs import StageCosts
 
 __all__ = [
     "CostCache",
@@ -22,18 +23,15 @@ __all__ = [
     "MemoryParts",
     "PlanPrice",
     "ProgramCost",
-    "StageLayouts",
+    "StageCosts",
     "StageLoad",
     "TimeParts",
     "Timeline",
-    "block_load",
     "build_job_table",
     "estimate",
-    "join",
     "op_seconds",
     "price_plan",
     "price_program",
     "redistribute_seconds",
     "simulate",
-    "stage_load",
 ]

@@ -7,6 +7,7 @@ never on where in the model it stands.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
@@ -19,7 +20,12 @@ from planner.graph import ModelGraph, Program
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
+from planner.plan.replication import Replication
 from profiles import Profile
+
+if TYPE_CHECKING:
+    from costmodel.time.stage_costs.chain import ChainCosts, Split
+    from costmodel.time.stage_costs.replicas import ReplicaPrices
 
 
 class CostCache:
@@ -45,6 +51,8 @@ class CostCache:
         self._bytes: dict[tuple, BlockBytes] = {}
         self._side_values: dict[int, SideValues] = {}
         self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
+        self.chains: dict[Split, ChainCosts] = {}
+        self.replica_prices: dict[tuple[Replication, int], ReplicaPrices] = {}
 
     @cached_property
     def links(self) -> Links:

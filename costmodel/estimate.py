@@ -19,7 +19,6 @@ clipping_s has what it waits for slower updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -31,13 +30,11 @@ from costmodel.in_training import in_training
 from costmodel.memory.bound import kept_bytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.clipping import ClipSeconds, clip_seconds, last_rank, norm_sum_seconds
-from costmodel.time.communication import MASTER_FACTOR, adamw_seconds
+from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.inputs import input_seconds
-from costmodel.time.offload import host_step_seconds, least_job_seconds
-from costmodel.time.plan_price import PlanPrice, price_plan
+from costmodel.time.offload import least_job_seconds
+from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.time.stage import again_seconds
 from costmodel.topology import check_priced
 from planner.graph import ModelGraph
 from planner.plan import Plan
@@ -128,10 +125,8 @@ def estimate(
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, profile, table)
     timeline = simulate(table, price.job_seconds, at_least=at_least)
-    flop = sum(
-        float(load.forward_flop + load.backward_flop) * plan.stage_dp(s) * plan.stage_tp(s)
-        for s, load in enumerate(price.loads)
-    )
+    # dp * tp is the same on every stage.
+    flop = float((price.times.forward_flop + price.times.backward_flop).sum()) * plan.dp * plan.tp
     return Estimate(
         time=_time_parts(price, costs, timeline, table, at_least),
         memory=plan_memory(price, costs, timeline.schedule),
@@ -164,9 +159,15 @@ def plan_job_seconds(plan: Plan, costs: CostCache) -> JobSeconds:
 
 def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
     """Return what one microbatch in flight keeps on each stage of a plan."""
+    price = price_plan(plan, costs)
+    return tuple(saved + price.side_bytes(s) for s, saved in enumerate(_saved_bytes(price)))
+
+
+def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
+    """Return what blocks of each stage save of one microbatch, shared side inputs apart."""
     return tuple(
-        float(kept_bytes(load, recompute=stage.recompute))
-        for stage, load in zip(plan.stages, price_plan(plan, costs).loads, strict=True)
+        float((kept_bytes(price.load, recompute=stage.recompute) - price.load.side_bytes)[s])
+        for s, stage in enumerate(price.plan.stages)
     )
 
 
@@ -174,14 +175,11 @@ def _copies_beside_jobs(
     price: PlanPrice, profile: Profile, table: JobTable
 ) -> tuple[np.ndarray, ...] | None:
     """Return what the copies of activations take beside each job of each rank, if there are any."""
-    plan = price.plan
-    moved = {
-        s: float(kept_bytes(price.loads[s], recompute=stage.recompute) - price.loads[s].side_bytes)
-        for s, stage in enumerate(plan.stages)
-        if stage.activations_on_host
-    }
-    if not moved:
+    on_host = [s for s, stage in enumerate(price.plan.stages) if stage.activations_on_host]
+    if not on_host:
         return None
+    saved = _saved_bytes(price)
+    moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
     return tuple(least_job_seconds(profile, len(row), trips(row, moved), moved) for row in rows)
 
@@ -194,109 +192,65 @@ def _time_parts(
     at_least: tuple[np.ndarray, ...] | None,
 ) -> TimeParts:
     """Split the step of the rank that ends last into its parts."""
-    plan, loads, syncs, seconds = price.plan, price.loads, price.syncs, price.job_seconds
-    stages_of = [
-        [s for s, stage in enumerate(plan.stages) if stage.pp_rank == rank]
-        for rank in range(plan.pp)
-    ]
+    plan, times, exposed = price.plan, price.times, price.exposed
+    stages_of = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
     after = [
-        tied + sum(float(syncs[s].once_s) for s in stages)
-        for tied, stages in zip(price.tied_s, stages_of, strict=True)
+        tied + float(exposed.once_s[own].sum())
+        for tied, own in zip(price.tied_s, stages_of, strict=True)
     ]
     ready = [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)]
-    updates = [_update_seconds(price, costs, stages) for stages in stages_of]
     rank, clipping_s = last_rank(
         ready,
-        [update.optimizer_s for update in updates],
-        [update.clip for update in updates] if costs.clips_gradients else (),
+        [update.optimizer_s for update in price.updates],
+        [update.clip for update in price.updates] if costs.clips_gradients else (),
         norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
     )
-    stages, m = stages_of[rank], plan.num_microbatches
-    instant = replace(
-        seconds,
-        receive_forward_s=(0.0,) * len(plan.stages),
-        receive_backward_s=(0.0,) * len(plan.stages),
-    )
+    own, m = stages_of[rank], plan.num_microbatches
     pp_comm = 0.0
     if plan.pp > 1:
-        pp_comm = (
-            timeline.rank_end_s[rank] - simulate(table, instant, at_least=at_least).rank_end_s[rank]
+        # What the step would gain if transfers between stages took no time.
+        instant = replace(
+            price.job_seconds,
+            receive_forward_s=(0.0,) * len(plan.stages),
+            receive_backward_s=(0.0,) * len(plan.stages),
         )
+        without = simulate(table, instant, at_least=at_least).rank_end_s[rank]
+        pp_comm = timeline.rank_end_s[rank] - without
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
-    # Of m microbatches, those recomputed in full: all, none, or all but the last.
-    again_m = {s: m - (not plan.stages[s].recompute_last) for s in stages}
-    full_m = {s: again_m[s] * (plan.stages[s].recompute == "full") for s in stages}
+    # Of m microbatches, those that are recomputed: all, or all but the last.
+    recompute = [stage.recompute for stage in plan.stages]
+    again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
+    # Full recomputation runs the whole forward again: its host time and collectives, too.
+    full_m = again_m * (np.array(recompute) == "full")
 
-    def total(amount: Callable[[int], Any]) -> float:
-        return sum(float(amount(s)) for s in stages)
+    def total(by_stage: Any) -> float:
+        return float(by_stage[own].sum())
 
-    host = total(lambda s: (m + full_m[s]) * loads[s].host_forward_s + m * loads[s].host_backward_s)
-    tp_comm = total(
-        lambda s: (m + full_m[s]) * loads[s].comm_forward_s + m * loads[s].comm_backward_s
-    )
-    again = total(lambda s: again_m[s] * again_seconds(loads[s], plan.stages[s].recompute))
-    in_full = total(lambda s: full_m[s] * (loads[s].host_forward_s + loads[s].comm_forward_s))
-    compute = m * total(
-        lambda s: (
-            loads[s].forward_s
-            - loads[s].host_forward_s
-            + loads[s].backward_s
-            - loads[s].host_backward_s
-        )
-    )
-    per_job = m * total(lambda s: syncs[s].forward_s + syncs[s].backward_s)
-    unlengthened = compute + again - in_full + host + tp_comm + per_job
+    recomputed = total(again_m * times.recompute_s(recompute))
+    recomputed_in_full = total(full_m * (times.host_forward_s + times.comm_forward_s))
+    host = total((m + full_m) * times.host_forward_s + m * times.host_backward_s)
+    tp_comm = total((m + full_m) * times.comm_forward_s + m * times.comm_backward_s)
+    whole = times.forward_s + times.backward_s
+    compute = m * total(whole - times.host_forward_s - times.host_backward_s)
+    per_job = m * total(exposed.forward_s + exposed.backward_s)
+    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job
+    first_stages = stages_of[plan.stages[0].pp_rank]
     return TimeParts(
         compute_s=compute,
-        recompute_s=again - in_full,
+        recompute_s=recomputed - recomputed_in_full,
         host_s=host,
         tp_comm_s=tp_comm,
         dp_comm_s=per_job + after[rank],
         pp_comm_s=pp_comm,
         bubble_s=idle - pp_comm,
-        optimizer_s=updates[rank].optimizer_s,
+        optimizer_s=price.updates[rank].optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)
         offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
         inputs_s=input_seconds(
             costs,
-            [b for s in stages_of[plan.stages[0].pp_rank] for b in plan.stages[s].blocks],
+            [block for s in first_stages for block in plan.stages[s].blocks],
             microbatch_size=plan.stage_microbatch_size(0),
             num_microbatches=m,
         ),
         clipping_s=clipping_s,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Update:
-    """What a rank does at the end of a step: its optimizer, and clipping before it."""
-
-    optimizer_s: float
-    clip: ClipSeconds
-
-
-def _update_seconds(price: PlanPrice, costs: CostCache, stages: Sequence[int]) -> _Update:
-    """Return the update of the rank that has these stages."""
-    plan, profile = price.plan, costs.profile
-    replicas = plan.stage_dp(stages[0]) * plan.cp
-    sharded = plan.zero_stage > 0 and replicas > 1
-    param_bytes = sum(float(price.loads[s].param_bytes) for s in stages)
-    if plan.zero_stage:
-        param_bytes /= replicas
-    num_tensors = sum(int(price.loads[s].num_params) for s in stages)
-    step_seconds = host_step_seconds if plan.optimizer_on_host else adamw_seconds
-    return _Update(
-        optimizer_s=step_seconds(
-            profile,
-            param_bytes=param_bytes,
-            num_tensors=num_tensors,
-            sharded=sharded,
-            precision=plan.precision,
-        ),
-        clip=clip_seconds(
-            profile,
-            gradient_bytes=param_bytes * (MASTER_FACTOR if plan.precision == "bf16" else 1),
-            num_tensors=num_tensors,
-            on_host=plan.optimizer_on_host and sharded,
-        ),
     )

@@ -10,16 +10,10 @@ from pathlib import Path
 
 from planner.cache_folder import cache_dir
 from planner.errors import ProfileError
+from profiles.devices import shipped_for_gpu, shipped_names, shipped_profile
 from profiles.profile import Profile
 from profiles.records import ProfileFile
 from profiles.store import PROFILE_FILE, read_collectives, read_ops, read_profile_file
-
-SHIPPED = Path(__file__).parent / "data"
-
-
-def shipped_names() -> tuple[str, ...]:
-    """Return the names of the profiles that come with planner."""
-    return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{PROFILE_FILE}")))
 
 
 def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
@@ -40,7 +34,7 @@ def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
             f"no profile directory {text}; measure one with `measure_profile` `out` {text}"
         )
     name, _, link = text.partition("@")
-    file = read_profile_file(SHIPPED / _resolve(name, text))
+    file = shipped_profile(_resolve(name, text))
     return Profile(_with_link(file, link) if link else file)
 
 
@@ -126,19 +120,7 @@ def default_profile(device: str | None = None) -> tuple[Profile, str]:
 
 
 FALLBACK = "h100-sxm5-80gb"
-
-_GPUS = (
-    (r"A100.*PCI", "a100-pcie-80gb"),
-    (r"A100", "a100-sxm4-80gb"),
-    (r"H200", "h200-sxm-141gb"),
-    (r"H100", "h100-sxm5-80gb"),
-    (r"\bB200", "b200-sxm"),
-)
-
-
-def shipped_for_gpu(gpu: str) -> str | None:
-    """Return the shipped profile of a GPU by the name its driver reports, if there is one."""
-    return next((name for pattern, name in _GPUS if re.search(pattern, gpu)), None)
+"""The shipped profile to assume on a machine of which nothing is known."""
 
 
 def _gpu_name() -> str | None:

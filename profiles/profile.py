@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.cluster import ClusterSpec
-from profiles.hosts import ASSUMED, HOSTS, REACHED_FRACTION, HostSpec
+from profiles.devices import host_of
+from profiles.hosts import REACHED_FRACTION, HostSpec
 from profiles.lookup.collective_model import CollectiveModel
 from profiles.lookup.families import pace_kind
 from profiles.lookup.op_model import OpModel
@@ -189,7 +190,7 @@ class Profile:
     @property
     def host(self) -> HostSpec:
         """What the host of a node is taken to be."""
-        return HOSTS.get(self.cluster.device, ASSUMED)
+        return host_of(self.cluster.device)
 
     def host_optimizer_seconds(
         self, *, param_bytes: float, weight_bytes: float, num_tensors: int, sharded: bool = False

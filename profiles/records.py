@@ -113,7 +113,9 @@ def _largest(value: Any) -> float:
     return abs(value) if isinstance(value, int | float) else 0.0
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """A part of a file: no unknown fields, no number that is not finite."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -124,7 +126,7 @@ class _Record(BaseModel):
         return self
 
 
-class Figure(_Record):
+class Figure(Record):
     """A number with its origin. The unit is in the field's name.
 
     `low` and `high` bound what was seen, where a number was measured more than once.
@@ -141,7 +143,7 @@ class Figure(_Record):
         return {name: value for name, value in handler(self).items() if value is not None}
 
 
-class Provenance(_Record):
+class Provenance(Record):
     """How a number was measured; columns of every measured record.
 
     A probe is visited several times in the course of a measurement; `visits` are the seconds
@@ -204,7 +206,7 @@ class CollectiveRecord(Provenance):
     seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class OpFit(_Record):
+class OpFit(Record):
     """`seconds = overhead_s + flop * s_per_flop + num_bytes * s_per_byte`.
 
     `family` is an op family of `profiles.lookup.families` or one target. Coefficients are
@@ -224,7 +226,7 @@ class OpFit(_Record):
     detail: str
 
 
-class Piece(_Record):
+class Piece(Record):
     """From `min_bytes` upward, n bytes cost `alpha_s + n * beta_s_per_byte`, and
     `sqrt(n) * gamma_s_per_sqrt_byte` where chunks are pipelined through several hops.
 
@@ -256,7 +258,7 @@ class Piece(_Record):
         )
 
 
-class CollectiveFit(_Record):
+class CollectiveFit(Record):
     """A piecewise alpha-beta line for one collective on one group shape."""
 
     kind: CollectiveKind
@@ -274,7 +276,7 @@ class CollectiveFit(_Record):
         return Group(ranks_per_node=self.ranks_per_node, num_nodes=self.num_nodes)
 
 
-class LinkRecord(_Record):
+class LinkRecord(Record):
     """One link level; see `planner.cluster.Link`. Rates are per device and direction."""
 
     name: str
@@ -290,7 +292,7 @@ class LinkRecord(_Record):
         )
 
 
-class ClusterRecord(_Record):
+class ClusterRecord(Record):
     """The machines. `other_inter_node` holds links to choose instead, by suffix."""
 
     device: str
@@ -330,7 +332,7 @@ masters; bfloat16 gradients added to float32 sums; copies between host and devic
 work for a block, without messages (`profiles.measure.timing.zero_timing`)."""
 
 
-class StepFit(_Record):
+class StepFit(Record):
     """`seconds = s_per_call + num_tensors * s_per_tensor + num_bytes * s_per_byte`; bytes of the
     float32 tensors that are updated, read, summed into or copied.
     """
@@ -344,7 +346,7 @@ class StepFit(_Record):
     detail: str
 
 
-class WaitFit(_Record):
+class WaitFit(Record):
     """A collective amid compute takes `s_per_call` longer than one after another, and
     `s_per_compute_s` for each second of compute since the last: ranks wait for the slowest.
     Inside a block one takes `s_per_redistribution` more: the runtime's own work around it. With
@@ -360,7 +362,7 @@ class WaitFit(_Record):
     detail: str
 
 
-class DeviceSection(_Record):
+class DeviceSection(Record):
     """What was found of a device type that is not the one the profile stands for.
 
     Ops of all types are in ops.csv, told apart by their device.
@@ -373,34 +375,48 @@ class DeviceSection(_Record):
     op_fits: tuple[OpFit, ...]
 
 
-class SkippedProbe(_Record):
+class SkippedProbe(Record):
     """A probe that gave no number, and why (out of memory, crash, time limit)."""
 
     probe: str
     reason: str
 
 
-class ProfileFile(_Record):
-    """The contents of profile.json."""
+class ProfileFile(Record):
+    """The contents of profile.json: one machine, what it can do, and where each number is from."""
 
     format: Literal["planner-profile"] = "planner-profile"
     version: int = SCHEMA_VERSION
     name: str
+    """The host's, or of a shipped profile its device's."""
     source: Literal["measured", "shipped"]
     complete: bool
+    """Whether every probe was reached within the budget."""
     conditions: dict[str, str | int] = Field(default_factory=dict)
+    """What must be equal for a later run to add to the directory: device, driver, torch, ranks."""
     cluster: ClusterRecord
     context_bytes: Figure
+    """Memory of a rank before its first tensor."""
     allocator_overhead_fraction: Figure
+    """Peak memory reserved over peak bytes of live tensors, minus 1."""
     launch_overhead_s: Figure
+    """Host time to issue an op."""
     typical_slowdown: dict[PaceKind, Figure] = Field(default_factory=dict)
+    """Typical time of work of a kind over its time on the undisturbed machine; not on GPUs."""
     overlap_slowdown: dict[str, Figure] = Field(default_factory=dict)
+    """Factors by which `compute` and `communication` slow down while both run."""
     block_correction: dict[Direction, Figure] = Field(default_factory=dict)
+    """Measured time of whole blocks over the sum of their ops."""
     compiled_block_correction: dict[Direction, Figure] = Field(default_factory=dict)
+    """The same of blocks through torch.compile."""
     step_fits: tuple[StepFit, ...] = ()
+    """Work of a step beside its blocks, such as the optimizer."""
     collective_wait: WaitFit | None = None
+    """What a collective amid compute takes longer, as ranks wait for the slowest."""
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
     other_devices: tuple[DeviceSection, ...] = ()
+    """Other kinds of devices in the cluster; `cluster` is the slowest kind."""
     skipped: tuple[SkippedProbe, ...] = ()
     notes: tuple[str, ...] = ()
+    """Lines for people."""

@@ -12,7 +12,6 @@ import numpy as np
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
 from costmodel.memory.bound import RankBound
-from costmodel.time.stage import again_seconds
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
@@ -152,7 +151,7 @@ class Candidates:
             block_weight_s=(
                 table.weight_s * (not one.is_sharded)
                 if splits
-                else table.ahead_s(zero=one.zero, choices=choices)
+                else table.ahead_s(is_sharded=one.is_sharded, choices=choices)
             ),
             hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
             back_hop_s=table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
@@ -346,7 +345,7 @@ class Candidates:
 
 def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:
     """Return the least that any of the choices adds to each block's backward."""
-    return np.min([again_seconds(table.blocks, choice) for choice in choices], axis=0)
+    return np.min([table.recompute_s(choice) for choice in choices], axis=0)
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

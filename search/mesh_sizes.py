@@ -85,7 +85,7 @@ class MeshSizes:
     def _can_have(self, axis: Axis, size: int) -> bool:
         """Whether the axis can have a size; if not, why is recorded."""
         given = f"{axis.name}={size}"
-        if not self.request.asks_for(axis.name, size):
+        if not self.request.names(axis.name, size):
             if axis.within_node and size > self.cluster.devices_per_node:
                 self.refusals.add(
                     f"{axis.name} stays in a node",

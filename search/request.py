@@ -1,4 +1,4 @@
-"""What a search is asked, and what it answers: plain frozen data."""
+"""The request of a search and its result: plain frozen data."""
 
 from __future__ import annotations
 
@@ -25,53 +25,65 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """The question: this many devices, this global batch (samples), under this memory.
+    """What to search for: devices, batch, memory, and the choices that are fixed.
 
-    `memory_limit_bytes` is per device (None: what the profile says is usable). Every choice
-    left None is searched; one that is given is honoured exactly, never clamped.
-    The schedule ``synthesised`` searches every named one and then makes a table of its own for
-    the best few plans, kept where it is faster.
-    `max_gap` and `time_limit_s` stop the search early, and the certificate says so.
-    `model_file` is written into the plan as the place the model came from. `solver` picks
-    the searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
-    ``ilp`` (a joint integer program, for small models).
-    `forbid` holds (choice, value) pairs that no answer may use; of a choice that `allow` names,
-    only the values it pairs it with are searched. `pins` holds (class_index, tensor name,
-    placement text) triples that every layout must respect.
-    `precision` is what the graph was captured in, not searched; nor is `receive_ahead`, which
-    plans take over, nor whether the script clips gradients (`clip_gradients`).
-    `balance`, if not empty, fixes the stages: so many blocks each, in order.
-    `offload` says what is on the host; ``auto`` tries that only where nothing fits without.
-    `meshes` says whether stages share one dp and tp. `axes` fixes sizes of mesh axes that have no
-    field here, as (axis, size).
+    A choice that is None is searched; a given one is used exactly, never changed.
     """
 
     num_devices: int
+    """All of them are used: dp * cp * tp * pp of the plan."""
     global_batch: int
+    """Samples per step."""
     memory_limit_bytes: int | None = None
+    """Per device; None: what the profile says is usable."""
     dp: int | None = None
+    """Data-parallel degree."""
     tp: int | None = None
+    """Tensor-parallel degree."""
     pp: int | None = None
+    """Pipeline ranks."""
     vpp: int | None = None
+    """Stages per pipeline rank."""
     cp: int | None = None
+    """Context-parallel degree."""
     microbatch_size: int | None = None
+    """Samples per microbatch of a replica."""
     schedule: str | None = None
+    """A name of `planner.schedule`. ``synthesised`` searches all of them, then makes a table of its
+    own for the best few plans and uses it where it is faster."""
     zero: int | None = None
+    """ZeRO stage, 0 to 3."""
     recompute: str | None = None
+    """One of RECOMPUTE_CHOICES."""
     model_file: str = ""
+    """Written into the plan as the place the model came from."""
     max_gap: float = 0.0
+    """Stop when proved within this fraction of the best; the certificate says so."""
     time_limit_s: float | None = None
+    """Stop after this time; the certificate says so."""
     solver: str = "dp"
+    """Searcher of stage boundaries: ``dp`` (exact for its recurrence), ``recursive`` (fast),
+    ``ilp`` (a joint integer program, for small models)."""
     forbid: tuple[tuple[str, str], ...] = ()
+    """(choice, value) pairs that no plan may use."""
     allow: tuple[tuple[str, str], ...] = ()
+    """(choice, value) pairs; of a choice named here, only these values are searched."""
     pins: tuple[tuple[int, str, str], ...] = ()
+    """(class index, tensor name, placement) triples that every layout must respect."""
     precision: Precision = "model"
+    """What the graph was captured in; not searched."""
     receive_ahead: int = 2
+    """Jobs ahead of which receives are posted; not searched, copied into the plan."""
     clip_gradients: bool = False
+    """Whether the step clips gradients by their norm; not searched."""
     balance: tuple[int, ...] = ()
+    """Blocks of each stage, in order; empty: searched."""
     offload: Offload = "auto"
+    """What is in host memory; ``auto`` offloads only where nothing fits without."""
     meshes: Meshes = "same"
+    """Whether all stages share one dp and tp, or each may have its own."""
     axes: tuple[tuple[str, int], ...] = ()
+    """Sizes of mesh axes that have no field here, as (axis, size)."""
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -174,8 +186,8 @@ class SearchRequest:
         """Return the values that `allow` names of a choice; none means all."""
         return [value for name, value in self.allow if name == choice]
 
-    def asks_for(self, choice: str, value: object) -> bool:
-        """Whether the user named this value, by fixing or allowing it."""
+    def names(self, choice: str, value: object) -> bool:
+        """Whether a value is named by the request: fixed or allowed."""
         return self.fixed(choice) == value or str(value) in self.allowed(choice)
 
 
@@ -197,24 +209,30 @@ def _check_named_value(field_name: str, choice: str, value: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """How sure the answer is, under the cost model (not against the real machine).
+    """How sure the result is, under the cost model (not against the real machine).
 
-    `lower_bound_s` is a step time that no configuration of the space can beat;
-    `gap` is (best_s - lower_bound_s) / best_s. `pruned` counts configurations by the rule
-    that removed them, so considered = evaluated + the sum of pruned + unexplored.
-    `placements_gap` is not in it: the part of a block's seconds that better placements inside it
-    might save, at most, of the blocks too wide to be solved exactly.
+    considered = evaluated + the sum of pruned + unexplored.
     """
 
     best_s: float
+    """Step time of the plan."""
     lower_bound_s: float
+    """A step time that no configuration of the space can beat."""
     considered: int
+    """Configurations of the space."""
     evaluated: int
+    """Configurations whose plan was priced."""
     unexplored: int
+    """Configurations left when the search stopped early."""
     pruned: tuple[tuple[str, int], ...]
+    """Configurations removed, by the rule that removed them."""
     proved_by: tuple[tuple[str, str], ...]
+    """What proves each part of the result, such as the layouts, by part."""
     stopped_early: str = ""
+    """Why the search stopped before its end; empty: it did not."""
     placements_gap: float = 0.0
+    """Not in `gap`: the fraction of a block's seconds that better placements inside it might save,
+    at most, of blocks too wide to be solved exactly."""
 
     @property
     def gap(self) -> float:
@@ -248,19 +266,21 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plan with its certificate, or no plan and the reasons.
-
-    `reasons` says in whole sentences why nothing fits; it is empty when there is a plan.
-    `leanest` is then the plan that needs the least memory, `smallest_memory_bytes` a limit
-    under which a search finds one (`concessions` tells what else would do). `search_s` is
-    what the search took, `was_kept` whether that was an earlier one.
-    """
+    """The best plan with its certificate, or no plan and the reasons."""
 
     plan: Plan | None
+    """None: nothing fits."""
     runners_up: tuple[RunnerUp, ...] = ()
+    """Configurations that lost, the fastest first."""
     reasons: tuple[str, ...] = ()
+    """Why nothing fits, in whole sentences; empty with a plan."""
     certificate: Certificate | None = None
+    """How sure the plan is the best."""
     smallest_memory_bytes: int | None = None
+    """Where nothing fits: a limit per device under which a search finds a plan."""
     leanest: Plan | None = None
+    """Where nothing fits: the plan that needs the least memory."""
     search_s: float = field(default=0.0, compare=False)
+    """Seconds that the search took."""
     was_kept: bool = field(default=False, compare=False)
+    """Whether the result is that of an equal earlier search."""

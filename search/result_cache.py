@@ -53,7 +53,9 @@ def find_plan_once(
 def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest) -> str:
     """Return what names a question: equal digests have equal answers."""
     digest = hashlib.sha256(graph.fingerprint.encode())
-    digest.update(repr((graph.name, profile.file, profile.ops, profile.collectives)).encode())
+    digest.update(
+        repr((graph.name, profile.file, profile.host, profile.ops, profile.collectives)).encode()
+    )
     rates = load_rates(profile) if has_rates(profile) else None
     digest.update(repr(rates).encode())
     digest.update(repr(request).encode())

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.gpu.kept import keep, write_kept
 from planner.graph.capture_cache import load_graph
 from profiles import Profile, load_profile, measure_profile
-from profiles.catalog import shipped_for_gpu
+from profiles.devices import shipped_for_gpu
 from profiles.lookup.families import BLOCK, family_of
 from profiles.lookup.op_model import query_of
 

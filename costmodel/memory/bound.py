@@ -39,9 +39,9 @@ import numpy as np
 
 from costmodel.memory.on_host import NOTHING, OnHost
 from costmodel.memory.parts import ADAMW_STATES
-from costmodel.time.communication import MASTER_FACTOR
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
+from planner.plan.replication import gradient_factor
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -175,7 +175,7 @@ class RankBound:
     @property
     def gradient_factor(self) -> int:
         """Bytes of a gradient's sum per byte of its parameter."""
-        return MASTER_FACTOR if self.precision == "bf16" else 1
+        return gradient_factor(self.precision)
 
     @property
     def has_buckets(self) -> bool:

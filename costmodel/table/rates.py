@@ -1,52 +1,37 @@
-"""The fitted rates of a device, read from its shipped profile's `training.json`."""
+"""The fitted rates of a device, from its file in `profiles/data/devices`."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
-from functools import lru_cache
-from pathlib import Path
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from costmodel.table.kernels import DeviceRates
 from planner.errors import ProfileError
 from profiles import Profile
-from profiles.catalog import SHIPPED
-from profiles.records import Figure
+from profiles.devices import TrainingRates, device_file, device_names
 
 OF_THE_SHEET = ("peak_flop_per_s", "memory_bytes_per_s", "num_multiprocessors", "link_scale")
 FITTED = tuple(f.name for f in fields(DeviceRates) if f.name not in OF_THE_SHEET)
 """Names of the fitted parameters: the same few for every run of a device."""
 
-STANDS_IN = {"h200-sxm-141gb": "h100-sxm5-80gb", "a100-pcie-80gb": "a100-sxm4-80gb"}
-"""Devices without published runs of their own use the rates of their nearest kin."""
-
-
-class TrainingRates(BaseModel):
-    """`training.json`: fitted rates with their origin, and how well they fit what.
-
-    `residuals` pairs a source with the mean absolute relative error left there.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    num_multiprocessors: Figure
-    rates: dict[str, Figure]
-    residuals: dict[str, float] = Field(default_factory=dict)
-
 
 def has_rates(profile: Profile) -> bool:
-    """Whether published runs told the rates of a profile's device, or of its nearest kin."""
-    return _path(profile).exists()
+    """Whether published runs told the rates of a profile's device, or of the one it names."""
+    return _record(profile) is not None
 
 
 def load_rates(profile: Profile) -> DeviceRates:
     """Return the rates a published run on this machine is priced with.
 
-    Raises ProfileError when the profile's device has none, or its file is damaged.
+    Raises ProfileError when the profile's device has none, or some are missing.
     """
-    record = _load(_path(profile))
+    record = _record(profile)
+    if record is None:
+        raise ProfileError(
+            f"profile {profile.name} has no training rates; estimate rows of devices that do"
+        )
+    missing = [rate for rate in FITTED if rate not in record.rates]
+    if missing:
+        raise ProfileError(f"the training rates of {profile.name} lack {', '.join(missing)}")
     cluster = profile.cluster
     return DeviceRates(
         peak_flop_per_s=dict(cluster.peak_flop_per_s),
@@ -56,28 +41,10 @@ def load_rates(profile: Profile) -> DeviceRates:
     )
 
 
-def _path(profile: Profile) -> Path:
+def _record(profile: Profile) -> TrainingRates | None:
+    """Return a shipped profile's rates, or those of the device it names for them."""
     name = profile.name.partition("@")[0]
-    return SHIPPED / STANDS_IN.get(name, name) / "training.json"
-
-
-@lru_cache(maxsize=16)
-def _load(path: Path) -> TrainingRates:
-    try:
-        record = TrainingRates.model_validate(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise ProfileError(
-            f"profile {path.parent.name} has no {path.name}; estimate rows of devices that do"
-        ) from None
-    except (OSError, ValueError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise ProfileError(f"{path} is damaged ({reason}); restore it") from None
-    missing = [rate for rate in FITTED if rate not in record.rates]
-    if missing:
-        raise ProfileError(f"{path} lacks {', '.join(missing)}; restore it")
-    return record
-
-
-def save_rates(path: Path, record: TrainingRates) -> None:
-    """Write a `training.json`."""
-    path.write_text(json.dumps(record.model_dump(mode="json"), indent=1) + "\n")
+    device = device_file(name).shipped if name in device_names() else None
+    if device is not None and device.training_of is not None:
+        device = device_file(device.training_of).shipped
+    return None if device is None else device.training

@@ -1,9 +1,8 @@
-"""What crosses block and stage boundaries: bytes between stages, placements to be changed."""
+"""What crosses the boundary of two blocks: placements that are changed, and their seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Replicate, Shard, parse_placement
@@ -14,18 +13,6 @@ from profiles import Group, Profile
 
 Layouts = Mapping[int, ClassLayout]
 """Layouts by class index; a class without one runs replicated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrivals:
-    """Bytes that reach a stage from earlier ones per microbatch, and of their gradients; of
-    these, the bytes of tensors that every tp rank holds whole.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
-    whole_forward_bytes: int
-    whole_backward_bytes: int
 
 
 def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
@@ -48,46 +35,6 @@ def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placemen
         for position, name in enumerate(block.outputs):
             made[name] = parse_placement(layout.outputs[position]) if layout else Replicate()
     return made
-
-
-def stage_arrivals(
-    graph: ModelGraph,
-    blocks: Sequence[int],
-    layouts: Layouts,
-    *,
-    tp: int,
-    microbatch_size: int,
-    cp: int = 1,
-    cp_layouts: Layouts | None = None,
-) -> Arrivals:
-    """Return what a stage of these blocks receives: each tensor once, straight from its maker.
-
-    Sizes are of one rank of a mesh shaped like the receiver's; between meshes of different
-    shapes a rank receives as much, though from several.
-    """
-    names = dict.fromkeys(
-        name
-        for index in blocks
-        for name in graph.blocks[index].inputs
-        if name in graph.producer and graph.producer[name] < blocks[0]
-    )
-    forward = backward = whole_forward = whole_backward = 0
-    for name in names:
-        meta = graph.tensor[name]
-        num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
-        is_cut = isinstance(placement_of(graph, name, layouts), Shard)
-        num_bytes //= tp if is_cut else 1
-        num_bytes //= cp if isinstance(placement_of(graph, name, cp_layouts or {}), Shard) else 1
-        forward += num_bytes
-        backward += num_bytes if meta.requires_grad else 0
-        whole_forward += 0 if is_cut else num_bytes
-        whole_backward += 0 if is_cut or not meta.requires_grad else num_bytes
-    return Arrivals(
-        forward_bytes=forward,
-        backward_bytes=backward,
-        whole_forward_bytes=whole_forward,
-        whole_backward_bytes=whole_backward,
-    )
 
 
 def block_entry_seconds(

@@ -11,13 +11,10 @@ from math import ceil
 
 import numpy as np
 
-from planner.plan import Precision
+from planner.plan.replication import Replication
 from profiles import Group, Profile
 from profiles.profile import Amount
 from profiles.records import ZeroWork
-
-MASTER_FACTOR = 2
-"""Bytes of an fp32 master weight, or gradient, over those of its bf16 weight."""
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients go out in flat messages of about this size (`planner.runtime.step.reduce`)."""
@@ -94,13 +91,11 @@ def exposed_seconds(
 def data_parallel_seconds(
     profile: Profile,
     group: Group,
+    replication: Replication,
     *,
-    zero_stage: int,
     param_bytes: float,
     num_blocks: int,
     num_tensors: int = 0,
-    gradient_bytes: float | None = None,
-    on_host: bool = False,
 ) -> DataParallelSeconds:
     """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
 
@@ -108,12 +103,12 @@ def data_parallel_seconds(
     gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
     is one block's weights, and FSDP2's own work for each of them and for each of `num_tensors`
-    comes to it. `gradient_bytes` differ from `param_bytes` where gradients are summed in another
-    dtype; `on_host` shards are copied up before and gradients down after.
+    comes to it. Shards on the host are copied up before and gradients down after.
     """
     if group.size == 1 or param_bytes == 0:
         return DataParallelSeconds()
-    reduced = param_bytes if gradient_bytes is None else gradient_bytes
+    zero_stage, on_host = replication.zero_stage, replication.optimizer_on_host
+    reduced = param_bytes * replication.gradient_factor
 
     def message(kind: str, num_bytes: float, count: int) -> float:
         count = max(1, count)
@@ -171,27 +166,3 @@ def boundary_seconds(
     sent = num_bytes - whole_bytes + whole_bytes / tp.size
     gather = profile.collective_seconds("all_gather", whole_bytes, tp).seconds
     return hop_seconds(profile, hop, sent) + gather
-
-
-def adamw_seconds(
-    profile: Profile,
-    *,
-    param_bytes: float,
-    num_tensors: int,
-    sharded: bool = False,
-    precision: Precision = "model",
-) -> float:
-    """Return one AdamW step over local parameters; `sharded` ones are DTensors (ZeRO).
-
-    In bf16 the step is over fp32 masters, read again to write the weights.
-    """
-    if precision == "model":
-        return profile.optimizer_seconds(
-            param_bytes=param_bytes, num_tensors=num_tensors, sharded=sharded
-        ).seconds
-    masters = MASTER_FACTOR * param_bytes
-    cast = profile.step_seconds("cast", num_bytes=masters, num_tensors=num_tensors).seconds
-    update = profile.optimizer_seconds(
-        param_bytes=masters, num_tensors=num_tensors, sharded=sharded
-    ).seconds
-    return update + cast

@@ -22,8 +22,8 @@ from math import ceil
 
 import numpy as np
 
-from costmodel.time.communication import MASTER_FACTOR
 from planner.plan import Precision
+from planner.plan.replication import gradient_factor
 from planner.schedule.trips import Trip
 from profiles import Profile
 from profiles.records import StepWork
@@ -43,20 +43,20 @@ def host_step_seconds(
     """Return one step of AdamW on the host for a rank that trains `param_bytes` of weights
     (its shard of them, if `sharded`), copies included as far as nothing hides them.
     """
-    wide = MASTER_FACTOR if precision == "bf16" else 1
+    factor = gradient_factor(precision)
     update = profile.host_optimizer_seconds(
-        param_bytes=wide * param_bytes,
+        param_bytes=factor * param_bytes,
         weight_bytes=param_bytes,
         num_tensors=num_tensors,
         sharded=sharded,
     ).seconds
     if sharded:
         return update
-    down = copy_seconds(profile, wide * param_bytes, num_tensors, to_host=True)
+    down = copy_seconds(profile, factor * param_bytes, num_tensors, to_host=True)
     up = copy_seconds(profile, param_bytes, num_tensors, to_host=False)
     if profile.cluster.device_type == "cpu":
         return down + update + up
-    num_buckets = max(1, ceil(wide * param_bytes / HOST_BUCKET_BYTES))
+    num_buckets = max(1, ceil(factor * param_bytes / HOST_BUCKET_BYTES))
     return max(down, update, up) + (down + up) / num_buckets
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.topology import axis_group
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Shard
-from planner.plan import Plan, Precision
+from planner.plan import Plan
+from planner.plan.replication import Replication
 from planner.runtime.step.wiring import block_placements, param_placements
 from profiles import Profile
 
@@ -40,11 +40,6 @@ def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int) ->
     group = axis_group(profile.cluster, size=2, stride=ranks_apart)
     message = profile.collective_seconds("all_reduce", num_bytes, group).seconds
     return message + COPIES * num_bytes / profile.cluster.memory_bytes_per_s
-
-
-def gradient_bytes(param_bytes: float, *, precision: Precision, shards: int) -> float:
-    """Return the local bytes of a gradient's sum."""
-    return param_bytes * (MASTER_FACTOR if precision == "bf16" else 1) / shards
 
 
 def tied_stages(plan: Plan, graph: ModelGraph) -> dict[str, list[int]]:
@@ -121,10 +116,8 @@ def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
                 graph.blocks[index].class_index, axis="tp", degrees=plan.stage_degrees(stage)
             )
             sharded = layout is not None and layout.params[position].startswith("S")
-            size = gradient_bytes(
-                graph.tensor[name].bytes_at(1) // (tp if sharded else 1),
-                precision=plan.precision,
-                shards=plan.stage_dp(stage) * plan.cp if plan.zero_stage else 1,
+            size = Replication.of(plan, stage).gradient_bytes(
+                graph.tensor[name].bytes_at(1) // (tp if sharded else 1)
             )
             known = shared.get((before, index), (0, 0, 0.0))[2]
             shared[before, index] = (its_rank, rank, known + size)

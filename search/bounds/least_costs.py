@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from costmodel.memory.bound import RankBound
-from costmodel.time.stage import StageLoad, again_seconds
+from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Recompute
 from search.bounds.exchange import LeastExchange
 from search.bounds.zero_bubble import ZeroBubbleBound
@@ -45,9 +45,8 @@ class LeastCosts:
         """Return each block's seconds of a microbatch, forward and backward, nothing exchanged."""
         key = "block", recompute
         if key not in self._answers:
-            load = self.table.blocks
             # Of the recompute choices that stages have, the cheapest for each block.
-            again = [again_seconds(load, choice) for choice in recompute_choices(recompute)]
+            again = [self.table.recompute_s(choice) for choice in recompute_choices(recompute)]
             self._answers[key] = (
                 self.table.forward_s + self.table.backward_s + np.min(again, axis=0)
             )
@@ -77,10 +76,10 @@ class LeastCosts:
 
     def early_sends(self, config: Configuration) -> EarlySends:
         """Return how much of backwards may come after their gradients are sent on."""
-        key = "early sends", config.recompute, config.zero == 0
+        key = "early sends", config.recompute, config.is_sharded
         if key not in self._answers:
             choices = recompute_choices(config.recompute)
-            seconds = self.table.ahead_s(zero=config.zero, choices=choices)
+            seconds = self.table.ahead_s(is_sharded=config.is_sharded, choices=choices)
             whole = self.table.forward_s + self.table.backward_s
             self._answers[key] = EarlySends(
                 after_first_s=float(seconds[1:].sum()),

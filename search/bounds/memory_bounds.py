@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from search.bounds.catalogue import memory_bound
 from search.bounds.least_costs import LeastCosts
 from search.space import Configuration, recompute_choices

@@ -1,9 +1,7 @@
 """The step time of a cut configuration by one simulation, without making a plan.
 
-The same formulas as `costmodel.estimate`, fed from the stage table's running sums instead of
-joining blocks again, and without memory or parts: about a tenth of the time. A test holds the
-two equal. Where skips reach past a stage the transfers counted here may be fewer, so whoever
-wins is estimated in full.
+The estimate's own costs of stages (`costmodel.time.stage_costs`) and its simulation, without
+memory and named parts: about a tenth of the time. A test holds the two equal.
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from functools import lru_cache
 
 import numpy as np
 
-from costmodel import JobSeconds, build_job_table
+from costmodel import StageCosts, build_job_table
 from costmodel.memory.bound import kept_bytes
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.simulate import JobTable, simulate
-from costmodel.time.tied import exchange_seconds, gradient_bytes
+from costmodel.time.tied import exchange_seconds
+from costmodel.topology import hop_group
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from planner.schedule.trips import Trip, trips
 from search.bounds.copied_jobs import CopiedRow
 from search.partition.chain_problem import Cut
 from search.space import Configuration
-from search.stages.rank_stages import StageRuns
 from search.stages.stage_table import StageTable
 
 
@@ -35,8 +33,8 @@ def quick_step_s(
     """Return the simulated step time of a configuration cut this way."""
     one = configuration
     ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
-    runs = ranks.runs(cut.cuts)
-    again = tuple(choices[choice] for choice in cut.choices)
+    stages = ranks.cut(cut.cuts)
+    recomputed = tuple(choices[choice] for choice in cut.choices)
     key = (
         one.schedule,
         one.pp,
@@ -46,91 +44,69 @@ def quick_step_s(
         one.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
-        one.zero == 0 and "none" in again,
         one.is_sharded,
-        float(runs.per_forward_s.sum()),
+        float(np.sum(stages.exposed.forward_s)),
         cut.cuts,
-        again,
+        recomputed,
     )
     if key not in table.rank_ends:
-        table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, again)
+        table.rank_ends[key] = _simulated_rank_ends(one, table, stages, recomputed)
     homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
-    ready, updates, clips = [], [], []
+    param_bytes, num_params = stages.runs.params
+    ready, updates = [], []
     for rank, end in enumerate(table.rank_ends[key]):
         mine = homes == rank
-        held = float(runs.param_bytes[mine].sum()), float(runs.num_params[mine].sum())
-        ready.append(end + float(runs.after_s[mine].sum()))
-        updates.append(ranks.adamw_s(*held))
-        if table.costs.clips_gradients:
-            clips.append(ranks.clip_seconds(*held))
+        ready.append(end + float(stages.after_s[mine].sum()))
+        held = float(param_bytes[mine].sum()), float(num_params[mine].sum())
+        updates.append(stages.prices.update(*held))
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
-            seconds = _tied_s(one, table, size, abs(second - first))
+            ranks_apart = abs(second - first) * one.dp * one.cp * one.tp
+            seconds = exchange_seconds(
+                table.profile,
+                num_bytes=ranks.replication.gradient_bytes(size),
+                ranks_apart=ranks_apart,
+            )
             ready[first] += seconds
             ready[second] += seconds
+    clips = [update.clip for update in updates] if table.costs.clips_gradients else []
     world = one.dp * one.cp * one.tp * one.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
-    last, clipping_s = last_rank(ready, updates, clips, norm_sum_s=norm_sum_s)
+    optimizer_s = [update.optimizer_s for update in updates]
+    last, clipping_s = last_rank(ready, optimizer_s, clips, norm_sum_s=norm_sum_s)
     first_rank = [
         block
         for stage in np.flatnonzero(homes == homes[0])
         for block in range(cut.cuts[stage], cut.cuts[stage + 1])
     ]
     inputs_s = table.inputs_s(first_rank, one.num_microbatches)
-    return inputs_s + ready[last] + clipping_s + updates[last]
-
-
-def _tied_s(one: Configuration, table: StageTable, param_bytes: float, pp_ranks: int) -> float:
-    """Return what two stages take to sum the gradient of a parameter both hold."""
-    size = gradient_bytes(
-        param_bytes, precision=table.precision, shards=one.dp * one.cp if one.zero else 1
-    )
-    ranks_apart = pp_ranks * one.dp * one.cp * one.tp
-    return exchange_seconds(table.profile, num_bytes=size, ranks_apart=ranks_apart)
+    return inputs_s + ready[last] + clipping_s + optimizer_s[last]
 
 
 def _simulated_rank_ends(
-    one: Configuration,
-    table: StageTable,
-    cut: Cut,
-    runs: StageRuns,
-    recomputed: Sequence[Recompute],
+    one: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
-    starts = list(cut.cuts[:-1])
-    hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    weights = runs.weight_s * (not one.is_sharded)
-    inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - weights
-    sends_ahead = np.array([choice == "none" and one.zero == 0 for choice in recomputed])
+    hop = hop_group(table.profile.cluster, dp=one.dp, cp=one.cp, tp=one.tp, pp=one.pp)
     timeline = simulate(
         job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
-        JobSeconds(
-            forward_s=tuple((runs.forward_s + runs.per_forward_s).tolist()),
-            backward_input_s=tuple(inputs.tolist()),
-            backward_weight_s=tuple(weights.tolist()),
-            receive_forward_s=tuple(hops),
-            receive_backward_s=(*backs[1:], 0.0),
-            sends_ahead_s=tuple((runs.first_weight_s * sends_ahead).tolist()),
-            last_sends_ahead_s=tuple((runs.weight_s * sends_ahead).tolist()),
-        ),
-        at_least=_copies_beside_jobs(one, table, cut, recomputed),
+        stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(hop)),
+        at_least=_copies_beside_jobs(one, table, stages, recomputed),
     )
     return timeline.rank_end_s
 
 
 def _copies_beside_jobs(
-    one: Configuration, table: StageTable, cut: Cut, recomputed: Sequence[Recompute]
+    one: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[np.ndarray, ...] | None:
     """Return what copies of activations take beside each job of each rank, if there are any."""
     if not table.on_host.activations:
         return None
-    at = np.asarray(cut.cuts)
-    loads = table.runs.loads(at[:-1], at[1:])
+    load = stages.runs.load
     moved: dict[int, float] = {}
     for choice in set(recomputed):
-        kept = kept_bytes(loads, recompute=choice) - loads.side_bytes
+        kept = kept_bytes(load, recompute=choice) - load.side_bytes
         moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
     rows = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule.jobs
     found = _trips(one.schedule, one.pp, one.vpp, one.num_microbatches)

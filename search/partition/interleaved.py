@@ -14,14 +14,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel import StageLoad
+from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, job_peak_bytes, kept_bytes
+from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, TooLarge
 from search.space import Configuration, recompute_choices
-from search.stages.rank_stages import again_of_stages
 from search.stages.stage_table import StageTable
 
 
@@ -104,22 +104,22 @@ class InterleavedStages:
         return np.asarray(self.cuts[:-1])
 
     @cached_property
-    def _forward_s(self) -> Floats:
-        return np.add.reduceat(self.table.forward_s, self._first)
+    def _runs(self) -> BlockRuns:
+        """What the stages cost, nothing exchanged with replicas."""
+        return cut_runs(self.table.chain, self.cuts)
 
     @cached_property
-    def _backward_s(self) -> Floats:
-        return np.add.reduceat(self.table.backward_s, self._first)
-
-    @cached_property
-    def _remade_s(self) -> Floats:
-        return np.add.reduceat(self.table.blocks.remade_s, self._first)
+    def _bare_s(self) -> tuple[Floats, Floats]:
+        """Forward and backward seconds, nothing exchanged with replicas nor recomputed."""
+        return self._runs.times.whole_forward_s, self._runs.times.whole_backward_s
 
     def ahead_s(self, configuration: Configuration) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         one = configuration
         choices = recompute_choices(one.recompute)
-        return np.add.reduceat(self.table.ahead_s(zero=one.zero, choices=choices), self._first)
+        return np.add.reduceat(
+            self.table.ahead_s(is_sharded=one.is_sharded, choices=choices), self._first
+        )
 
     def least_step_s(
         self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
@@ -128,11 +128,12 @@ class InterleavedStages:
         recompute this, if it is given.
         """
         nothing = np.zeros(1)
+        forward_s, backward_s = self._bare_s
         again: Floats | float = 0.0
         if recomputed:
-            again = again_of_stages(recomputed, forward_s=self._forward_s, remade_s=self._remade_s)
+            again = self._runs.times.recompute_s(recomputed)
         seconds = StageSeconds(
-            forward_s=self._forward_s, backward_s=self._backward_s + again,
+            forward_s=forward_s, backward_s=backward_s + again,
             ahead_s=self.ahead_s(configuration),
             hop_s=nothing, back_hop_s=nothing, tail_s=nothing,
         )  # fmt: skip
@@ -160,14 +161,14 @@ class InterleavedStages:
         copied: Sequence[CopiedRow],
     ) -> Floats:
         """Return by how much copies lengthen each rank's jobs."""
-        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        loads = self._runs.load
         names = np.array(recomputed)
         down_s, up_s = np.zeros(len(names)), np.zeros(len(names))
         for name in set(recomputed):
             own = names == name
             down, up = self.table.copies_s(loads, name)
             down_s[own], up_s[own] = down[own], up[own]
-        weight_s = np.add.reduceat(self.table.weight_s, self._first)
+        weight_s = self._runs.times.weight_s
         job_s = seconds_by_kind(
             seconds.forward_s, seconds.backward_s, weight_s * (not configuration.is_sharded)
         )
@@ -189,21 +190,22 @@ class InterleavedStages:
         """
         one = configuration
         ranks = self.table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
-        runs = ranks.runs(self.cuts)
+        costs = StageCosts(runs=self._runs, replication=ranks.replication)
+        param_bytes, num_params = self._runs.params
         degrees = {"dp": one.dp, "cp": one.cp, "pp": one.pp}
         if back_hop_s is None:
             back_hop_s = self.table.back_hop_s(**degrees)
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
-        sizes, counts = self.by_rank(runs.param_bytes), self.by_rank(runs.num_params)
-        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
+        update = [costs.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
-            forward_s=runs.forward_s + runs.per_forward_s,
-            backward_s=runs.backward_s + runs.per_backward_s + runs.again_s(recomputed),
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s(recomputed),
             ahead_s=self.ahead_s(one),
             hop_s=self.table.hop_s(**degrees)[self._first] * moves,
             back_hop_s=back_hop_s[self._first] * moves,
-            tail_s=self.by_rank(runs.after_s) + update,
+            tail_s=self.by_rank(costs.after_s) + update,
         )
 
     def choices(
@@ -261,7 +263,7 @@ class InterleavedStages:
         there, with gradients still to come.
         """
         one = configuration
-        loads = self.table.runs.loads(self._first, np.asarray(self.cuts[1:]))
+        loads = self._runs.load
         names = np.array([recompute_choices(one.recompute)[choice] for choice in choices])
         top = np.zeros(self.pp)
         for name in set(names.tolist()):

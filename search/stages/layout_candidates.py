@@ -78,7 +78,6 @@ class LayoutCandidates:
     _every: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
-    _replica_memo: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     _accumulate_s: dict[int, float] = field(default_factory=dict)
 
     def optimistic(self, tp: int, microbatch_size: int) -> LayoutCandidate:
@@ -173,7 +172,6 @@ class LayoutCandidates:
                 cp_layouts=on_cp,
                 precision=self.precision,
                 on_host=self.on_host,
-                replica_memo=self._replica_memo,
             )
         return self._table_of[key]
 

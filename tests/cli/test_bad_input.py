@@ -13,8 +13,8 @@ import profiles
 from planner.graph.capture_cache import load_graph
 from planner.plan import load_plan, save_plan
 from planner.plan.defaults import default_plan
+from profiles.store import write_profile_file
 
-SHIPPED = Path(profiles.__file__).parent / "data"
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", "2", "--global-batch", "8")
 
 
@@ -126,10 +126,9 @@ def test_devices_that_do_not_divide_the_batch(planner, write_model):
 def test_more_devices_than_the_profile_describes(planner, write_model, tmp_path):
     """G2: too few devices; a profile measured on 2 ranks says nothing of 4."""
     folder = tmp_path / "measured-on-two"
-    folder.mkdir()
-    shipped = json.loads((SHIPPED / "h100-sxm5-80gb" / "profile.json").read_text())
-    shipped["cluster"]["max_devices"] = 2
-    (folder / "profile.json").write_text(json.dumps(shipped))
+    file = profiles.load_profile("h100-sxm5-80gb").file
+    cluster = file.cluster.model_copy(update={"max_devices": 2})
+    write_profile_file(folder, file.model_copy(update={"cluster": cluster}))
     complaint = planner("search", write_model(), "--profile", folder, "--gpus", 4).complaint
     assert "4" in complaint
     assert "use --gpus 2 or fewer" in complaint

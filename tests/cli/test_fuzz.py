@@ -27,7 +27,6 @@ from tests.cli.conftest import MODEL_FILE
 from tests.cli.damages import damaged_csv, damaged_json
 from tests.profiles import samples
 
-SHIPPED = Path(profiles.__file__).parent / "data" / "h100-sxm5-80gb"
 LONGEST_S = 30.0
 """Seconds of a processor that a command may take; the slowest takes one."""
 
@@ -85,7 +84,7 @@ def files(tmp_path_factory) -> Path:
         assert any(layout.ops for layout in split.layouts)
         save_plan(split.model_copy(update={"estimate": found.estimate}), "plan.json")
         record_run(folder)
-        shutil.copytree(SHIPPED, folder / "shipped")
+        write_profile_file(folder / "shipped", profiles.load_profile("h100-sxm5-80gb").file)
         write_measured(folder / "measured")
         assert answer("profile", "--check", "measured").code == 0
     return folder

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from costmodel import CostCache, StageLoad, block_load, estimate, join
+from costmodel import CostCache, StageLoad, estimate
 from costmodel.estimate import plan_job_seconds
 from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
@@ -12,8 +12,10 @@ from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
+from costmodel.time.stage_costs.load import block_load
 from planner.layout.propagate import propagate_graph
 from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
+from planner.plan.replication import Replication
 from planner.schedule import build_schedule
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
@@ -183,18 +185,6 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
         assert most_kept("fthenb", rank) == m
 
 
-def test_loads_add_up_in_any_grouping(graph, profile):
-    """M16: a run's load does not depend on how it was put together."""
-    costs = CostCache(graph, profile)
-    loads = [block_load(costs.block(b.class_index, 1, 2)) for b in graph.blocks]
-    left = join(loads)
-    right = loads[-1]
-    for load in reversed(loads[:-1]):
-        right = load + right
-    for name in StageLoad.__dataclass_fields__:
-        assert getattr(left, name) == pytest.approx(getattr(right, name)), name
-
-
 def test_weight_gradients_take_their_products(graph, profile):
     """M16: a W is one product for each weight, 2 flop an element and token; I + W = B."""
     costs = CostCache(graph, OneFlopASecond(profile))
@@ -204,7 +194,7 @@ def test_weight_gradients_take_their_products(graph, profile):
     tokens = graph.tensor[graph.batch_inputs[0]].numel_at(2)
     (input_s,), (weight_s,) = seconds.backward_input_s, seconds.backward_weight_s
     assert weight_s == pytest.approx(2 * tokens * elements)
-    whole = sum(block_load(costs.block(b.class_index, 1, 2)).backward_s for b in graph.blocks)
+    whole = sum(costs.block(b.class_index, 1, 2).backward_s for b in graph.blocks)
     assert input_s + weight_s == pytest.approx(whole)
     # The other product of each matrix, attention and everything pointwise are I's.
     assert input_s > weight_s
@@ -310,7 +300,11 @@ def test_zero_hides_behind_compute(graph, profile, zero):
     """M16: exposed messages are never more than the messages, and never less than the part
     that has nothing to hide behind; on a CPU nothing is hidden."""
     plain = data_parallel_seconds(
-        profile, Group(ranks_per_node=8), zero_stage=zero, param_bytes=1e9, num_blocks=10
+        profile,
+        Group(ranks_per_node=8),
+        Replication(replicas=8, zero_stage=zero),
+        param_bytes=1e9,
+        num_blocks=10,
     )
     for compute_s in (0.0, 1e-3, 1.0):
         bare = plain.hidden_behind(

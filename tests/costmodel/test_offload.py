@@ -15,7 +15,8 @@ from planner.runtime.state import host_optimizer
 from planner.schedule import build_schedule
 from planner.schedule.trips import trips
 from profiles import load_profile
-from profiles.hosts import HOSTS, REACHED_FRACTION
+from profiles.devices import host_of
+from profiles.hosts import REACHED_FRACTION
 from tests.builders import tiny_models
 from tests.captures import capture_module
 
@@ -57,7 +58,7 @@ def test_seconds_of_a_step_on_the_host():
     """1 GB of bf16 weights on a DGX A100, by hand."""
     profile = load_profile("a100-pcie-80gb")
     assert not any(fit.work.endswith(("device", "host")) for fit in profile.file.step_fits)
-    host = HOSTS["NVIDIA A100 80GB PCIe"]
+    host = host_of("NVIDIA A100 80GB PCIe")
     # fp32: 2 GB of gradients come down at 25 GB/s, 1 GB of weights goes up.
     down, up = 2e9 / 25e9, 1e9 / 25e9
     # AdamW passes 7 times over 2 GB; 2 GB are read and 1 GB written for the weights. 409.6 GB/s

@@ -16,7 +16,7 @@ from costmodel.table.fit_rates import (
 from costmodel.table.published import RowError, estimate_run, estimate_run_memory, parse_row
 from costmodel.table.rates import FITTED, load_rates
 from costmodel.table.rows import rows
-from costmodel.table.rows.devices import device_of
+from costmodel.table.rows.devices import device_of, is_scaled
 from costmodel.table.rows.row_files import estimate_file, read_rows
 from costmodel.table.rows.rows import estimate_rows, predict_row
 from costmodel.table.run_memory import layer_activation_bytes, layers_in_flight
@@ -350,16 +350,16 @@ def test_words_of_frameworks(column, text, field, meant):
     ],
 )
 def test_names_of_devices(gpu, memory_gb, name):
-    """A device without a profile is priced by its kin, and the row says so."""
+    """A device without a profile is priced by its reference device, and the row says so."""
     device = device_of(gpu, float(memory_gb) if memory_gb else None)
     assert device.name == name
     (line,) = estimate_rows([{**ROW, "gpu": gpu, "gpu_mem_gb": memory_gb, "dtype": "bf16"}])
     assert line["reason"] == ""
-    assert (f"scaled to {name}" in line["assumed"]) == (not device.is_kin)
+    assert (f"scaled to {name}" in line["assumed"]) == is_scaled(device)
 
 
 def test_less_bandwidth_is_slower():
-    """A device's own data sheet counts, not only its kin's rates."""
+    """A device's own data sheet counts, not only its reference device's rates."""
     seconds = [
         predict_row({**ROW, "gpu": gpu})["predicted_step_time_s"]
         for gpu in ("A100-SXM 80GB", "A100-SXM 40GB", "V100-SXM2")

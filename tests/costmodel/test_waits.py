@@ -5,6 +5,7 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.time.communication import data_parallel_seconds
 from costmodel.time.tied import exchange_seconds, tied_seconds
+from planner.plan.replication import Replication
 from profiles import Group, Profile, load_profile
 from profiles.records import StepFit, WaitFit
 from tests.builders import tiny_models
@@ -47,9 +48,10 @@ def measured(plain):
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_fsdps_own_work_comes_with_its_blocks(plain, measured, zero):
     """E: 3 blocks of 6 tensors in all; hooks in every job, copies where something is moved."""
-    asked = {"zero_stage": zero, "param_bytes": 1e3, "num_blocks": 3, "num_tensors": 6}
-    bare = data_parallel_seconds(plain, Group(ranks_per_node=2), **asked)
-    full = data_parallel_seconds(measured, Group(ranks_per_node=2), **asked)
+    replication = Replication(replicas=2, zero_stage=zero)
+    asked = {"param_bytes": 1e3, "num_blocks": 3, "num_tensors": 6}
+    bare = data_parallel_seconds(plain, Group(ranks_per_node=2), replication, **asked)
+    full = data_parallel_seconds(measured, Group(ranks_per_node=2), replication, **asked)
     each = 3 + 6 / 1000
     assert full.host_forward_s == pytest.approx(each * FITS["zero_forward"])
     assert full.host_backward_s == pytest.approx(each * FITS["zero_backward"])
@@ -83,12 +85,13 @@ def test_collectives_wait_for_the_slowest_rank(plain):
     bunched = _with(plain, collective_wait=wait.model_copy(update={"least_compute_s": 8.0}))
     assert bunched.wait_seconds(2.0, 3) == pytest.approx(1.0 + 1e-3 * 2 / 8)
     assert bunched.wait_seconds(80.0, 3) == pytest.approx(40.003)
-    asked = {"zero_stage": 3, "param_bytes": 1e3, "num_blocks": 3}
-    raw = data_parallel_seconds(waiting, Group(ranks_per_node=2), **asked)
+    asked = {"param_bytes": 1e3, "num_blocks": 3}
+    zeros = {zero: Replication(replicas=2, zero_stage=zero) for zero in (1, 3)}
+    raw = data_parallel_seconds(waiting, Group(ranks_per_node=2), zeros[3], **asked)
     amid = raw.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3)
     assert amid.forward_s - raw.forward_s == pytest.approx(1.003)
     assert amid.backward_s - raw.backward_s == pytest.approx(2.003)
-    zero_1 = data_parallel_seconds(waiting, Group(ranks_per_node=2), **{**asked, "zero_stage": 1})
+    zero_1 = data_parallel_seconds(waiting, Group(ranks_per_node=2), zeros[1], **asked)
     assert zero_1.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3).forward_s == 0
 
 

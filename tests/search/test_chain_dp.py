@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 
 from costmodel.time.simulate import JobSeconds, simulate
-from costmodel.time.stage import StageLoad, join
 from planner.schedule import build_schedule
 from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
-from search.partition.chain_windows import Window
-from search.stages.runs import Runs, distinct, used_fields
 from tests.referees.cuts import smallest_peak_by_brute_force, solve_by_brute_force
 from tests.search.chains import SCHEDULES, random_chain, stated, uniform_chain
 
@@ -153,29 +150,3 @@ def test_a_thousand_blocks_take_well_under_a_second():
     assert time.process_time() - start < 1.0
     assert found is not None
     assert found.value == pytest.approx((80 + 39) * 75.0)
-
-
-def test_runs_are_what_joining_their_blocks_gives():
-    """Sums, shared outputs, peaks and the rest, of every run of chains of random blocks."""
-    rng = np.random.default_rng(3)
-    for n in (1, 2, 5, 9):
-        names = [f.name for f in used_fields()]
-        columns = {name: rng.integers(1, 100, n).astype(float) for name in names}
-        blocks = [StageLoad(**{k: float(v[i]) for k, v in columns.items()}) for i in range(n)]
-        ties = ((0, n - 1, 3.0),) if n > 1 else ()
-        window = Window.all_runs(n, n)
-        loads = Runs(blocks=StageLoad(**columns), ties=ties).loads(window.start, window.end)
-        for first in range(n):
-            for end in range(first + 1, n + 1):
-                joined = join(blocks[first:end])
-                for name in names:
-                    got = getattr(loads, name)[end - first - 1, first]
-                    tied = 3.0 if ties and name == "param_bytes" and (first, end) == (0, n) else 0.0
-                    assert got == pytest.approx(getattr(joined, name) - tied), (name, first, end)
-
-
-def test_runs_that_cost_the_same_are_told_once():
-    sizes = np.array([[3.0, 5.0, 3.0], [8.0, 8.0, 9.0]])
-    rows, which = distinct(sizes, np.ones_like(sizes), 2 * sizes)
-    assert sorted(map(tuple, rows)) == [(3, 1, 6), (5, 1, 10), (8, 1, 16), (9, 1, 18)]
-    assert np.array_equal(rows[which][..., 0], sizes)

@@ -64,7 +64,7 @@ def test_costs_of_kinds_are_those_of_runs(zero):
     folded = stages.band(window)
     assert folded.kinds.start.size < window.valid.sum()
     table._kinds.clear()
-    table.replica_seconds.clear()
+    table._stage_costs.clear()
     table._repetition = Repetition(np.arange(table.num_blocks))
     plain = stages.band(window)
     assert plain.kinds.start.size >= window.valid.sum()

@@ -12,7 +12,6 @@ from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.exact.steady_row import SteadyRow, steady_row
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import PlanPrice
-from costmodel.time.stage import join
 from costmodel.time.tied import check_copies, tied_stages
 from planner.runtime.step.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
@@ -42,7 +41,7 @@ def _rank_state(
         costs=costs,
         pp_rank=pp_rank,
         stages={s: placed.jobs(s) for s in mine},
-        weights=join(price.loads[s] for s in mine),
+        weights=price.weights(pp_rank),
         tied=tied,
     )
 

@@ -24,11 +24,11 @@ from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
 from costmodel.side_values import frozen_bytes
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.offload import HOST_BUCKET_BYTES
-from costmodel.time.stage import StageLoad
+from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
 from planner.plan import Plan
+from planner.plan.replication import gradient_factor
 from profiles.profile import Amount
 
 
@@ -57,7 +57,7 @@ class RankState:
     @property
     def factor(self) -> int:
         """Bytes of a gradient's sum per byte of its parameter."""
-        return MASTER_FACTOR if self.plan.precision == "bf16" else 1
+        return gradient_factor(self.plan.precision)
 
     @property
     def is_sharded(self) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.published import RunRow, estimate_run, estimate_run_memory, parse_row
 from costmodel.table.rates import load_rates
-from costmodel.table.rows.devices import Device, device_of
+from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
 from costmodel.table.rows.row_cells import real
 from planner.errors import PlannerError
 from planner.units import GIB, TFLOP
 from profiles import Profile, load_profile
+from profiles.devices import DeviceFile
 
 PREDICTED = (
     "predicted_step_time_s",
@@ -146,12 +147,12 @@ def machine_of(row: Mapping[str, Any]) -> tuple[Profile, DeviceRates, tuple[str,
     """
     assumed = []
     device = device_of(str(row.get("gpu") or ""), _memory_gb(row))
-    if not device.is_kin:
-        assumed.append(f"rates={device.kin} scaled to {device.name}")
+    if is_scaled(device):
+        assumed.append(f"rates={device.reference} scaled to {device.name}")
     printed = _BETWEEN_NODES.search(str(row.get("notes") or ""))
     rate = float(printed[1]) / 8 if printed else 0.0
-    link = _nearest_link(device.kin, rate) if rate else ""
-    profile, rates = _machine(f"{device.kin}@{link}" if link else device.kin, device)
+    link = _nearest_link(device.reference, rate) if rate else ""
+    profile, rates = _machine(f"{device.reference}@{link}" if link else device.reference, device)
     if not rate:
         assumed.append(f"network={profile.cluster.inter_node.name}")
     return profile, rates, tuple(assumed)
@@ -166,7 +167,7 @@ def _memory_gb(row: Mapping[str, Any]) -> float | None:
 
 
 @lru_cache(maxsize=64)
-def _machine(name: str, device: Device) -> tuple[Profile, DeviceRates]:
+def _machine(name: str, device: DeviceFile) -> tuple[Profile, DeviceRates]:
     profile = load_profile(name)
     if device.devices_per_node is not None:
         cluster = profile.file.cluster.model_copy(
@@ -174,7 +175,7 @@ def _machine(name: str, device: Device) -> tuple[Profile, DeviceRates]:
         )
         profile = Profile(profile.file.model_copy(update={"cluster": cluster}))
     link = 1 / profile.cluster.intra_node.beta_s_per_byte
-    return profile, device.scaled(load_rates(profile), kin_link_bytes_per_s=link)
+    return profile, scaled_rates(device, load_rates(profile), reference_link_bytes_per_s=link)
 
 
 @lru_cache(maxsize=64)

@@ -13,10 +13,10 @@ from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.exact.stage.walk import StageWalk
 from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage
-from costmodel.time.communication import MASTER_FACTOR
 from costmodel.time.copies import copy_between
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
+from planner.plan.replication import gradient_factor
 from planner.runtime.step.wiring import Edge, block_placements
 from planner.units import DTYPE_BYTES
 
@@ -247,6 +247,6 @@ def _walk(
         side=side,
         leaving=frozenset(edge.tensor for edge in leaving),
         sent_copies={name: copy for name, copy in sent.items() if copy is not None},
-        gradient_factor=MASTER_FACTOR if plan.precision == "bf16" else 1,
+        gradient_factor=gradient_factor(plan.precision),
         params_are_dtensors=plan.zero_stage > 0 and tp > 1,
     )

@@ -1,0 +1,81 @@
+"""Bytes that a run of consecutive blocks needs of one rank: parameters, and one microbatch's.
+
+Parameters add up. What is saved for backward adds up too, but an output that its block saves and
+that is the next block's saved input is one tensor, counted once. A peak is the highest point
+above what was resident before, so of two runs one after the other the second starts on what the
+first saved:
+
+    peak(a + b) = max(peak(a), saved(a) + peak(b))
+
+`runs` does this for many runs at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from costmodel.time.program import ProgramCost
+from profiles.profile import Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """Bytes of a run of blocks on one rank: numbers, or arrays with an entry for each run."""
+
+    saved_bytes: Amount = 0
+    """Saved for backward of one microbatch, without recomputation."""
+    saved_peak_bytes: Amount = 0
+    """Highest point inside a microbatch's forward or backward, without recomputation."""
+    input_bytes: Amount = 0
+    """Saved with full recomputation: the inputs of all blocks (one checkpoint a block)."""
+    recompute_peak_bytes: Amount = 0
+    """Highest point with full recomputation."""
+    selective_bytes: Amount = 0
+    """Saved with selective recomputation."""
+    selective_peak_bytes: Amount = 0
+    """Highest point with selective recomputation."""
+    side_bytes: Amount = 0
+    """Shared non-differentiable inputs (masks, rotary tables): resident once a microbatch,
+    however many blocks use them."""
+    tail_bytes: Amount = 0
+    """Part of `saved_bytes` that is outputs of the last block: the next block's inputs."""
+    param_bytes: Amount = 0
+    """Local trainable parameters; those that blocks of the run share count once."""
+    frozen_bytes: Amount = 0
+    """Local parameters without a gradient, and buffers."""
+    largest_param_bytes: Amount = 0
+    """Most trainable parameters of any block: ZeRO gathers and reduces a block at a time."""
+    num_blocks: Amount = 0
+    """Blocks of the run."""
+    num_params: Amount = 0
+    """Trainable parameter tensors; those that blocks of the run share count once."""
+
+
+LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
+
+
+def block_load(cost: ProgramCost) -> StageLoad:
+    """Return the bytes of one block.
+
+    Its activation inputs stay resident until its backward, saved by autograd or not: their
+    gradients are left where they are.
+    """
+    unsaved_input = cost.input_bytes - cost.saved_input_bytes
+    recompute_peak = max(
+        cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes + unsaved_input
+    )
+    return StageLoad(
+        saved_bytes=cost.saved_bytes,
+        saved_peak_bytes=max(cost.forward_peak_bytes + cost.input_bytes, cost.backward_peak_bytes),
+        input_bytes=cost.input_bytes,
+        recompute_peak_bytes=recompute_peak,
+        selective_bytes=cost.input_bytes + cost.selective_bytes,
+        selective_peak_bytes=recompute_peak + cost.selective_unsaved_bytes,
+        side_bytes=cost.side_bytes,
+        tail_bytes=cost.saved_output_bytes,
+        param_bytes=cost.param_bytes,
+        frozen_bytes=cost.frozen_bytes,
+        largest_param_bytes=cost.param_bytes,
+        num_blocks=1,
+        num_params=cost.num_params,
+    )

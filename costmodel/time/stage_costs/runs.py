@@ -1,0 +1,133 @@
+"""Bytes of any runs of consecutive blocks, without joining blocks one by one.
+
+The rule of `load`, for many runs at once. With k(i) what block i saves less what it shares with
+the next block, and K its running sum,
+
+    sums      a field of run i .. j-1 is a difference of running sums
+    saved     K[j-1] - K[i] + saved(j-1)
+    peaks     max over b in i .. j-1 of (K[b] + peak(b)) - K[i]
+
+and a maximum over a range is that of two overlapping ranges whose lengths are powers of two,
+known for every start (a sparse table). So a run costs O(1), however long; the tables take
+O(n log n).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
+from planner.plan import Recompute
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+_SAVED: dict[Recompute, str] = {
+    "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
+}  # fmt: skip
+_SAVED_WITH_PEAK = (
+    ("saved_bytes", "saved_peak_bytes"),
+    ("input_bytes", "recompute_peak_bytes"),
+    ("selective_bytes", "selective_peak_bytes"),
+)
+_LARGEST = ("side_bytes", "largest_param_bytes")
+_LAST = "tail_bytes"
+_SUMS = ("param_bytes", "num_params", "frozen_bytes", "num_blocks")
+assert {name for pair in _SAVED_WITH_PEAK for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
+    *LOAD_FIELDS
+}, "every field has a rule"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunLoads:
+    """Bytes of runs of a chain."""
+
+    blocks: StageLoad
+    """Bytes of each block, as arrays along the chain (n)."""
+    ties: tuple[tuple[int, int, float], ...]
+    """(i, j, bytes): parameters that blocks i < j share, resident once in a run of both."""
+    tied_tensors: tuple[int, ...]
+    """Number of parameters of each tie."""
+
+    def loads(self, start: Indices, end: Indices) -> StageLoad:
+        """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
+        level = np.frexp((end - start).astype(float))[1] - 1
+        right = end - (1 << level)
+
+        def largest(name: str) -> Floats:
+            table = self._maxima[name]
+            return np.maximum(table[level, start], table[level, right])
+
+        param_bytes, num_params = self.params(start, end)
+        columns = {"param_bytes": param_bytes, "num_params": num_params}
+        for name in ("frozen_bytes", "num_blocks"):
+            columns[name] = self.sums[name][end] - self.sums[name][start]
+        for saved, peak in _SAVED_WITH_PEAK:
+            before = self._before[saved]
+            columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
+            columns[peak] = largest(peak) - before[start]
+        for name in _LARGEST:
+            columns[name] = largest(name)
+        columns[_LAST] = np.broadcast_to(getattr(self.blocks, _LAST)[end - 1], level.shape)
+        return StageLoad(**columns)
+
+    def params(self, start: Indices, end: Indices) -> tuple[Floats, Floats]:
+        """Return the trainable bytes of runs, and the number of their tensors."""
+        param_bytes = self.sums["param_bytes"][end] - self.sums["param_bytes"][start]
+        num_params = self.sums["num_params"][end] - self.sums["num_params"][start]
+        for (i, j, size), count in zip(self.ties, self.tied_tensors, strict=True):
+            has_both = (start <= i) & (end > j)
+            param_bytes = param_bytes - size * has_both
+            num_params = num_params - count * has_both
+        return param_bytes, num_params
+
+    def kept_sums(self, recompute: Recompute) -> Floats:
+        """Return running sums (n + 1) of what blocks save of a microbatch, side inputs apart: a run
+        saves the difference of two at least.
+        """
+        name = _SAVED[recompute]
+        before = self._before[name]
+        return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
+
+    @cached_property
+    def sums(self) -> dict[str, Floats]:
+        """Running sums (n + 1) of the fields that simply add."""
+        return {name: np.append(0.0, np.cumsum(getattr(self.blocks, name))) for name in _SUMS}
+
+    @cached_property
+    def _before(self) -> dict[str, Floats]:
+        """K of the header: what the blocks before each one save, shared outputs counted once."""
+        result = {}
+        for name, _ in _SAVED_WITH_PEAK:
+            saved = getattr(self.blocks, name)
+            shared = np.zeros_like(saved)
+            if name == "saved_bytes":
+                shared[:-1] = np.minimum(self.blocks.tail_bytes[:-1], saved[1:])
+            result[name] = np.append(0.0, np.cumsum(saved - shared)[:-1])
+        return result
+
+    @cached_property
+    def _maxima(self) -> dict[str, Floats]:
+        """Sparse tables by (level, start): the maximum of 2 ** level blocks from a start on."""
+        tables = {
+            peak: sparse_table(self._before[saved] + getattr(self.blocks, peak))
+            for saved, peak in _SAVED_WITH_PEAK
+        }
+        return tables | {name: sparse_table(getattr(self.blocks, name)) for name in _LARGEST}
+
+
+def sparse_table(values: Floats) -> Floats:
+    """Return maxima of 2 ** level values from each start on; past the end, of what there is."""
+    levels = [values]
+    width = 1
+    while 2 * width <= len(values):
+        half = levels[-1]
+        both = half.copy()
+        both[:-width] = np.maximum(half[:-width], half[width:])
+        levels.append(both)
+        width *= 2
+    return np.stack(levels)

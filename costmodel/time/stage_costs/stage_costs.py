@@ -1,0 +1,200 @@
+"""StageCosts: what runs of blocks cost as stages of a pipeline, an array entry for each run.
+
+With F, B the seconds of a run's forward and backward (`times`), R what recomputation adds, W the
+part of B that makes weight gradients, and E what its exchange with replicas exposes beside its
+compute (`costmodel.time.communication`), one microbatch takes
+
+    forward job   F + E.forward
+    backward job  B + E.backward + R
+
+A backward split in two (zero-bubble schedules) takes B - W + E.backward + R for the input's
+gradient, which the stage before waits for, and W for the weights'. ZeRO reduces gradients as a
+block's backward ends, so with ZeRO nothing is left for the second job. Once a step come E.once
+and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costmodel.time.communication import DataParallelSeconds
+from costmodel.time.simulate import JobSeconds
+from costmodel.time.stage_costs.chain import ChainCosts
+from costmodel.time.stage_costs.load import StageLoad
+from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
+from costmodel.time.stage_costs.runs import Floats, Indices
+from costmodel.time.stage_costs.times import RunTimes
+from planner.plan import Recompute
+from planner.plan.replication import Replication
+from profiles import Group
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockRuns:
+    """Runs start .. end-1 of a chain, before anything is said about replicas."""
+
+    chain: ChainCosts
+    start: Indices
+    end: Indices
+
+    @cached_property
+    def times(self) -> RunTimes:
+        """Seconds of one microbatch."""
+        return self.chain.run_times(self.start, self.end)
+
+    @cached_property
+    def load(self) -> StageLoad:
+        """Bytes."""
+        return self.chain.loads.loads(self.start, self.end)
+
+    @cached_property
+    def num_blocks(self) -> Floats:
+        """Number of blocks."""
+        return (self.end - self.start).astype(float)
+
+    @cached_property
+    def params(self) -> tuple[Floats, Floats]:
+        """Bytes and number of trainable parameters."""
+        return self.chain.loads.params(self.start, self.end)
+
+    def receive_s(self, hop: Group, *, to_tp: int | None = None) -> tuple[Floats, Floats]:
+        """Return the transfers into each run, and of its gradient back to a stage of `to_tp`."""
+        return self.chain.messages.run_hop_s(self.start, self.end, hop, to_tp=to_tp)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageCosts:
+    """The costs of runs of blocks as stages whose ranks are replicated so."""
+
+    runs: BlockRuns
+    replication: Replication
+
+    @property
+    def times(self) -> RunTimes:
+        """Seconds of one microbatch, nothing exchanged with replicas."""
+        return self.runs.times
+
+    @cached_property
+    def prices(self) -> ReplicaPrices:
+        """Prices of exchange and update."""
+        chain = self.runs.chain
+        return replica_prices(chain.costs, self.replication, chain.split.tp)
+
+    @cached_property
+    def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
+        param_bytes, num_params = self.runs.params
+        return self.prices.of_stages(param_bytes, self.runs.num_blocks, num_params)
+
+    @property
+    def update_s(self) -> Floats:
+        """Seconds of clipping and the optimizer, of a rank that has no other stage."""
+        return self._replicas[1]
+
+    @cached_property
+    def exposed(self) -> DataParallelSeconds:
+        """What the exchange with replicas adds to the compute beside which it runs."""
+        return self._replicas[0].hidden_behind(
+            self.runs.chain.costs.profile,
+            forward_s=self.times.whole_forward_s,
+            backward_s=self.times.whole_backward_s,
+            num_blocks=self.runs.num_blocks,
+        )
+
+    @cached_property
+    def forward_s(self) -> Floats:
+        """Seconds of a forward job."""
+        return self.times.whole_forward_s + self.exposed.forward_s
+
+    def backward_s(self, recompute: Recompute | Sequence[Recompute]) -> Floats:
+        """Return the seconds of a full backward job; a choice for all runs or for each."""
+        bare_s: Floats = self.times.whole_backward_s + self.exposed.backward_s
+        return bare_s + self.times.recompute_s(recompute)
+
+    @property
+    def weight_s(self) -> Floats:
+        """Seconds of the backward that a job of its own can make."""
+        seconds: Floats = self.times.weight_s * (not self.replication.is_sharded)
+        return seconds
+
+    @property
+    def first_weight_s(self) -> Floats:
+        """`weight_s` of each run's first block."""
+        first_s: Floats = self.runs.chain.times.weight_s[self.runs.start]
+        return first_s * (not self.replication.is_sharded)
+
+    @property
+    def after_s(self) -> Floats:
+        """Seconds of exchange that come once a step, whatever the number of microbatches."""
+        return self.exposed.once_s
+
+    def job_seconds(
+        self,
+        recompute: Sequence[Recompute],
+        *,
+        receive_s: tuple[Floats, Floats],
+        recompute_last: Sequence[bool] | None = None,
+    ) -> JobSeconds:
+        """Return the jobs of a pipeline whose stages are these runs in order.
+
+        `receive_s` are the transfers into each stage and of its gradient back from it;
+        `recompute_last` says whether the step's last microbatch is recomputed, too.
+
+        A full backward sends its input's gradient ahead of deferred weight gradients: those of
+        the stage's first block, in the step's last backward all of them
+        (`planner.runtime.step.executor`). Recomputed blocks make theirs at once.
+        """
+        there, back = receive_s
+        recomputed_s = self.times.recompute_s(recompute)
+        weight_s = self.weight_s
+        alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s
+        input_s = alone_s + recomputed_s
+        defers = np.array(recompute) == "none"
+        last_s = None
+        if recompute_last is not None and not (defers | recompute_last).all():
+            last_s = alone_s + recomputed_s * np.array(recompute_last)
+        return JobSeconds(
+            forward_s=_numbers(self.forward_s),
+            backward_input_s=_numbers(input_s),
+            backward_weight_s=_numbers(weight_s),
+            receive_forward_s=_numbers(there),
+            # The gradient of what a stage received goes back to the stage before it.
+            receive_backward_s=(*_numbers(back[1:]), 0.0),
+            last_backward_input_s=None if last_s is None else _numbers(last_s),
+            sends_ahead_s=_numbers(self.first_weight_s * defers),
+            last_sends_ahead_s=_numbers(weight_s * defers),
+        )
+
+
+def cut_runs(chain: ChainCosts, cuts: Sequence[int]) -> BlockRuns:
+    """Return the stages between these cuts of a chain, as runs."""
+    at: NDArray[np.intp] = np.asarray(cuts)
+    return BlockRuns(chain=chain, start=at[:-1], end=at[1:])
+
+
+Record = TypeVar("Record", JobSeconds, RunTimes, StageLoad, DataParallelSeconds)
+
+
+def pick(records: Sequence[Record]) -> Record:
+    """Return the record whose entry for stage s is that of the s-th record, for every field.
+
+    Stages of meshes of their own are priced for each mesh; each stage then takes its own mesh's.
+    """
+    if all(record is records[0] for record in records):
+        return records[0]
+    kind = tuple if isinstance(records[0], JobSeconds) else np.array
+    columns = {
+        f.name: kind([getattr(record, f.name)[s] for s, record in enumerate(records)])
+        for f in fields(records[0])
+        if np.ndim(getattr(records[0], f.name))  # the others are left at their defaults
+    }
+    return type(records[0])(**columns)
+
+
+def _numbers(values: Floats) -> tuple[float, ...]:
+    return tuple(values.tolist())

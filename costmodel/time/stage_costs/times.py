@@ -1,0 +1,88 @@
+"""Seconds of one microbatch on a run of consecutive blocks, nothing exchanged with replicas.
+
+Work of blocks that follow each other on one rank adds up. So along a chain each field has running
+sums, and a run takes the difference of two of them: O(1) a run, however long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from costmodel.time.program import ProgramCost
+from planner.plan import Recompute
+from profiles.profile import Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimes:
+    """One microbatch on a run of blocks: numbers, or arrays with an entry for each run."""
+
+    forward_s: Amount = 0.0
+    """Seconds of compute of the forward, the host's part included."""
+    backward_s: Amount = 0.0
+    """Seconds of compute of the backward without recomputation, the host's part included."""
+    weight_s: Amount = 0.0
+    """Part of `backward_s` that makes weight gradients: it needs no gradient to be sent on."""
+    recomputed_s: Amount = 0.0
+    """Seconds that selective recomputation adds to the backward."""
+    comm_forward_s: Amount = 0.0
+    """Seconds of exposed collectives on tp and cp in the forward."""
+    comm_backward_s: Amount = 0.0
+    """Seconds of exposed collectives on tp and cp in the backward."""
+    host_forward_s: Amount = 0.0
+    """Part of `forward_s` in which the device waits for the host to launch kernels."""
+    host_backward_s: Amount = 0.0
+    """Part of `backward_s` in which the device waits for the host to launch kernels."""
+    forward_flop: Amount = 0.0
+    """Flop of the forward."""
+    backward_flop: Amount = 0.0
+    """Flop of the backward, recomputation not counted."""
+
+    @property
+    def whole_forward_s(self) -> Amount:
+        """Seconds of the forward, collectives included."""
+        return self.forward_s + self.comm_forward_s
+
+    @property
+    def whole_backward_s(self) -> Amount:
+        """Seconds of the backward, collectives included, recomputation not."""
+        return self.backward_s + self.comm_backward_s
+
+    def recompute_s(self, recompute: Recompute | Sequence[Recompute]) -> Amount:
+        """Return what recomputation adds to a backward; a choice for all runs or for each.
+
+        Full recomputation runs the whole forward again, collectives too. Selective recomputation
+        keeps the results of collectives, so it adds compute only.
+        """
+        choices = {recompute} if isinstance(recompute, str) else {*recompute}
+        if choices == {"none"}:
+            return 0.0 * self.recomputed_s
+        if choices == {"selective"}:
+            return self.recomputed_s
+        if choices == {"full"}:
+            return self.whole_forward_s
+        names = np.array(recompute)
+        selective = np.where(names == "selective", self.recomputed_s, 0.0)
+        return np.where(names == "full", self.whole_forward_s, selective)
+
+
+TIME_FIELDS = tuple(f.name for f in fields(RunTimes))
+
+
+def block_times(cost: ProgramCost) -> RunTimes:
+    """Return the seconds of one block."""
+    return RunTimes(
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        weight_s=cost.weight_s,
+        recomputed_s=cost.remade_s,
+        comm_forward_s=cost.forward_comm_s,
+        comm_backward_s=cost.backward_comm_s,
+        host_forward_s=cost.host_forward_s,
+        host_backward_s=cost.host_backward_s,
+        forward_flop=cost.forward_flop,
+        backward_flop=cost.backward_flop,
+    )

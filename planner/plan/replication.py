@@ -1,0 +1,71 @@
+"""Ranks that hold the same part of a model, and how they share its weights and states.
+
+The three questions that every room asks about data parallelism are answered here, once: whether
+ZeRO has anything to shard over, into how many shards, and how wide a gradient is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.plan.plan import Precision
+
+if TYPE_CHECKING:
+    from planner.plan.plan import Plan
+
+MASTER_FACTOR = 2
+"""Bytes of an fp32 master weight, or gradient sum, over those of its bf16 weight."""
+
+
+def gradient_factor(precision: Precision) -> int:
+    """Return the bytes of a gradient sum over those of its parameter.
+
+    With `precision` "bf16" gradients are summed, and weights updated, in fp32.
+    """
+    return MASTER_FACTOR if precision == "bf16" else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replication:
+    """How the ranks that hold the same part of a model share it."""
+
+    replicas: int
+    """Ranks that hold the same parameters, along the axes "data" of `planner.layout.axes`. Each
+    trains on its own samples (dp) or positions (cp), so all of them sum gradients."""
+    zero_stage: int
+    """0: every rank keeps everything. 1: optimizer state, 2: gradients too, 3: weights too are
+    sharded over the replicas."""
+    precision: Precision = "model"
+    """Dtype of parameters and of gradient sums."""
+    optimizer_on_host: bool = False
+    """Whether optimizer state (with ZeRO the shards, too) lies in the host's memory."""
+
+    @classmethod
+    def of(cls, plan: Plan, stage: int) -> Replication:
+        """Return the replication of a plan's stage, which may have sizes of its own."""
+        return cls(
+            replicas=plan.stage_degrees(stage).along("data"),
+            zero_stage=plan.zero_stage,
+            precision=plan.precision,
+            optimizer_on_host=plan.optimizer_on_host,
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ZeRO has replicas to shard over; a group of one has nothing to share."""
+        return self.zero_stage > 0 and self.replicas > 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks that optimizer state is split over."""
+        return self.replicas if self.zero_stage else 1
+
+    @property
+    def gradient_factor(self) -> int:
+        """Bytes of a gradient sum over those of its parameter."""
+        return gradient_factor(self.precision)
+
+    def gradient_bytes(self, param_bytes: float) -> float:
+        """Return the bytes that a rank holds of the gradient sum of its parameters."""
+        return param_bytes * self.gradient_factor / self.shards
