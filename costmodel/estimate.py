@@ -125,13 +125,14 @@ def estimate(
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, profile, table)
     timeline = simulate(table, price.job_seconds, at_least=at_least)
-    # dp * tp is the same on every stage.
-    flop = float((price.times.forward_flop + price.times.backward_flop).sum()) * plan.dp * plan.tp
+    # All stages have meshes of as many ranks.
+    flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
+    flop = float(flop_of_ranks) * plan.degrees.num_ranks
     return Estimate(
         time=_time_parts(price, costs, timeline, table, at_least),
         memory=plan_memory(price, costs, timeline.schedule),
         timeline=timeline,
-        flop=flop * plan.num_microbatches * plan.cp,
+        flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=profile.source,
     )

@@ -142,16 +142,18 @@ def test_a_coarse_cut_changes_while_nothing_finer_cuts_the_dim():
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("zero_stage", [0, 1, 3])
-def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(zero_stage):
-    """The same ranks take the same samples, and sum gradients over the same group."""
-    graph = capture("gpt", torch.float32)
+@pytest.mark.parametrize("choices", [{}, {"zero_stage": 1}, {"zero_stage": 3}, {"pp": 2}], ids=str)
+def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(choices):
+    """The same ranks take the same samples, and sum gradients over the same group; stages send
+    between nodes of four.
+    """
+    graph, machine = capture("gpt", torch.float32), Machine(devices_per_node=4)
     both, alone = (
-        estimate(graph, Machine(), default_plan(graph, zero_stage=zero_stage, **sizes))
+        estimate(graph, machine, default_plan(graph, **sizes, **choices))
         for sizes in ({"rp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
     )
     assert both.to_dict() == alone.to_dict()
-    single = estimate(graph, Machine(), default_plan(graph, tp=2))
+    single = estimate(graph, machine, default_plan(graph, tp=2, **choices))
     assert both.step_s > single.step_s, "the sum over four ranks takes its time"
 
 
