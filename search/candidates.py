@@ -191,7 +191,7 @@ class Candidates:
             def least(param_bytes: float) -> float:
                 rank = RankBound(
                     load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
-                    replicas=one.dp * one.cp, zero=one.zero, profile=self.profile,
+                    replicas=one.degrees.along("data"), zero=one.zero, profile=self.profile,
                     precision=self.precision, on_host=self.on_host,
                 )  # fmt: skip
                 return float(rank.with_saved(0.0))
@@ -219,7 +219,7 @@ class Candidates:
                 load=table.whole,
                 num_microbatches=configuration.num_microbatches,
                 recompute=choice,
-                replicas=configuration.dp * configuration.cp,
+                replicas=configuration.degrees.along("data"),
                 zero=configuration.zero,
                 profile=self.profile,
                 precision=self.precision,

@@ -62,7 +62,7 @@ def quick_step_s(
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
-            ranks_apart = abs(second - first) * one.dp * one.cp * one.tp
+            ranks_apart = abs(second - first) * one.degrees.num_ranks
             seconds = exchange_seconds(
                 table.profile,
                 num_bytes=ranks.replication.gradient_bytes(size),
@@ -71,7 +71,7 @@ def quick_step_s(
             ready[first] += seconds
             ready[second] += seconds
     clips = [update.clip for update in updates] if table.costs.clips_gradients else []
-    world = one.dp * one.cp * one.tp * one.pp
+    world = one.degrees.num_ranks * one.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
     optimizer_s = [update.optimizer_s for update in updates]
     last, clipping_s = last_rank(ready, optimizer_s, clips, norm_sum_s=norm_sum_s)

@@ -160,7 +160,7 @@ def as_held(configuration: Configuration) -> Configuration:
     replicas.
     """
     one = configuration
-    return replace(one, zero=0) if one.dp * one.cp == 1 else one
+    return replace(one, zero=0) if one.degrees.along("data") == 1 else one
 
 
 def least_back_hop_s(member: Member, members: Sequence[Member]) -> Floats:

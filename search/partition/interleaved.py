@@ -301,7 +301,7 @@ class InterleavedStages:
             load=StageLoad(param_bytes=self._param_bytes),
             num_microbatches=one.num_microbatches,
             recompute="none",
-            replicas=one.dp * one.cp,
+            replicas=one.degrees.along("data"),
             zero=one.zero,
             profile=self.table.profile,
             precision=self.table.precision,
