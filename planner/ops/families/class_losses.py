@@ -179,6 +179,12 @@ def _log_probabilities_gradient(call: KernelCall, *, forward: bool) -> int:
     return 0 if forward else call.num_bytes(call.op.inputs[0])
 
 
+def _targets_and_count(call: KernelCall) -> Saved:
+    """Log-probabilities, targets and the total weight of those that count."""
+    names = call.op.inputs
+    return Saved(tensors=names[:2], extra_bytes=call.element_bytes(names[0]))
+
+
 def _local_probabilities(call: KernelCall) -> Saved:
     """Probabilities of the local classes in fp32 or wider; per sample an int64 and two flags."""
     logits, labels = call.op.inputs[:2]
@@ -250,6 +256,7 @@ register(
         ),
         local_form=nll_loss_on_shard,
         worth_moving=True,
+        saved=_targets_and_count,
         across=Across(reduction_arg=3),
     )
 )
