@@ -46,7 +46,7 @@ def _has_plain_targets(call: Call) -> bool:
 
 
 def cross_entropy_on_shard(placed: Placed) -> LocalForm:
-    """The same loss, told how the logits are divided."""
+    """The same loss, with the way its logits are divided."""
     call = placed.call
     logits = placed.sharding.inputs[0]
     rank = len(call.inputs[0])
@@ -124,7 +124,7 @@ def nll_loss_by_class(call: Call) -> Iterator[OpSharding]:
 
 
 def nll_loss_on_shard(placed: Placed) -> LocalForm:
-    """The same loss, told how the log-probabilities are divided."""
+    """The same loss, with the way its log-probabilities are divided."""
     call, op = placed.call, placed.op
     reduction = call.arg(3, "reduction", MEAN)
     ignore_index = call.arg(4, "ignore_index", -100)

@@ -41,7 +41,7 @@ def batch_norm(call: Call) -> Iterator[OpSharding]:
 
 
 def batch_norm_on_shard(placed: Placed) -> LocalForm:
-    """With channels divided, a rank computes the statistics of its own and hears of the others'."""
+    """With channels divided, a rank computes the statistics of its own and receives the others'."""
     if not _writes_running(placed.call):
         return LocalForm((placed.op,))
     return placed.with_args(*placed.op.args, placed.axis, target="planner.batch_norm_by_channel")
