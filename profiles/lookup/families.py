@@ -6,7 +6,6 @@ base-2 logarithms of the numbers that matter, so a distance of 1 means "twice as
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import log2, prod
 
 from planner.ops import record
@@ -22,7 +21,6 @@ BLOCK_TARGET = "planner.block"
 """Target of records of whole blocks, which check sums of ops; no op is timed by them."""
 
 
-@lru_cache(maxsize=4096)
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
     if target == BLOCK_TARGET:
