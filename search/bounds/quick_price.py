@@ -30,31 +30,30 @@ from search.stages.stage_table import StageTable
 
 
 def quick_step_s(
-    configuration: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
+    config: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
-    one = configuration
-    ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
+    ranks = table.with_replicas(dp=config.dp, cp=config.cp, zero=config.zero, choices=choices)
     runs = ranks.runs(cut.cuts)
     again = tuple(choices[choice] for choice in cut.choices)
     key = (
-        one.schedule,
-        one.pp,
-        one.vpp,
-        one.num_microbatches,
-        one.dp,
-        one.zero // 2,
+        config.schedule,
+        config.pp,
+        config.vpp,
+        config.num_microbatches,
+        config.dp,
+        config.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
-        one.zero == 0 and "none" in again,
-        one.is_sharded,
+        config.zero == 0 and "none" in again,
+        config.is_sharded,
         float(runs.per_forward_s.sum()),
         cut.cuts,
         again,
     )
     if key not in table.rank_ends:
-        table.rank_ends[key] = _simulated_rank_ends(one, table, cut, runs, again)
-    homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        table.rank_ends[key] = _simulated_rank_ends(config, table, cut, runs, again)
+    homes = np.asarray(stage_to_pp_rank(config.schedule, config.pp, config.vpp))
     ready, updates, clips = [], [], []
     for rank, end in enumerate(table.rank_ends[key]):
         mine = homes == rank
@@ -66,10 +65,10 @@ def quick_step_s(
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
-            seconds = _tied_s(one, table, size, abs(second - first))
+            seconds = _tied_s(config, table, size, abs(second - first))
             ready[first] += seconds
             ready[second] += seconds
-    world = one.dp * one.cp * one.tp * one.pp
+    world = config.dp * config.cp * config.tp * config.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
     last, clipping_s = last_rank(ready, updates, clips, norm_sum_s=norm_sum_s)
     first_rank = [
@@ -77,21 +76,21 @@ def quick_step_s(
         for stage in np.flatnonzero(homes == homes[0])
         for block in range(cut.cuts[stage], cut.cuts[stage + 1])
     ]
-    inputs_s = table.inputs_s(first_rank, one.num_microbatches)
+    inputs_s = table.inputs_s(first_rank, config.num_microbatches)
     return inputs_s + ready[last] + clipping_s + updates[last]
 
 
-def _tied_s(one: Configuration, table: StageTable, param_bytes: float, pp_ranks: int) -> float:
+def _tied_s(config: Configuration, table: StageTable, param_bytes: float, pp_ranks: int) -> float:
     """Return what two stages take to sum the gradient of a parameter both hold."""
     size = gradient_bytes(
-        param_bytes, precision=table.precision, shards=one.dp * one.cp if one.zero else 1
+        param_bytes, precision=table.precision, shards=config.dp * config.cp if config.zero else 1
     )
-    ranks_apart = pp_ranks * one.dp * one.cp * one.tp
+    ranks_apart = pp_ranks * config.dp * config.cp * config.tp
     return exchange_seconds(table.profile, num_bytes=size, ranks_apart=ranks_apart)
 
 
 def _simulated_rank_ends(
-    one: Configuration,
+    config: Configuration,
     table: StageTable,
     cut: Cut,
     runs: StageRuns,
@@ -99,13 +98,13 @@ def _simulated_rank_ends(
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
     starts = list(cut.cuts[:-1])
-    hops = table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    backs = table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp)[starts].tolist()
-    weights = runs.weight_s * (not one.is_sharded)
+    hops = table.hop_s(dp=config.dp, cp=config.cp, pp=config.pp)[starts].tolist()
+    backs = table.back_hop_s(dp=config.dp, cp=config.cp, pp=config.pp)[starts].tolist()
+    weights = runs.weight_s * (not config.is_sharded)
     inputs = runs.backward_s + runs.per_backward_s + runs.again_s(recomputed) - weights
-    sends_ahead = np.array([choice == "none" and one.zero == 0 for choice in recomputed])
+    sends_ahead = np.array([choice == "none" and config.zero == 0 for choice in recomputed])
     timeline = simulate(
-        job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
+        job_table(config.schedule, config.pp, config.vpp, config.num_microbatches),
         JobSeconds(
             forward_s=tuple((runs.forward_s + runs.per_forward_s).tolist()),
             backward_input_s=tuple(inputs.tolist()),
@@ -115,13 +114,13 @@ def _simulated_rank_ends(
             sends_ahead_s=tuple((runs.first_weight_s * sends_ahead).tolist()),
             last_sends_ahead_s=tuple((runs.weight_s * sends_ahead).tolist()),
         ),
-        at_least=_copies_beside_jobs(one, table, cut, recomputed),
+        at_least=_copies_beside_jobs(config, table, cut, recomputed),
     )
     return timeline.rank_end_s
 
 
 def _copies_beside_jobs(
-    one: Configuration, table: StageTable, cut: Cut, recomputed: Sequence[Recompute]
+    config: Configuration, table: StageTable, cut: Cut, recomputed: Sequence[Recompute]
 ) -> tuple[np.ndarray, ...] | None:
     """Return what copies of activations take beside each job of each rank, if there are any."""
     if not table.on_host.activations:
@@ -132,8 +131,8 @@ def _copies_beside_jobs(
     for choice in set(recomputed):
         kept = kept_bytes(loads, recompute=choice) - loads.side_bytes
         moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
-    rows = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule.jobs
-    found = _trips(one.schedule, one.pp, one.vpp, one.num_microbatches)
+    rows = job_table(config.schedule, config.pp, config.vpp, config.num_microbatches).schedule.jobs
+    found = _trips(config.schedule, config.pp, config.vpp, config.num_microbatches)
     return tuple(
         least_job_seconds(table.profile, len(row), made, moved)
         for row, made in zip(rows, found, strict=True)

@@ -87,7 +87,9 @@ class Lane:
     def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
         """Return `own` (choice, row) of the runs of these rows from one block on."""
         column = start - self.first_start
-        back, tail = (np.broadcast_to(one, self.until.shape) for one in (self.back, self.tail))
+        back, tail = (
+            np.broadcast_to(values, self.until.shape) for values in (self.back, self.tail)
+        )
         ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
         return self.until[:, rows, column] + ends
 
@@ -192,7 +194,7 @@ class Paths:
             weight = problem.before_w[end] - problem.before_w[start]
         job_s = seconds_by_kind(self.band.forward_s[part], self.band.backward_s[part], weight)
         by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
-        down, up = ({stage: one[part]} for one in self.band.copies_s)
+        down, up = ({stage: seconds[part]} for seconds in self.band.copies_s)
         row = problem.copied[stage]
         return tuple(
             extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
@@ -220,12 +222,12 @@ class Paths:
     def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
         """Whether each run of a part, by choice, may stay within the memory limit on a stage."""
         in_flight = self.problem.in_flight[stage]
-        key = in_flight, *((one.start, one.stop) for one in part)
+        key = in_flight, *((span.start, span.stop) for span in part)
         if key not in self._fits:
             self._fits[key] = self.window.valid[part] & [
                 self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
             ]
-        refused = [one for one in self.problem.refused if one.stage == stage]
+        refused = [stage_run for stage_run in self.problem.refused if stage_run.stage == stage]
         first = self.problem.first_choices if stage == 0 else ()
         if not refused and not first:
             return self._fits[key]
@@ -233,11 +235,11 @@ class Paths:
         if first:
             fits[[choice not in first for choice in range(len(fits))]] = False
         start, end = self.window.start[:, part[1]], self.window.end[part]
-        for one in refused:
-            if one.and_longer:
-                fits[one.choice] &= (start > one.first) | (end < one.end)
+        for stage_run in refused:
+            if stage_run.and_longer:
+                fits[stage_run.choice] &= (start > stage_run.first) | (end < stage_run.end)
             else:
-                fits[one.choice] &= (start != one.first) | (end != one.end)
+                fits[stage_run.choice] &= (start != stage_run.first) | (end != stage_run.end)
         return fits
 
     def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
@@ -267,8 +269,8 @@ def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
     that fit under none, anything.
     """
     picked = by_choice[-1]
-    for one, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
-        picked = np.where(fits, one, picked)
+    for seconds, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
+        picked = np.where(fits, seconds, picked)
     return picked[None]
 
 
