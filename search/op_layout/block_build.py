@@ -124,7 +124,7 @@ class _Builder:
         priced = [
             (bound_class, op, self._strategies_of(bound_class, op, signature))
             for bound_class in classes
-            for op, signature in zip(bound_class.program.ops, bound_class.signature, strict=True)
+            for op, signature in zip(bound_class.program.ops, bound_class.signatures, strict=True)
         ]
         tensors = [
             [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]

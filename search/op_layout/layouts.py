@@ -127,7 +127,7 @@ class LayoutSolver:
         if microbatch_size not in self._counts:
             counts: Counter[OpSignature] = Counter()
             for index, count in self._uses.items():
-                for signature in self._class(index, microbatch_size).signature:
+                for signature in self._class(index, microbatch_size).signatures:
                     counts[signature] += count
             seconds = self._op_seconds
             self._counts[microbatch_size] = {

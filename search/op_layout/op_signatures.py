@@ -76,7 +76,7 @@ class BoundClass:
         )
 
     @cached_property
-    def signature(self) -> tuple[OpSignature, ...]:
+    def signatures(self) -> tuple[OpSignature, ...]:
         """What each op is."""
         return tuple(
             _signature(
