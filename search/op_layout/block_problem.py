@@ -49,20 +49,22 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReshardEdge:
-    """One tensor between its producer and its uses.
-
-    producer: variable index, or None when the placement is given. source[value] indexes the
-    rows of `seconds`; for each use (variable index or None, requirements[value]) the requirements
-    index its columns. `seconds[p, q]` is the redistribution's time, inf where there is none.
-    """
+    """One tensor between its producer and its uses."""
 
     tensor: str
+    """Its name."""
     producer: int | None
+    """The variable that makes it; None where its placement is given."""
     source: tuple[int, ...]
+    """The row of `seconds` for each value of the producer."""
     uses: tuple[tuple[int | None, tuple[int, ...]], ...]
+    """For each use its variable (None: given) and the column of `seconds` for each value of it."""
     seconds: NDArray[np.float64]
+    """Of the redistribution from each source to each requirement; inf where there is none."""
     sources: tuple[Placement, ...]
+    """The placement of each row."""
     requirements: tuple[Requirement, ...]
+    """The requirement of each column."""
 
 
 Table = tuple[tuple[int, ...], NDArray[np.float64]]
@@ -93,12 +95,19 @@ class BlockProblem:
     """
 
     axis_size: int
+    """Ranks of the mesh axis."""
     variables: tuple[Variable, ...]
+    """Ops, and parameters used in several places."""
     edges: tuple[ReshardEdge, ...]
+    """What redistributing each tensor costs."""
     programs: tuple[tuple[int, Program], ...]
+    """Class index and program of each block class."""
     shared: tuple[tuple[tuple[tuple[int, str], ...], int], ...] = ()
+    """Parameters that several uses share, as (class index, name), and the variable of each."""
     boundary: Boundary = field(default_factory=dict)
+    """Placements of what blocks hand to each other."""
     tables: SharedTables = field(default_factory=SharedTables)
+    """What elimination made of problems with other boundaries."""
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
         """Return the objective of one full choice: seconds + bytes_price * bytes."""

@@ -243,19 +243,20 @@ def _costs_given(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination:
-    """One step: `variable` leaves, and a table over `scope` takes the place of `tables`.
-
-    `tables` are (index, shape that lines it up with the others), over `scopes`; `shape` is that
-    of their sum and `axis` the variable's place in it. New tables are numbered on from the
-    given ones.
-    """
+    """One step: a variable leaves, and one table takes the place of all that mention it."""
 
     variable: int
+    """The variable that leaves."""
     scope: tuple[int, ...]
+    """Variables of the new table, which is numbered on from those there are."""
     tables: tuple[tuple[int, tuple[int, ...]], ...]
+    """The tables summed: index, and the shape that lines it up with the others."""
     scopes: tuple[tuple[int, ...], ...]
+    """Variables of each of them."""
     shape: tuple[int, ...]
+    """Shape of their sum."""
     axis: int
+    """The variable's place in it."""
 
     @property
     def num_cells(self) -> int:
