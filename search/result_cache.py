@@ -72,7 +72,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
     for name in _PLANS:
         plan = getattr(result, name)
         data[name] = plan and plan.model_dump(mode="json")
-    data["runners_up"] = [asdict(one) for one in result.runners_up]
+    data["runners_up"] = [asdict(runner_up) for runner_up in result.runners_up]
     data["certificate"] = result.certificate and asdict(result.certificate)
     return data
 
@@ -87,7 +87,7 @@ def from_json(data: dict[str, Any]) -> SearchResult:
         **{
             **data,
             **{name: data[name] and Plan.model_validate(data[name]) for name in _PLANS},
-            "runners_up": tuple(RunnerUp(**one) for one in data["runners_up"]),
+            "runners_up": tuple(RunnerUp(**runner_up) for runner_up in data["runners_up"]),
             "reasons": tuple(data["reasons"]),
             "certificate": None if proof is None else Certificate(**proof),
         }

@@ -22,7 +22,7 @@ from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
 from search.report.nothing_fits import can_fit, round_up
 from search.request import SearchRequest, SearchResult
-from search.space import divisors
+from search.request_checks import divisors
 
 Progress = Callable[[float, str], None]
 Recapture = Callable[[Precision], ModelGraph]
@@ -137,7 +137,7 @@ class _Trials:
                 if made := self._concede(changes):
                     found.append(made)
             if found:
-                return sorted(found, key=lambda one: one.step_s)
+                return sorted(found, key=lambda concession: concession.step_s)
         return []
 
     def _changes(self) -> Iterator[tuple[str, dict[str, object]]]:

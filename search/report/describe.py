@@ -57,7 +57,7 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
     leanest = refused.leanest
     assert leanest is not None, "what does not fit has a leanest plan"
     parts: list[Any] = [Text(line) for line in explain_shortfall(leanest, limit_bytes)]
-    ways = [one for one in (*advice.concessions, advice.devices, advice.memory) if one]
+    ways = [way for way in (*advice.concessions, advice.devices, advice.memory) if way]
     if not ways:
         return parts
     table = Table(
@@ -68,12 +68,12 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
         title="What would fit",
         title_justify="left",
     )
-    for one in ways:
+    for way in ways:
         table.add_row(
-            Text(one.what),
-            format_seconds(one.step_s),
-            format_bytes(one.peak_bytes),
-            Text(explain_saving(leanest, one.plan)),
+            Text(way.what),
+            format_seconds(way.step_s),
+            format_bytes(way.peak_bytes),
+            Text(explain_saving(leanest, way.plan)),
         )
     return [*parts, table]
 

@@ -100,14 +100,16 @@ def _by_least_bytes(
         least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
     # Activations grow with the microbatch, all else stays.
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
-    every = [one for shape in small for one in shape.configurations()]
-    plain = [one for one in every if one.vpp == 1] or every
+    every = [configuration for shape in small for configuration in shape.configurations()]
+    plain = [configuration for configuration in every if configuration.vpp == 1] or every
     tries = [
-        (candidates.bounds(table).least_peak_bytes(one), order, one, table)
-        for order, one in enumerate(plain)
-        for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
+        (candidates.bounds(table).least_peak_bytes(configuration), order, configuration, table)
+        for order, configuration in enumerate(plain)
+        for table in candidates.tables(
+            configuration.tp, configuration.microbatch_size, configuration.cp
+        )
     ]
     if not tries:
         assert candidates.layouts.refusal is not None, "only cp can leave no layout"
         raise candidates.layouts.refusal
-    return sorted(tries, key=lambda one: one[:2])
+    return sorted(tries, key=lambda entry: entry[:2])

@@ -10,7 +10,8 @@ from planner.units import GIB
 from search import SearchRequest
 from search.bounds.rank_bytes import RankBytes
 from search.bounds.zero_bubble_bound import ZeroBubbleBound
-from search.candidates import Candidates, live_stages_of
+from search.candidates import Candidates
+from search.in_flight import live_stages_of
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
 from search.space import recompute_choices
