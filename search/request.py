@@ -240,7 +240,7 @@ class SearchResult:
 
     `reasons` says in whole sentences why nothing fits; it is empty when there is a plan.
     `leanest` is then the plan that needs the least memory, `smallest_memory_bytes` a limit
-    under which a search finds one (`concessions` tells what else would do). `search_s` is
+    under which a search finds one (`remedies` tells what else would do). `search_s` is
     what the search took, `was_kept` whether that was an earlier one.
     """
 

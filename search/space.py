@@ -116,7 +116,7 @@ class Shape:
                 )  # fmt: skip
 
 
-Refusals = dict[str, str]
+Reasons = dict[str, str]
 """Rules that left out degrees or schedules, each with its first example; grows in place."""
 
 
@@ -145,10 +145,10 @@ def list_shapes(
             f"tp={request.tp} divides no tensor dimension of model {graph.name!r} that an op can "
             f"be split along; use tp in {listed(tried)}"
         )
-    refusals: Refusals = {}
-    found = list(_shapes(request, graph, cluster, can_split, refusals))
+    reasons: Reasons = {}
+    found = list(_shapes(request, graph, cluster, can_split, reasons))
     if not found:
-        why = "; ".join(refusals.values()) or "the fixed choices exclude each other"
+        why = "; ".join(reasons.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
             f"be used: {why}; try another --gpus or --global-batch, such as "
@@ -174,23 +174,21 @@ def _shapes(
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[Shape]:
     options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
     # What remakes least comes first: stages take the first that fits.
     allowed = sorted(request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index)
     recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
     if not allowed:
-        refusals.setdefault("forbidden", "every kind of recompute is forbidden")
+        reasons.setdefault("forbidden", "every kind of recompute is forbidden")
         return
-    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, refusals):
+    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, reasons):
         if pp > len(graph.blocks):
-            refusals.setdefault(
-                "too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks"
-            )
+            reasons.setdefault("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
         if request.global_batch % dp:
-            refusals.setdefault(
+            reasons.setdefault(
                 "dp divides the batch", f"dp={dp} does not divide the batch {request.global_batch}"
             )
             continue
@@ -202,7 +200,7 @@ def _shapes(
             if key not in options_of:
                 options_of[key] = tuple(
                     option
-                    for option in _schedules(request, graph, *key, refusals)
+                    for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
             zeros = tuple(request.values("zero", SEARCHED_ZERO if dp * cp > 1 else (0,)))
@@ -218,7 +216,7 @@ def _degrees(
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, cp, tp, pp)."""
     n = request.num_devices
@@ -229,18 +227,18 @@ def _degrees(
             continue
         if not request.asks_for("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
-                refusals.setdefault(
+                reasons.setdefault(
                     "tp stays in a node", f"tp={tp} spans nodes, which only --tp asks for"
                 )
                 continue
             if not can_split(tp):
-                refusals.setdefault("tp splits an op", f"tp={tp} divides no dimension of the model")
+                reasons.setdefault("tp splits an op", f"tp={tp} divides no dimension of the model")
                 continue
         for cp in request.values("cp", cps):
             if n % (tp * cp):
                 continue
             if cp > 1 and (reason := _why_not_cp(graph, cp)):
-                refusals.setdefault("cp divides sequences", reason)
+                reasons.setdefault("cp divides sequences", reason)
                 continue
             for pp in request.values("pp", divisors(n // tp // cp)):
                 dp = n // tp // cp // pp
@@ -262,7 +260,7 @@ def _schedules(
     graph: ModelGraph,
     pp: int,
     num_microbatches: int,
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
     if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
@@ -278,12 +276,12 @@ def _schedules(
             if reason is None:
                 yield name, vpp
             elif num_microbatches < pp:
-                refusals.setdefault(
+                reasons.setdefault(
                     "too few microbatches",
                     f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
                 )
             else:
-                refusals.setdefault("schedule takes the sizes", reason)
+                reasons.setdefault("schedule takes the sizes", reason)
 
 
 def _next_multiple(number: int, of: int) -> int:

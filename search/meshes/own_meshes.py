@@ -231,7 +231,7 @@ def plan_of_mix(
 def price_mix(
     candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
 ) -> EvaluatedPlan | None:
-    """Return a solution's estimate; None where its stages cannot hand over what it asks of them."""
+    """Return a solution's estimate; None where its stages cannot send each other samples."""
     configuration, plan = plan_of_mix(candidates, members, cut, kinds)
     try:
         return EvaluatedPlan(

@@ -170,15 +170,15 @@ class InterleavedStages:
         configuration: Configuration,
         live: Sequence[int],
         memory_limit_bytes: float,
-        refused: Sequence[TooLarge] = (),
+        infeasible: Sequence[TooLarge] = (),
     ) -> tuple[int, ...] | None:
         """Return each stage's recompute choice, or None when a rank cannot hold its own.
 
-        A choice may do where `least_bytes` are within the limit; `refused` is what the estimate
+        A choice may fit where `least_bytes` are within the limit; `infeasible` is what the estimate
         found too large nevertheless, on the rank of its stage.
         """
         fits = self.least_bytes(configuration, live) <= memory_limit_bytes
-        for too_large in refused:
+        for too_large in infeasible:
             fits[too_large.choice, self.homes[too_large.stage]] = False
         if not np.all(np.any(fits, axis=0)):
             return None
@@ -193,7 +193,7 @@ class InterleavedStages:
     ) -> tuple[TooLarge, ...]:
         """Return a stage of each rank that cannot hold its own as the job table has them under way.
 
-        That is what each stage keeps while its microbatches are, where `least_bytes` knows how
+        That is what each stage keeps while its microbatches are, where `least_bytes` counts how
         many but not of which stages.
         """
         if self.table.on_host.activations:

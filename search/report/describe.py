@@ -11,9 +11,9 @@ from rich.text import Text
 
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
-from search.report.concessions import Advice
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
+from search.report.remedies import Advice
 from search.request import RunnerUp, SearchResult
 
 
@@ -52,12 +52,12 @@ def _cost(point: Point) -> str:
     return f"{point.cost_per_million_tokens:.4g} a million tokens"
 
 
-def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
+def describe_advice(infeasible: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
     """Return why nothing fits and what would, each with the plan found."""
-    leanest = refused.leanest
+    leanest = infeasible.leanest
     assert leanest is not None, "what does not fit has a leanest plan"
     parts: list[Any] = [Text(line) for line in explain_shortfall(leanest, limit_bytes)]
-    ways = [way for way in (*advice.concessions, advice.devices, advice.memory) if way]
+    ways = [way for way in (*advice.remedies, advice.devices, advice.memory) if way]
     if not ways:
         return parts
     table = Table(
@@ -79,7 +79,7 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
 
 
 def describe_comparison(comparison: Comparison) -> list[RenderableType]:
-    """Return why the given choices are refused, or by which parts they are slower."""
+    """Return why the given choices do not fit, or by which parts they are slower."""
     given, best = comparison.given, comparison.best
     if given is None:
         parts: list[RenderableType] = [Text(f"refused: {line}") for line in comparison.shortfall]

@@ -24,7 +24,7 @@ class Leanest:
     peak_bytes: float
 
 
-def explain_nothing_fits(
+def explain_infeasible(
     leanest: Leanest, request: SearchRequest, memory_limit_bytes: float
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
@@ -50,7 +50,7 @@ def find_leanest(
     """Return the configuration that needs the fewest bytes per device.
 
     Best first by the arithmetic bound: a configuration whose bound is no smaller than the
-    least found need not be cut. Virtual stages are left out: they never need less than the
+    least found need not be cut. Interleaved stages are left out: they never need less than the
     same pipeline without. Ends early at one that needs no more than `enough_bytes`.
     """
     tries = _by_least_bytes(candidates, shapes)
@@ -110,6 +110,6 @@ def _by_least_bytes(
         )
     ]
     if not tries:
-        assert candidates.layouts.refusal is not None, "only cp can leave no layout"
-        raise candidates.layouts.refusal
+        assert candidates.layouts.why_no_cp is not None, "only cp can leave no layout"
+        raise candidates.layouts.why_no_cp
     return sorted(tries, key=lambda entry: entry[:2])
