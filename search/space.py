@@ -11,8 +11,8 @@ share most bounds, so a search opens a shape only when it may hold the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import cast
 
 from planner.cluster import ClusterSpec
@@ -20,9 +20,9 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.sequences import check_hands_on_sequences, longest_sequence
 from planner.plan import Recompute
-from planner.plan.defaults import check_balance
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import RECOMPUTE_CHOICES, SearchRequest
+from search.request_checks import divisors, listed, validate_request
 
 MOST_VPP = 8
 LEAST_POSITIONS = 8192
@@ -49,6 +49,11 @@ class Configuration:
     zero: int
     recompute: str
     stage_tps: tuple[int, ...] = ()
+
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
+        return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
     def is_sharded(self) -> bool:
@@ -108,17 +113,8 @@ class Shape:
                 )  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class Refusals:
-    """Candidates that divide nothing, counted by rule, with one example each; grows in place."""
-
-    count: dict[str, int] = field(default_factory=dict)
-    example: dict[str, str] = field(default_factory=dict)
-
-    def add(self, rule: str, example: str, count: int = 1) -> None:
-        """Record `count` more candidates refused by `rule`."""
-        self.count[rule] = self.count.get(rule, 0) + count
-        self.example.setdefault(rule, example)
+Reasons = dict[str, str]
+"""Rules that left out degrees or schedules, each with its first example; grows in place."""
 
 
 def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
@@ -128,95 +124,12 @@ def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
     return tuple(cast("Recompute", choice) for choice in recompute.split("|"))
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
-
-
-def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
-    """Raise LayoutError for choices that cannot go together, with what to try."""
-    n = request.num_devices
-    if cluster.max_devices is not None and n > cluster.max_devices:
-        raise LayoutError(
-            f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
-            f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
-            "another `profile`"
-        )
-    if request.cp is not None and request.cp > 1:
-        check_hands_on_sequences(graph, "cp", request.cp)
-    fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
-    given = {name: value for name, value in fixed.items() if value is not None}
-    product = 1
-    for value in given.values():
-        product *= value
-    text = " * ".join(f"{name}={value}" for name, value in given.items())
-    if n % product:
-        raise LayoutError(
-            f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {_listed(divisors(n))}"
-        )
-    if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
-        raise LayoutError(
-            f"{text} uses {product} of `num_devices` {n}; dp * cp * tp * pp must equal {n}, so "
-            f"leave one of them out or use `num_devices` {product}"
-        )
-    for name in fixed:
-        values = request.allowed(name)
-        if values and all(n % int(value) for value in values):
-            raise LayoutError(
-                f"`allow` {name}={','.join(values)} was given, and none of these divides "
-                f"`num_devices` {n}; use divisors of {n}: {_listed(divisors(n))}"
-            )
-    blocks = len(graph.blocks)
-    if request.balance:
-        stages = len(request.balance)
-        if request.pp:
-            stages = request.pp * (request.vpp or max(1, stages // request.pp))
-        check_balance(request.balance, num_blocks=blocks, num_stages=stages)
-    stages = (request.pp or 1) * (request.vpp or 1)
-    if stages > blocks:
-        raise LayoutError(
-            f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
-            f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
-        )
-    per_dp = request.global_batch
-    if request.dp is not None:
-        if request.global_batch % request.dp:
-            raise LayoutError(
-                f"dp={request.dp} does not divide `global_batch` {request.global_batch}; every "
-                f"replica takes the same number of samples, so use dp in "
-                f"{_listed(divisors(request.global_batch))} or another batch"
-            )
-        per_dp //= request.dp
-    size = request.microbatch_size
-    if size is not None and per_dp % size:
-        whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
-        raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_dp))}"
-        )
-    if request.schedule is not None:
-        spec = find_schedule(request.schedule)
-        pp = request.pp or min(2, blocks)
-        vpp = request.vpp or spec.min_vpp
-        most = per_dp // (size or 1)
-        if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
-            raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
-    elif request.pp is not None and per_dp // (size or 1) < request.pp:
-        raise LayoutError(
-            f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_dp // (size or 1)} per replica; use a larger `global_batch`, a smaller "
-            f"`microbatch_size` or a smaller `pp`"
-        )
-
-
 def list_shapes(
     request: SearchRequest,
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
     can_split: Callable[[int], bool],
-    refusals: Refusals | None = None,
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
@@ -227,12 +140,12 @@ def list_shapes(
         tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
         raise LayoutError(
             f"tp={request.tp} divides no tensor dimension of model {graph.name!r} that an op can "
-            f"be split along; use tp in {_listed(tried)}"
+            f"be split along; use tp in {listed(tried)}"
         )
-    refusals = refusals if refusals is not None else Refusals()
-    found = list(_shapes(request, graph, cluster, can_split, refusals))
+    reasons: Reasons = {}
+    found = list(_shapes(request, graph, cluster, can_split, reasons))
     if not found:
-        why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
+        why = "; ".join(reasons.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
             f"be used: {why}; try another `num_devices` or `global_batch`, such as "
@@ -250,7 +163,7 @@ def list_configurations(
 ) -> list[Configuration]:
     """Return every configuration that divides, shape by shape; errors as `list_shapes`."""
     shapes = list_shapes(request, graph, cluster, can_split=can_split)
-    return [one for shape in shapes for one in shape.configurations()]
+    return [configuration for shape in shapes for configuration in shape.configurations()]
 
 
 def _shapes(
@@ -258,21 +171,21 @@ def _shapes(
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[Shape]:
     options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
     # What remakes least comes first: stages take the first that fits.
     allowed = sorted(request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index)
     recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
     if not allowed:
-        refusals.add("forbidden", "every kind of recompute is forbidden")
+        reasons.setdefault("forbidden", "every kind of recompute is forbidden")
         return
-    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, refusals):
+    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, reasons):
         if pp > len(graph.blocks):
-            refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
+            reasons.setdefault("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
         if request.global_batch % dp:
-            refusals.add(
+            reasons.setdefault(
                 "dp divides the batch", f"dp={dp} does not divide the batch {request.global_batch}"
             )
             continue
@@ -284,7 +197,7 @@ def _shapes(
             if key not in options_of:
                 options_of[key] = tuple(
                     option
-                    for option in _schedules(request, graph, *key, refusals)
+                    for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
             zeros = tuple(request.values("zero", SEARCHED_ZERO if dp * cp > 1 else (0,)))
@@ -300,7 +213,7 @@ def _degrees(
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, cp, tp, pp)."""
     n = request.num_devices
@@ -311,18 +224,18 @@ def _degrees(
             continue
         if not request.names("tp", tp) and tp > 1:
             if tp > cluster.devices_per_node:
-                refusals.add(
+                reasons.setdefault(
                     "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
                 )
                 continue
             if not can_split(tp):
-                refusals.add("tp splits an op", f"tp={tp} divides no dimension of the model")
+                reasons.setdefault("tp splits an op", f"tp={tp} divides no dimension of the model")
                 continue
         for cp in request.values("cp", cps):
             if n % (tp * cp):
                 continue
             if cp > 1 and (reason := _why_not_cp(graph, cp)):
-                refusals.add("cp divides sequences", reason)
+                reasons.setdefault("cp divides sequences", reason)
                 continue
             for pp in request.values("pp", divisors(n // tp // cp)):
                 dp = n // tp // cp // pp
@@ -344,7 +257,7 @@ def _schedules(
     graph: ModelGraph,
     pp: int,
     num_microbatches: int,
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
     if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
@@ -360,17 +273,12 @@ def _schedules(
             if reason is None:
                 yield name, vpp
             elif num_microbatches < pp:
-                refusals.add(
+                reasons.setdefault(
                     "too few microbatches",
                     f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
                 )
             else:
-                refusals.add("schedule takes the sizes", reason)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = [str(n) for n in numbers[:16]]
-    return ", ".join(shown) + (", ..." if len(numbers) > 16 else "")
+                reasons.setdefault("schedule takes the sizes", reason)
 
 
 def _next_multiple(number: int, of: int) -> int:
