@@ -84,6 +84,6 @@ def test_a_weight_job_by_hand():
 
 
 def test_the_gradient_of_a_view_is_made_whole():
-    """A product with a view of a weight makes 300 of the whole weight, adds that, and 10 of bias."""
+    """A product with a view of a weight makes 300 of the whole weight, and adds that."""
     view = [weight("a", adds=False)]
     assert weight_job(view, first=False, gradient_factor=1) == (310 + 300, 0)
