@@ -76,7 +76,7 @@ def test_a_backward_frees_what_the_forward_kept(first):
     backward = stage.backward({"v2": VALUE}, first=first)
     assert backward == backward_job(
         stage, {"v2": VALUE}, first=first, num_deferred=0, flush=False, sharded=False,
-        staying=frozenset(),
+        kept_by_others=frozenset(),
     )  # fmt: skip
     gradients = 100 if first else 0
     assert backward.new_gradient_bytes == gradients
