@@ -22,20 +22,22 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelSeconds:
-    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not.
-
-    `forward_s` and `backward_s` come with every microbatch's jobs, `first_forward_s` with the
-    first, `last_backward_s` with the last, `after_s` follows the last job. `host_*_s` come with
-    every microbatch, too: what the host does about it that no message and no compute hides.
-    """
+    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not."""
 
     forward_s: Amount = 0.0
+    """Seconds of messages in every microbatch's forward (ZeRO 3)."""
     backward_s: Amount = 0.0
+    """Seconds of messages in every microbatch's backward (ZeRO 2 and 3)."""
     first_forward_s: Amount = 0.0
+    """Seconds of messages in the step's first forward (ZeRO 1 and 2 gather weights)."""
     last_backward_s: Amount = 0.0
+    """Seconds of messages in the step's last backward (ZeRO 1 reduces gradients)."""
     after_s: Amount = 0.0
+    """Seconds of messages after the last job (ZeRO 0 sums gradients)."""
     host_forward_s: Amount = 0.0
+    """Seconds of FSDP2's hooks in every forward, which nothing hides."""
     host_backward_s: Amount = 0.0
+    """Seconds of FSDP2's hooks in every backward, which nothing hides."""
 
     @property
     def once_s(self) -> Amount:

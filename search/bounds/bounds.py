@@ -147,9 +147,7 @@ class TableBounds:
         total = self.block_seconds(recompute) + exchange.each_s(pp)
         longest = float((self._of_blocks(recompute) + exchange.each_of_blocks_s).max())
         ahead = (
-            self.ahead(recompute, is_sharded=exchange.replication.is_sharded).after_first_s
-            if pp > 1
-            else 0.0
+            self.ahead(recompute, is_sharded=exchange.is_sharded).after_first_s if pp > 1 else 0.0
         )
         return max((m * total + exchange.once_s(pp)) / pp, m * longest, total - ahead)
 
