@@ -211,14 +211,14 @@ def simulate(
     weight, last = seconds.backward_weight_s, seconds.last_backward_input_s
     inputs, last_inputs = seconds.backward_input_s, last or seconds.backward_input_s
     full, last_full = (
-        [i + w for i, w in zip(one, weight, strict=True)] for one in (inputs, last_inputs)
+        [i + w for i, w in zip(each, weight, strict=True)] for each in (inputs, last_inputs)
     )
     by_kind = np.asarray([*seconds.forward_s, *full, *inputs, *weight, *last_full, *last_inputs])
     hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
     each = [by_kind[index] for index in table.duration]
     if at_least is not None:
         each = [np.maximum(*both) for both in zip(each, at_least, strict=True)]
-    durations = [one.tolist() for one in each]
+    durations = [seconds_of_rank.tolist() for seconds_of_rank in each]
     none = (0.0,) * schedule.num_stages
     ready = [0.0, *(seconds.sends_ahead_s or none), *(seconds.last_sends_ahead_s or none)]
     earlier = [np.asarray(ready)[index].tolist() for index in table.ahead]
