@@ -32,7 +32,7 @@ class SideValues:
             self.storage[name] for name in names
             if name in self.storage and (name in self.fixed) is fixed
         }  # fmt: skip
-        return sum(one.num_bytes for one in storages if one.kind not in HELD_ANYWAY)
+        return sum(found.num_bytes for found in storages if found.kind not in HELD_ANYWAY)
 
 
 def find_side_values(graph: ModelGraph, microbatch_size: int) -> SideValues:
@@ -64,7 +64,7 @@ def frozen_bytes(
                     placed.setdefault(names[at], params[at]["tp"])
     tp = plan.stage_tp(mine[0])
     total = sum(
-        graph.tensor[name].bytes_at(1) // (tp if isinstance(one, Shard) else 1)
-        for name, one in placed.items()
+        graph.tensor[name].bytes_at(1) // (tp if isinstance(placement, Shard) else 1)
+        for name, placement in placed.items()
     )
     return total + values.num_bytes(frozenset().union(*given), fixed=True)

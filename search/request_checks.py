@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.context import check_hands_on_sequences
+from planner.layout.sequences import check_hands_on_sequences
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
 from search.request import SearchRequest

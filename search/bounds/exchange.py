@@ -23,7 +23,6 @@ from functools import cached_property
 import numpy as np
 
 from costmodel.time.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
-from costmodel.time.stage_costs.replicas import replica_prices
 from costmodel.topology import dp_group
 from planner.plan.replication import Replication, gradient_factor
 from profiles.profile import Amount
@@ -93,14 +92,9 @@ class LeastExchange:
         return exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf)
 
     @property
-    def replication(self) -> Replication:
-        """How ranks of a stage share its weights."""
-        return Replication(
-            replicas=self.dp * self.cp,
-            zero_stage=self.zero,
-            precision=self.table.precision,
-            optimizer_on_host=self.table.on_host.optimizer,
-        )
+    def is_sharded(self) -> bool:
+        """Whether ZeRO has replicas to shard over."""
+        return Replication(replicas=self.dp * self.cp, zero_stage=self.zero).is_sharded
 
     @property
     def _is_alone(self) -> bool:
@@ -151,5 +145,5 @@ class LeastExchange:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
-        prices = replica_prices(self.table.costs, self.replication, self.table.tp)
-        return prices.update_s(held, num_tensors)
+        ranks = self.table.with_replicas(dp=self.dp, cp=self.cp, zero=self.zero, choices=("none",))
+        return ranks.optimizer_s(held, num_tensors)

@@ -154,7 +154,7 @@ class InterleavedStages:
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
-        update = [costs.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
             forward_s=costs.forward_s,
             backward_s=costs.backward_s(recomputed),

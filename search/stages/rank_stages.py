@@ -137,6 +137,12 @@ class RankStages:
         """Prices of exchange and update."""
         return replica_prices(self.table.costs, self.replication, self.table.tp)
 
+    def optimizer_s(self, param_bytes: float, num_params: float) -> float:
+        """Return the update of a rank that holds so many bytes in so many tensors, with what it
+        does itself about clipping if gradients are clipped.
+        """
+        return self.prices.update_s(param_bytes, num_params)
+
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the chain."""
