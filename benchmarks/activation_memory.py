@@ -79,7 +79,7 @@ def _held(plan: Plan, graph: ModelGraph, run: DryRun) -> int:
         if graph.tensor[name].requires_grad
     )
     held, made = [], 0
-    for moment in run.moments:
+    for moment in run.samples:
         if moment.kind == "B":
             made = gradients
         elif moment.kind == "F":

@@ -1,7 +1,7 @@
 """What a training step takes, predicted: pure functions of a graph, a profile and a plan.
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
-`price_program` prices a block on one rank, `StageLoad` adds blocks up, `simulate` plays a
+`price_program` prices a block on one rank, `StageCosts` any run of blocks, `simulate` plays a
 job table, `plan_memory` and `RankBound` count bytes. Torch-free, so a search can ask
 thousands of times a second; `CostCache` asks each expensive question once.
 """

@@ -1,4 +1,4 @@
-"""CostCache: every expensive question about a graph on a machine, asked once.
+"""CostCache: whatever is expensive to price about a graph on a machine is priced once.
 
 A block's price depends on its class, the microbatch size, tp, cp and the class's layouts,
 never on where in the model it stands.
@@ -15,8 +15,9 @@ from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
 from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
-from costmodel.topology import split_axes
+from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
+from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
@@ -108,7 +109,7 @@ class CostCache:
             self._blocks[key] = price_program(
                 local,
                 self.profile,
-                axes=split_axes(self.profile.cluster, tp=tp, cp=cp),
+                axes=lowered_groups(self.profile.cluster, Degrees(cp=cp, tp=tp)),
                 remade=ops_made_again(whole, local, recomputed),
                 kernels=self.kernels,
             )
@@ -141,16 +142,16 @@ class CostCache:
         return self._bytes[key]
 
     def batch_inputs(self, block_index: int) -> frozenset[str]:
-        """Return the batch's tensors that a block asks for, itself or through preamble values."""
+        """Return the batch's tensors that a block takes, itself or through preamble values."""
         graph = self.graph
-        asked = frozenset(
+        taken = frozenset(
             name for name in graph.blocks[block_index].inputs if name not in graph.producer
         )
-        if asked not in self._batch_inputs:
-            made = asked & set(graph.preamble.outputs)
+        if taken not in self._batch_inputs:
+            made = taken & set(graph.preamble.outputs)
             through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
-            self._batch_inputs[asked] = (asked - made) | frozenset(through)
-        return self._batch_inputs[asked]
+            self._batch_inputs[taken] = (taken - made) | frozenset(through)
+        return self._batch_inputs[taken]
 
     def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
         """Return bytes of preamble values: per microbatch, and of those that are always the same.

@@ -48,16 +48,27 @@ class TimeParts:
     """Seconds of one step on the rank that ends last; they sum to the step."""
 
     compute_s: float
+    """Forward and backward of the rank's stages, host and recomputation apart."""
     recompute_s: float
+    """Forward work that runs again in the backward."""
     host_s: float
+    """The device waits for the host to launch kernels."""
     tp_comm_s: float
+    """Collectives on tp and cp, inside blocks and between them."""
     dp_comm_s: float
+    """Exchange with replicas that compute does not hide, and sums of tied parameters."""
     pp_comm_s: float
+    """What the step would gain if transfers between stages took no time."""
     bubble_s: float
+    """The rest of the time in which the rank waits for others."""
     optimizer_s: float
+    """AdamW, on the device or on its host."""
     offload_s: float = 0.0
+    """Copies of activations that are longer than the jobs beside them."""
     inputs_s: float = 0.0
+    """The batch is copied to the first stage's device."""
     clipping_s: float = 0.0
+    """The norm of all gradients, and waiting for the last rank."""
 
     @cached_property
     def step_s(self) -> float:
@@ -67,17 +78,20 @@ class TimeParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A step's time and memory. `memory[pp_rank]` is of each rank of that pp rank.
-
-    `flop` is the model's own work per step (recompute not counted), of all ranks.
-    """
+    """A step's time and memory."""
 
     time: TimeParts
+    """Seconds in named parts."""
     memory: tuple[MemoryParts, ...]
+    """Bytes of each pp rank: of each of its dp, cp and tp ranks."""
     timeline: Timeline
+    """When each job runs."""
     flop: float
+    """The model's own work per step, of all ranks; recomputation not counted."""
     samples: int
+    """Samples of a step."""
     source: str
+    """``measured`` or ``shipped``: where the profile's numbers come from."""
 
     @property
     def step_s(self) -> float:

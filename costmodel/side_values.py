@@ -32,7 +32,7 @@ class SideValues:
             self.storage[name] for name in names
             if name in self.storage and (name in self.fixed) is fixed
         }  # fmt: skip
-        return sum(one.num_bytes for one in storages if one.kind not in HELD_ANYWAY)
+        return sum(found.num_bytes for found in storages if found.kind not in HELD_ANYWAY)
 
 
 def find_side_values(graph: ModelGraph, microbatch_size: int) -> SideValues:

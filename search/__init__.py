@@ -1,22 +1,32 @@
-"""Search: the best plan for a model on a cluster, in seconds, and how sure that is.
+"""Search: the fastest plan of a model on a cluster under the cost model, and the proof of it.
 
-`find_plan(graph, profile, SearchRequest(...))` is the front door. Inside a block class an exact
-solver chooses op placements (`layouts`), across blocks dynamic programming cuts stages
-(`chain_dp`), and outside branch and bound goes through degrees, microbatches and schedules
-(`find_plan`). Torch-free.
+In come a `ModelGraph`, a `Profile` and a `SearchRequest`; out comes a `SearchResult`: the plan, its
+certificate, runners-up. Torch-free. Read in this order:
+
+    request            what is asked and answered, as data (`request_checks`: what cannot be asked)
+    find_plan          the search on one page
+    branch_and_bound   the queue of nodes; `search_state`: what the nodes of one request share
+    nodes/             the nodes: shapes, configurations, partitions, mixes of meshes
+    space              the configurations there are
+    candidates         prices of configurations: stage tables, chain problems, plans, estimates
+    bounds/            lower bounds of step time and memory
+    op_layout/         placements inside a block; `stages/` what runs of blocks cost with them
+    partition/         stage boundaries; `ilp/` integer and linear programs
+    report/            what people read
+    result_cache       answers kept on disk
 """
 
 from search.find_plan import find_plan
-from search.report.concessions import Advice, Concession, find_advice
 from search.report.pareto import Point, find_pareto
+from search.report.remedies import Advice, Remedy, find_advice
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
 from search.result_cache import find_plan_once
 
 __all__ = [
     "Advice",
     "Certificate",
-    "Concession",
     "Point",
+    "Remedy",
     "RunnerUp",
     "SearchRequest",
     "SearchResult",

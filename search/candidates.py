@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 
 import numpy as np
@@ -15,18 +15,19 @@ from costmodel.memory.bound import RankBound
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
-from planner.schedule import find_schedule, in_flight, in_flight_per_stage, stage_to_pp_rank
+from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
 from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
 from search.bounds.quick_price import copied_rows, job_table, quick_step_s
+from search.in_flight import in_flight_of, live_stages_of
 from search.on_host import NOTHING, OnHost, offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.partition.interleaved import InterleavedStages
 from search.request import SearchRequest
-from search.space import Configuration, Refusals, Shape, list_shapes, recompute_choices
+from search.space import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
 
@@ -88,15 +89,10 @@ class Candidates:
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
         )
 
-    def shapes(self, request: SearchRequest, refusals: Refusals | None = None) -> list[Shape]:
+    def shapes(self, request: SearchRequest) -> list[Shape]:
         """Return every shape that divides; raise LayoutError when there is none."""
-        return list_shapes(
-            request,
-            self.graph,
-            self.profile.cluster,
-            can_split=self.solver.can_split,
-            refusals=refusals,
-        )
+        can_split = self.solver.can_split
+        return list_shapes(request, self.graph, self.profile.cluster, can_split=can_split)
 
     @cached_property
     def layouts(self) -> LayoutCandidates:
@@ -129,19 +125,17 @@ class Candidates:
         Without the stages that are known to be infeasible, and with those only that pass the
         conservative memory check, if that is set.
         """
-        one = configuration
-        choices = recompute_choices(one.recompute)
+        choices = recompute_choices(configuration.recompute)
         again = least_again_s(table, choices)
-        order = find_schedule(one.schedule).job_order(
-            pp=one.pp, num_microbatches=one.num_microbatches
+        order = find_schedule(configuration.schedule).job_order(
+            pp=configuration.pp, num_microbatches=configuration.num_microbatches
         )
         splits = order.splits_backward
         stages = table.with_replicas(
-            dp=one.dp,
-            cp=one.cp,
-            zero=one.zero,
+            degrees=configuration.degrees,
+            zero=configuration.zero,
             choices=choices,
-            num_microbatches=one.num_microbatches,
+            num_microbatches=configuration.num_microbatches,
             splits_backward=splits,
         )
         return ChainProblem(
@@ -149,51 +143,56 @@ class Candidates:
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             block_weight_s=(
-                table.weight_s * (not one.is_sharded)
+                table.weight_s * (not configuration.is_sharded)
                 if splits
-                else table.ahead_s(is_sharded=one.is_sharded, choices=choices)
+                else table.ahead_s(is_sharded=configuration.is_sharded, choices=choices)
             ),
-            hop_s=table.hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
-            back_hop_s=table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp),
-            in_flight=in_flight_of(one),
-            num_microbatches=one.num_microbatches,
+            hop_s=table.hop_s(configuration.degrees, pp=configuration.pp),
+            back_hop_s=table.back_hop_s(configuration.degrees, pp=configuration.pp),
+            in_flight=in_flight_of(configuration),
+            num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
             order=order,
-            start_s=table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches),
+            start_s=table.least_inputs_s(
+                pp=configuration.pp, num_microbatches=configuration.num_microbatches
+            ),
             choices=choices,
-            most_blocks=self._most_blocks(one, table, memory_limit_bytes),
+            most_blocks=self._most_blocks(configuration, table, memory_limit_bytes),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             refused=infeasible,
-            copied=self._copied(one),
+            copied=self._copied(configuration),
             is_careful=is_conservative,
         )
 
     def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
         """Return each rank's jobs beside copies of activations; none where none are made."""
-        one = configuration
         if not self.on_host.activations:
             return ()
-        return copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
+        return copied_rows(*configuration.pipeline)
 
     def _most_blocks(
         self, configuration: Configuration, table: StageTable, limit: float
     ) -> int | None:
         """Return how many blocks' parameters a rank can hold at most under the limit."""
-        one = configuration
         if limit == float("inf"):
             return None
-        key = (table.key, one.dp, one.cp, one.zero, limit)
+        key = (table.key, configuration.degrees, configuration.zero, limit)
         if key not in self._longest:
             sizes = table.blocks.param_bytes
             shared = sum(size for _, _, size in table.ties)
 
             def least(param_bytes: float) -> float:
                 rank = RankBound(
-                    load=StageLoad(param_bytes=param_bytes), num_microbatches=1, recompute="none",
-                    replicas=one.degrees.along("data"), zero=one.zero, profile=self.profile,
-                    precision=self.precision, on_host=self.on_host,
-                )  # fmt: skip
+                    load=StageLoad(param_bytes=param_bytes),
+                    num_microbatches=1,
+                    recompute="none",
+                    replicas=configuration.degrees.along("data"),
+                    zero=configuration.zero,
+                    profile=self.profile,
+                    precision=self.precision,
+                    on_host=self.on_host,
+                )
                 return float(rank.with_saved(0.0))
 
             empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
@@ -232,16 +231,15 @@ class Candidates:
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""
-        one = configuration
-        key = (table.key, one.schedule, one.pp, one.vpp)
+        key = (table.key, configuration.schedule, configuration.pp, configuration.vpp)
         if key not in self._interleaved:
-            stages = one.pp * one.vpp
+            stages = configuration.pp * configuration.vpp
             if (table.key, stages) not in self._even_cuts:
                 seconds = table.forward_s + table.backward_s
                 cuts = self.cuts or balanced_cut(seconds.tolist(), stages)
                 self._even_cuts[table.key, stages] = cuts
             cuts = self._even_cuts[table.key, stages]
-            self._interleaved[key] = InterleavedStages.of(one, table, cuts)
+            self._interleaved[key] = InterleavedStages.of(configuration, table, cuts)
         return self._interleaved[key]
 
     def even_cut(
@@ -258,18 +256,19 @@ class Candidates:
         Its value is a bound of the step time of this very cut, the first found at the ceiling or
         above.
         """
-        one = configuration
-        stages = self.interleaved(one, table)
-        choices = stages.choices(one, live_stages_of(one), memory_limit_bytes, infeasible)
+        stages = self.interleaved(configuration, table)
+        choices = stages.choices(
+            configuration, live_stages_of(configuration), memory_limit_bytes, infeasible
+        )
         if choices is None:
             return None
-        kinds = recompute_choices(one.recompute)
+        kinds = recompute_choices(configuration.recompute)
         recomputed = [kinds[choice] for choice in choices]
-        bound = stages.least_step_s(one, recomputed)
+        bound = stages.least_step_s(configuration, recomputed)
         if bound < ceiling:
-            bound = stages.step_bound(one, recomputed)
+            bound = stages.step_bound(configuration, recomputed)
         if bound < ceiling and self.on_host.activations:
-            bound = stages.step_bound(one, recomputed, self._copied(one))
+            bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
     def too_large_ranks(
@@ -280,19 +279,19 @@ class Candidates:
         memory_limit_bytes: float,
     ) -> tuple[TooLarge, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        one = configuration
-        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
-        return self.interleaved(one, table).too_large(
-            one, cut.choices, schedule, memory_limit_bytes
+        schedule = job_table(*configuration.pipeline).schedule
+        return self.interleaved(configuration, table).too_large(
+            configuration, cut.choices, schedule, memory_limit_bytes
         )
 
     def seems_to_fit(
         self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
     ) -> bool:
         """Whether an even cut fits as far as can be guessed without an estimate."""
-        one = configuration
-        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
-        guess = self.interleaved(one, table).guess_bytes(one, cut.choices, schedule)
+        schedule = job_table(*configuration.pipeline).schedule
+        guess = self.interleaved(configuration, table).guess_bytes(
+            configuration, cut.choices, schedule
+        )
         return bool((guess <= memory_limit_bytes).all())
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
@@ -348,34 +347,6 @@ def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:
     return np.min([table.recompute_s(choice) for choice in choices], axis=0)
 
 
-def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the most microbatches each stage holds, as the schedule promises or its table says."""
-    one = configuration
-    limit = find_schedule(one.schedule).in_flight_limit
-    if one.vpp == 1 and limit is not None:
-        return tuple(limit(one.pp, one.vpp, one.num_microbatches))
-    return _in_flight_of_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
-
-
 def with_estimate(plan: Plan, answer: Estimate) -> Plan:
     """Return the plan with the estimate's parts written in."""
     return plan.model_copy(update={"estimate": answer.to_dict()})
-
-
-def live_stages_of(configuration: Configuration) -> tuple[int, ...]:
-    """Return the most microbatch-stages alive on each pp rank, all its stages together."""
-    one = configuration
-    limit = find_schedule(one.schedule).in_flight_limit
-    if limit is not None:
-        return tuple(limit(one.pp, one.vpp, one.num_microbatches))
-    return _live_of_table(one.schedule, one.pp, one.vpp, one.num_microbatches)
-
-
-@lru_cache(maxsize=1024)
-def _live_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    return in_flight(job_table(schedule, pp, vpp, num_microbatches).schedule)
-
-
-@lru_cache(maxsize=1024)
-def _in_flight_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
-    return in_flight_per_stage(job_table(schedule, pp, vpp, num_microbatches).schedule)

@@ -35,7 +35,7 @@ from search.nodes.configurations import evaluated_plan
 from search.nodes.meshes import meshes_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
 from search.on_host import offload_fallbacks
-from search.report.nothing_fits import explain_nothing_fits, find_leanest
+from search.report.infeasible import explain_infeasible, find_leanest
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState
@@ -44,7 +44,7 @@ from search.synthesis import SYNTHESISED, with_synthesised_table
 from search.warm_start import WarmStart
 
 _MOST_OWN_TABLES = 4
-"""How many of the best plans get a table of their own where the request asks for one."""
+"""How many of the best plans get a table of their own where the request is for synthesised ones."""
 
 
 def find_plan(
@@ -123,7 +123,7 @@ def search_among(
         search.push(meshes_node(shapes))
         search.run()
     if search.best is None:
-        return _nothing_fits(search, shapes)
+        return _infeasible_result(search, shapes)
     if synthesises:
         _synthesise_tables(search)
     best = search.best
@@ -152,9 +152,9 @@ def _has_skipped_sizes(search: SearchState) -> bool:
     return bool(search.pruned[NO_FASTER] or search.pruned[TOO_LARGE])
 
 
-def _nothing_fits(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
+def _infeasible_result(search: SearchState, shapes: Sequence[Shape]) -> SearchResult:
     leanest = find_leanest(search.candidates, shapes)
-    reasons, smallest = explain_nothing_fits(leanest, search.request, search.memory_limit_bytes)
+    reasons, smallest = explain_infeasible(leanest, search.request, search.memory_limit_bytes)
     return SearchResult(
         plan=None,
         reasons=reasons,

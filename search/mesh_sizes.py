@@ -11,7 +11,7 @@ table of axes says (`Axis.searched`, `Axis.within_node`, `Axis.most`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 
 from planner.cluster import ClusterSpec
@@ -20,18 +20,8 @@ from planner.graph import ModelGraph
 from planner.layout.axes import Axis, Degrees, batch_axes, lowered_axes, rest_axis
 from search.request import SearchRequest
 
-
-@dataclass(kw_only=True)
-class Refusals:
-    """Candidates that divide nothing, counted by rule, with one example each; grows in place."""
-
-    count: dict[str, int] = field(default_factory=dict)
-    example: dict[str, str] = field(default_factory=dict)
-
-    def add(self, rule: str, example: str, count: int = 1) -> None:
-        """Record `count` more candidates refused by `rule`."""
-        self.count[rule] = self.count.get(rule, 0) + count
-        self.example.setdefault(rule, example)
+Reasons = dict[str, str]
+"""Rules that left out meshes or schedules, each with its first example; grows in place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +33,14 @@ class MeshSizes:
         graph: the model, which some axes can't divide.
         cluster: whose nodes some axes stay in.
         can_split: whether any op of the model can be split in so many pieces.
-        refusals: what was left out, and why.
+        reasons: what was left out, and why.
     """
 
     request: SearchRequest
     graph: ModelGraph
     cluster: ClusterSpec
     can_split: Callable[[int], bool]
-    refusals: Refusals
+    reasons: Reasons
 
     def all(self) -> Iterator[tuple[Degrees, int]]:
         """Yield (sizes of the axes, pipeline ranks)."""
@@ -87,20 +77,20 @@ class MeshSizes:
         given = f"{axis.name}={size}"
         if not self.request.names(axis.name, size):
             if axis.within_node and size > self.cluster.devices_per_node:
-                self.refusals.add(
+                self.reasons.setdefault(
                     f"{axis.name} stays in a node",
                     f"{given} spans nodes, which only a fixed `{axis.name}` may",
                 )
                 return False
             if not axis.whole_params and not self.can_split(size):
-                self.refusals.add(
+                self.reasons.setdefault(
                     f"{axis.name} splits an op", f"{given} divides no dimension of the model"
                 )
                 return False
         try:
             axis.check(self.graph, axis.name, size)
         except LayoutError as error:
-            self.refusals.add(f"{axis.name} divides {axis.divides}", str(error))
+            self.reasons.setdefault(f"{axis.name} divides {axis.divides}", str(error))
             return False
         return True
 

@@ -11,21 +11,19 @@ share most bounds, so a search opens a shape only when it may hold the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import cast
 
-from costmodel.topology import check_priced
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes, split_axes
+from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
 from planner.plan import Recompute
-from planner.plan.defaults import check_balance
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
-from search.mesh_sizes import MeshSizes, Refusals, divisors
+from search.mesh_sizes import MeshSizes, Reasons, divisors
 from search.request import RECOMPUTE_CHOICES, SearchRequest
+from search.request_checks import listed, validate_request
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
@@ -72,6 +70,11 @@ class Configuration:
     def tp(self) -> int:
         """Parts of parameters and heads."""
         return self.degrees["tp"]
+
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
+        return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
     def is_sharded(self) -> bool:
@@ -165,94 +168,12 @@ def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
     return tuple(cast("Recompute", choice) for choice in recompute.split("|"))
 
 
-def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
-    """Raise LayoutError for choices that cannot go together, with what to try."""
-    n = request.num_devices
-    if cluster.max_devices is not None and n > cluster.max_devices:
-        raise LayoutError(
-            f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
-            f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
-            "another `profile`"
-        )
-    sides = (*axis_names(), "pp")
-    fixed = {name: request.fixed(name) for name in sides}
-    check_priced(Degrees(**{name: fixed[name] or 1 for name in axis_names()}))
-    for axis in lowered_axes():
-        if (fixed[axis.name] or 1) > 1:
-            axis.check(graph, axis.name, fixed[axis.name] or 1)
-    given = {name: value for name, value in fixed.items() if value is not None}
-    product = 1
-    for value in given.values():
-        product *= value
-    text = " * ".join(f"{name}={value}" for name, value in given.items())
-    rule = f"{' * '.join(sides)} must equal {n}"
-    if n % product:
-        raise LayoutError(
-            f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"{rule}, so use divisors of {n}: {_listed(divisors(n))}"
-        )
-    if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
-        raise LayoutError(
-            f"{text} uses {product} of `num_devices` {n}; {rule}, so "
-            f"leave one of them out or use `num_devices` {product}"
-        )
-    for name in fixed:
-        values = request.allowed(name)
-        if values and all(n % int(value) for value in values):
-            raise LayoutError(
-                f"`allow` {name}={','.join(values)} was given, and none of these divides "
-                f"`num_devices` {n}; use divisors of {n}: {_listed(divisors(n))}"
-            )
-    blocks = len(graph.blocks)
-    if request.balance:
-        stages = len(request.balance)
-        if request.pp:
-            stages = request.pp * (request.vpp or max(1, stages // request.pp))
-        check_balance(request.balance, num_blocks=blocks, num_stages=stages)
-    stages = (request.pp or 1) * (request.vpp or 1)
-    if stages > blocks:
-        raise LayoutError(
-            f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
-            f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
-        )
-    cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
-    parts = prod(size or 1 for size in cuts.values())
-    if request.global_batch % parts:
-        raise LayoutError(
-            f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
-            f"`global_batch` {request.global_batch}; every replica takes the same number of "
-            f"samples, so use {' * '.join(cuts)} in {_listed(divisors(request.global_batch))} or "
-            "another batch"
-        )
-    per_part = request.global_batch // parts
-    size = request.microbatch_size
-    if size is not None and per_part % size:
-        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
-        raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; use {_listed(divisors(per_part))}"
-        )
-    if request.schedule is not None:
-        spec = find_schedule(request.schedule)
-        pp = request.pp or min(2, blocks)
-        vpp = request.vpp or spec.min_vpp
-        most = per_part // (size or 1)
-        if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
-            raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
-    elif request.pp is not None and per_part // (size or 1) < request.pp:
-        raise LayoutError(
-            f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
-            "smaller `microbatch_size` or a smaller `pp`"
-        )
-
-
 def list_shapes(
     request: SearchRequest,
     graph: ModelGraph,
     cluster: ClusterSpec,
     *,
     can_split: Callable[[int], bool],
-    refusals: Refusals | None = None,
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
@@ -265,12 +186,12 @@ def list_shapes(
             tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
             raise LayoutError(
                 f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
-                f"op can be split along; use {axis.name} in {_listed(tried)}"
+                f"op can be split along; use {axis.name} in {listed(tried)}"
             )
-    refusals = refusals if refusals is not None else Refusals()
-    found = list(_shapes(request, graph, cluster, can_split, refusals))
+    reasons: Reasons = {}
+    found = list(_shapes(request, graph, cluster, can_split, reasons))
     if not found:
-        why = "; ".join(refusals.example.values()) or "the fixed choices exclude each other"
+        why = "; ".join(reasons.values()) or "the fixed choices exclude each other"
         raise LayoutError(
             f"{request.num_devices} devices with a global batch of {request.global_batch} cannot "
             f"be used: {why}; try another `num_devices` or `global_batch`, such as "
@@ -288,7 +209,7 @@ def list_configurations(
 ) -> list[Configuration]:
     """Return every configuration that divides, shape by shape; errors as `list_shapes`."""
     shapes = list_shapes(request, graph, cluster, can_split=can_split)
-    return [one for shape in shapes for one in shape.configurations()]
+    return [configuration for shape in shapes for configuration in shape.configurations()]
 
 
 def _shapes(
@@ -296,26 +217,26 @@ def _shapes(
     graph: ModelGraph,
     cluster: ClusterSpec,
     can_split: Callable[[int], bool],
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[Shape]:
     options_of: dict[tuple[int, int], tuple[tuple[str, int], ...]] = {}
     # What remakes least comes first: stages take the first that fits.
     allowed = sorted(request.values("recompute", RECOMPUTE_CHOICES), key=RECOMPUTE_CHOICES.index)
     recompute = "mixed" if allowed == list(RECOMPUTE_CHOICES) else "|".join(allowed)
     if not allowed:
-        refusals.add("forbidden", "every kind of recompute is forbidden")
+        reasons.setdefault("forbidden", "every kind of recompute is forbidden")
         return
     sizes = MeshSizes(
-        request=request, graph=graph, cluster=cluster, can_split=can_split, refusals=refusals
+        request=request, graph=graph, cluster=cluster, can_split=can_split, reasons=reasons
     )
     cuts = " * ".join(axis.name for axis in batch_axes())
     for degrees, pp in sizes.all():
         if pp > len(graph.blocks):
-            refusals.add("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
+            reasons.setdefault("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
         parts = degrees.along("batch")
         if request.global_batch % parts:
-            refusals.add(
+            reasons.setdefault(
                 f"{cuts} divides the batch",
                 f"{cuts}={parts} does not divide the batch {request.global_batch}",
             )
@@ -328,7 +249,7 @@ def _shapes(
             if key not in options_of:
                 options_of[key] = tuple(
                     option
-                    for option in _schedules(request, graph, *key, refusals)
+                    for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
             zeros = tuple(
@@ -346,7 +267,7 @@ def _schedules(
     graph: ModelGraph,
     pp: int,
     num_microbatches: int,
-    refusals: Refusals,
+    reasons: Reasons,
 ) -> Iterator[tuple[str, int]]:
     """Yield (schedule, vpp); one plain pair when there is no pipeline to schedule."""
     if pp == 1 and request.schedule is None and 1 in request.values("vpp", (1,)):
@@ -362,17 +283,12 @@ def _schedules(
             if reason is None:
                 yield name, vpp
             elif num_microbatches < pp:
-                refusals.add(
+                reasons.setdefault(
                     "too few microbatches",
                     f"pp={pp} needs {pp} microbatches and the batch gives {num_microbatches}",
                 )
             else:
-                refusals.add("schedule takes the sizes", reason)
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    shown = [str(n) for n in numbers[:16]]
-    return ", ".join(shown) + (", ..." if len(numbers) > 16 else "")
+                reasons.setdefault("schedule takes the sizes", reason)
 
 
 def _next_multiple(number: int, of: int) -> int:

@@ -41,10 +41,10 @@ def with_synthesised_table(
     limit_bytes = tuple(
         _live_limit(parts, memory_limit_bytes, costs.profile) for parts in answer.memory
     )
-    one = [0.0] * plan.pp
+    one_microbatch = [0.0] * plan.pp
     for stage, size in zip(plan.stages, live_bytes, strict=True):
-        one[stage.pp_rank] += size
-    if any(limit < needed for limit, needed in zip(limit_bytes, one, strict=True)):
+        one_microbatch[stage.pp_rank] += size
+    if any(limit < needed for limit, needed in zip(limit_bytes, one_microbatch, strict=True)):
         return None
     made = synthesize_schedule(
         Pipeline(

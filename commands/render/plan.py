@@ -20,7 +20,8 @@ from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from planner.runtime.check.dryrun import DryRun, Moment
+    from planner.runtime.check.dryrun import DryRun
+    from planner.runtime.check.ledger import MemorySample
     from planner.runtime.check.verify import Difference, VerifyReport
 
 MAX_MOMENTS = 40
@@ -232,8 +233,8 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
     offloads = bool(run.host_peak_bytes)
     if offloads:
         table.add_column("on the host")
-    top = max((moment.peak_bytes for moment in run.moments), default=0)
-    shown = run.moments if len(run.moments) <= MAX_MOMENTS else _new_heights(run.moments)
+    top = max((moment.peak_bytes for moment in run.samples), default=0)
+    shown = run.samples if len(run.samples) <= MAX_MOMENTS else _new_heights(run.samples)
     for moment in shown:
         table.add_row(
             Text(moment.name),
@@ -242,7 +243,7 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
             *([format_bytes(moment.host_bytes)] if offloads else []),
             style="bold" if moment.peak_bytes == top else None,
         )
-    left_out = len(run.moments) - len(shown)
+    left_out = len(run.samples) - len(shown)
     return [
         table,
         *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
@@ -264,9 +265,9 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
     ]
 
 
-def _new_heights(moments: Sequence[Moment]) -> list[Moment]:
+def _new_heights(moments: Sequence[MemorySample]) -> list[MemorySample]:
     """Return the moments that reached higher than all before them, and the last."""
-    kept: list[Moment] = []
+    kept: list[MemorySample] = []
     for moment in moments:
         if not kept or moment.peak_bytes > kept[-1].peak_bytes:
             kept.append(moment)

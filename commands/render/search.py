@@ -13,9 +13,9 @@ from commands.render.flags import with_flags
 from planner.layout.axes import own_axes
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
-from search.report.concessions import Advice
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
+from search.report.remedies import Advice
 from search.request import RunnerUp, SearchResult
 
 
@@ -54,12 +54,12 @@ def _cost(point: Point) -> str:
     return f"{point.cost_per_million_tokens:.4g} a million tokens"
 
 
-def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
+def describe_advice(infeasible: SearchResult, advice: Advice, limit_bytes: float) -> list[Any]:
     """Return why nothing fits and what would, each with the plan found."""
-    leanest = refused.leanest
+    leanest = infeasible.leanest
     assert leanest is not None, "what does not fit has a leanest plan"
     parts: list[Any] = [Text(with_flags(line)) for line in explain_shortfall(leanest, limit_bytes)]
-    ways = [one for one in (*advice.concessions, advice.devices, advice.memory) if one]
+    ways = [way for way in (*advice.remedies, advice.devices, advice.memory) if way]
     if not ways:
         return parts
     table = Table(
@@ -70,18 +70,18 @@ def describe_advice(refused: SearchResult, advice: Advice, limit_bytes: float) -
         title="What would fit",
         title_justify="left",
     )
-    for one in ways:
+    for way in ways:
         table.add_row(
-            Text(with_flags(one.what)),
-            format_seconds(one.step_s),
-            format_bytes(one.peak_bytes),
-            Text(explain_saving(leanest, one.plan)),
+            Text(with_flags(way.what)),
+            format_seconds(way.step_s),
+            format_bytes(way.peak_bytes),
+            Text(explain_saving(leanest, way.plan)),
         )
     return [*parts, table]
 
 
 def describe_comparison(comparison: Comparison) -> list[RenderableType]:
-    """Return why the given choices are refused, or by which parts they are slower."""
+    """Return why the given choices do not fit, or by which parts they are slower."""
     given, best = comparison.given, comparison.best
     if given is None:
         parts: list[RenderableType] = [

@@ -115,7 +115,7 @@ def _fused(
     work = [op_work(op, tensor) for op in ops]
     if direction == "backward":
         work = [backward_work(op, tensor) for op in ops]
-        if not any(one.num_bytes for one in work):
+        if not any(part.num_bytes for part in work):
             return 0.0
         num_bytes += _bytes(program, [n for n in read if tensor[n].requires_grad])
     largest = max((tensor[n] for n in (*read, *written)), key=lambda meta: prod(meta.shape_at(1)))
@@ -124,7 +124,7 @@ def _fused(
         shapes=(largest.shape_at(1),),
         dtype=largest.dtype,
         direction=direction,
-        flop=sum(one.flop for one in work),
+        flop=sum(part.flop for part in work),
         num_bytes=num_bytes,
     )
     return profile.op_seconds(query).seconds

@@ -1,7 +1,7 @@
 """Seconds of what ranks exchange outside blocks: gradients, gathered weights, activations.
 
-Collectives are asked one size at a time; what is hidden behind compute is arithmetic that
-takes arrays as well as numbers.
+A collective is priced for a single size; what compute hides of it is arithmetic that takes arrays
+as well as numbers. `docs/cost-model.md` has the formulas with their legend and sources.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelSeconds:
-    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not.
-
-    `forward_s` and `backward_s` come with every microbatch's jobs, `first_forward_s` with the
-    first, `last_backward_s` with the last, `after_s` follows the last job. `host_*_s` come with
-    every microbatch, too: what the host does about it that no message and no compute hides.
-    """
+    """What one rank of a stage exchanges with its replicas; `hidden_behind` compute or not."""
 
     forward_s: Amount = 0.0
+    """Seconds of messages in every microbatch's forward (ZeRO 3)."""
     backward_s: Amount = 0.0
+    """Seconds of messages in every microbatch's backward (ZeRO 2 and 3)."""
     first_forward_s: Amount = 0.0
+    """Seconds of messages in the step's first forward (ZeRO 1 and 2 gather weights)."""
     last_backward_s: Amount = 0.0
+    """Seconds of messages in the step's last backward (ZeRO 1 reduces gradients)."""
     after_s: Amount = 0.0
+    """Seconds of messages after the last job (ZeRO 0 sums gradients)."""
     host_forward_s: Amount = 0.0
+    """Seconds of FSDP2's hooks in every forward, which nothing hides."""
     host_backward_s: Amount = 0.0
+    """Seconds of FSDP2's hooks in every backward, which nothing hides."""
 
     @property
     def once_s(self) -> Amount:
@@ -73,16 +75,23 @@ def exposed_seconds(
 ) -> Amount:
     """Return by how much messages lengthen the compute they run beside.
 
-    The first of `num_pieces` has nothing to hide behind. While both run, each is slower by
-    the profile's measured factor: messages that end first slow the compute meanwhile,
-    compute that ends first leaves the rest of the messages bare. Never worse than in turn.
+    With S seconds of messages and C of compute in k pieces, S' = S - S/k and C' = C (1 - 1/k),
+
+        exposed = S/k + min(S', S' s_M (1 - 1/s_C))                   if S' s_M <= C' s_C
+                  S/k + min(S', C' (s_C - 1) + S' - C' s_C / s_M)     else
+
+    s_C, s_M: how much slower compute and messages are while both run (they share the device's
+    memory and its multiprocessors), from the profile. min(S', ..): never worse than in turn.
     """
     slow_compute = profile.overlap_slowdown("compute")
     slow_messages = profile.overlap_slowdown("communication")
+    # The first piece has nothing to hide behind: its block waits for it.
     alone = seconds / np.maximum(num_pieces, 1)
     messages = seconds - alone
     compute = compute_s * (1 - 1 / np.maximum(num_pieces, 1))
+    # Messages end first: they slowed the compute while they lasted.
     within = messages * slow_messages * (1 - 1 / slow_compute)
+    # Compute ends first: it was slowed to its end, and the rest of the messages is bare.
     beyond = compute * (slow_compute - 1) + messages - compute * slow_compute / slow_messages
     ends_first = messages * slow_messages <= compute * slow_compute
     return alone + np.minimum(np.where(ends_first, within, beyond), messages)
@@ -115,6 +124,7 @@ def data_parallel_seconds(
         return count * profile.collective_seconds(kind, num_bytes / count, group).seconds
 
     if zero_stage == 0:
+        # Gradients are summed after the last microbatch, when nothing is left to hide behind.
         return DataParallelSeconds(
             after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
         )
@@ -124,10 +134,12 @@ def data_parallel_seconds(
             work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_blocks
         ).seconds
 
+    # FSDP2 copies shards into one flat message and out of it; measured work has the copies in it.
     copies = copies_s_per_byte(profile, group.size)
     hooks = own("zero_forward", param_bytes), own("zero_backward", reduced)
     gather = message("all_gather", param_bytes, num_blocks)
     gather += max(copies * param_bytes, own("zero_gather", param_bytes))
+    # `zero_reduce` was measured with the backward hooks, which are counted apart as the host's.
     scatter = message("reduce_scatter", reduced, num_blocks)
     scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
     if on_host:  # what rests there is as wide as the gradients

@@ -1,7 +1,7 @@
 """What each stage of a plan takes: the case of one cut of `costmodel.time.stage_costs`.
 
-Stages may have meshes of their own, so tp, dp and a replica's share of a microbatch are asked of
-each stage. The whole cut is priced under each mesh, and each stage takes its own mesh's entry.
+Stages may have meshes of their own, and then tp, dp and a replica's share of a microbatch differ
+by stage. The whole cut is priced under each mesh, and each stage takes its own mesh's entry.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistri
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.ops.flops import Work
-from planner.ops.weight_products import deferrable_products
+from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.units import DTYPE_BYTES
 from profiles import Profile
 from profiles.records import Direction
@@ -79,56 +79,8 @@ def price_program(
     runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
     """
     tensor = local.tensor
-    works = {
-        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
-    }
-    seconds = _seconds_of_ops(local, profile, kernels, works)
     products = deferrable_products(local)
-    forward_s = backward_s = weight_s = remade_s = forward_comm_s = backward_comm_s = 0.0
-    forward_flop = backward_flop = 0.0
-    views = backward_ops = forward_waits = backward_waits = 0
-    for op in local.ops:
-        if op.target == "planner.redistribute":
-            there, back = redistribute_seconds(op, tensor, profile, axes)
-            forward_comm_s += there
-            backward_comm_s += back
-            forward_waits += there > 0
-            backward_waits += back > 0
-            continue
-        if op.target.startswith("planner."):
-            inner = inner_seconds(op, tensor, profile, axes)
-            forward_comm_s += sum(inner)
-            forward_waits += len(inner)
-        there, back = seconds[op.name]
-        forward_s += there
-        backward_s += back
-        remade_s += there if op.name in remade else 0.0
-        if op.name in products:
-            # One product for the weight, and one as large for the input if it needs one.
-            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
-        work, back_work = works[op.name]
-        forward_flop += work.flop
-        backward_flop += back_work.flop
-        views += there == 0.0
-        backward_ops += tensor[op.outputs[0]].requires_grad
-    forward_ops = len(local.ops)
-    if kernels == "fused":
-        forward_ops, views = num_kernels(local), 0
-        backward_ops = min(backward_ops, forward_ops)
-    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
-    backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
-    forward_comm_s += profile.wait_seconds(
-        forward.device_s + forward.host_s, forward_waits, inside=True
-    )
-    backward_comm_s += profile.wait_seconds(
-        backward.device_s + backward.host_s, backward_waits, inside=True
-    )
-    again = [op for op in local.ops if op.name in remade]
-    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
-    second = _with_host(profile, "forward", remade_s, kernels, ops=len(again), views=again_views)
-    if backward_s:
-        waited = backward.host_s * len(products) / max(backward_ops, 1)
-        weight_s = weight_s * backward.device_s / backward_s + waited
+    times = _program_times(local, profile, axes, remade, kernels, products)
     trainable = [n for n in local.params if _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
@@ -137,16 +89,16 @@ def price_program(
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return ProgramCost(
-        forward_s=forward.device_s + forward.host_s,
-        backward_s=backward.device_s + backward.host_s + accumulate_s,
-        weight_s=weight_s + accumulate_s,
-        remade_s=second.device_s + second.host_s,
-        forward_comm_s=forward_comm_s,
-        backward_comm_s=backward_comm_s,
-        host_forward_s=forward.host_s,
-        host_backward_s=backward.host_s,
-        forward_flop=forward_flop,
-        backward_flop=backward_flop,
+        forward_s=times.forward.device_s + times.forward.host_s,
+        backward_s=times.backward.device_s + times.backward.host_s + accumulate_s,
+        weight_s=times.weight_s + accumulate_s,
+        remade_s=times.recomputed.device_s + times.recomputed.host_s,
+        forward_comm_s=times.forward_comm_s,
+        backward_comm_s=times.backward_comm_s,
+        host_forward_s=times.forward.host_s,
+        host_backward_s=times.backward.host_s,
+        forward_flop=times.forward_flop,
+        backward_flop=times.backward_flop,
         saved_bytes=saved.num_bytes - side_bytes,
         saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
         saved_output_bytes=_bytes(local, saved.outputs),
@@ -164,6 +116,102 @@ def price_program(
         param_bytes=_bytes(local, trainable),
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=len(trainable),
+    )
+
+
+class _Spent(NamedTuple):
+    """Seconds a device computes, and those it waits for the host on top."""
+
+    device_s: float
+    host_s: float
+
+
+class _ProgramTimes(NamedTuple):
+    """Seconds and flop of a program, gradient sums apart; fields as in `ProgramCost`."""
+
+    forward: _Spent
+    backward: _Spent
+    recomputed: _Spent
+    weight_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    forward_flop: float
+    backward_flop: float
+
+
+def _program_times(
+    local: Program,
+    profile: Profile,
+    axes: Mapping[str, Axis],
+    remade: frozenset[str],
+    kernels: Kernels,
+    products: Mapping[str, ProductArgs],
+) -> _ProgramTimes:
+    """Sum up ops and collectives, and put the host's part on top."""
+    tensor = local.tensor
+    works = {
+        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
+    }
+    seconds = _seconds_of_ops(local, profile, kernels, works)
+    forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    forward_flop = backward_flop = 0.0
+    views = backward_ops = forward_waits = backward_waits = 0
+    for op in local.ops:
+        if op.target == "planner.redistribute":
+            there, back = redistribute_seconds(op, tensor, profile, axes)
+            forward_comm_s += there
+            backward_comm_s += back
+            forward_waits += there > 0
+            backward_waits += back > 0
+            continue
+        if op.target.startswith("planner."):
+            inner = inner_seconds(op, tensor, profile, axes)
+            forward_comm_s += sum(inner)
+            forward_waits += len(inner)
+        there, back = seconds[op.name]
+        forward_s += there
+        backward_s += back
+        recomputed_s += there if op.name in remade else 0.0
+        if op.name in products:
+            # One product for the weight, and one as large for the input if it needs one.
+            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
+        work, back_work = works[op.name]
+        forward_flop += work.flop
+        backward_flop += back_work.flop
+        views += there == 0.0
+        backward_ops += tensor[op.outputs[0]].requires_grad
+    # The host launches every op, a view too; compiled code launches a kernel for several ops.
+    forward_ops = len(local.ops)
+    if kernels == "fused":
+        forward_ops, views = num_kernels(local), 0
+        backward_ops = min(backward_ops, forward_ops)
+    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
+    # Each collective waits for the slowest of its ranks.
+    forward_comm_s += profile.wait_seconds(
+        forward.device_s + forward.host_s, forward_waits, inside=True
+    )
+    backward_comm_s += profile.wait_seconds(
+        backward.device_s + backward.host_s, backward_waits, inside=True
+    )
+    again = [op for op in local.ops if op.name in remade]
+    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
+    recomputed = _with_host(
+        profile, "forward", recomputed_s, kernels, ops=len(again), views=again_views
+    )
+    # Of corrections of the whole block, weight gradients have their share.
+    if backward_s:
+        waited = backward.host_s * len(products) / max(backward_ops, 1)
+        weight_s = weight_s * backward.device_s / backward_s + waited
+    return _ProgramTimes(
+        forward=forward,
+        backward=backward,
+        recomputed=recomputed,
+        weight_s=weight_s,
+        forward_comm_s=forward_comm_s,
+        backward_comm_s=backward_comm_s,
+        forward_flop=forward_flop,
+        backward_flop=backward_flop,
     )
 
 
@@ -195,13 +243,6 @@ def _seconds_of_ops(
     measured = profile.block_correction("forward", compiled=True) != 1.0
     # Where whole compiled blocks were measured, that says it all.
     return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
-
-
-class _Spent(NamedTuple):
-    """Seconds a device computes, and those it waits for the host on top."""
-
-    device_s: float
-    host_s: float
 
 
 def _with_host(

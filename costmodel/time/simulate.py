@@ -13,7 +13,7 @@ played on one table; playing touches each job once and makes no object for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -32,25 +32,29 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSeconds:
-    """Seconds of the jobs of each stage, and of the transfers into it.
+    """Seconds of the jobs of each stage, and of the transfers into it; entries are by stage.
 
-    A full backward takes `backward_input_s + backward_weight_s`. `receive_forward_s[stage]`
-    is the transfer of a stage's input from the stage before, `receive_backward_s[stage]` of
-    its gradient from the stage after; both are ignored between stages of one rank.
-    `last_backward_input_s`, if given, takes the place of `backward_input_s` for the
-    microbatch whose forward on the stage is the step's last: it may not be recomputed.
-    A full backward's gradient for another rank is ready `sends_ahead_s` before the job's end,
-    and `last_sends_ahead_s` before the end of the stage's last backward of the step.
+    A full backward takes `backward_input_s + backward_weight_s`.
     """
 
     forward_s: tuple[float, ...]
+    """A forward."""
     backward_input_s: tuple[float, ...]
+    """A backward up to its input's gradient."""
     backward_weight_s: tuple[float, ...]
+    """The weight gradients that an input-gradient job leaves."""
     receive_forward_s: tuple[float, ...]
+    """Transfer of a stage's input from the stage before; ignored within a rank."""
     receive_backward_s: tuple[float, ...]
+    """Transfer of a stage's gradient from the stage after; ignored within a rank."""
     last_backward_input_s: tuple[float, ...] | None = None
+    """`backward_input_s` of the microbatch whose forward on the stage is the step's last, where
+    it differs: it may not be recomputed."""
     sends_ahead_s: tuple[float, ...] | None = None
+    """Early send: a full backward's gradient for another rank is ready so long before the job's
+    end."""
     last_sends_ahead_s: tuple[float, ...] | None = None
+    """The same of the stage's last backward of the step."""
 
     @classmethod
     def equal(
@@ -108,25 +112,30 @@ class Timeline:
 class JobTable:
     """A schedule as flat lists, one entry per job and rank.
 
-    `duration[r]` indexes a table of seconds (kind * num_stages + stage, where the full and
-    input backwards of a stage's last forward are kinds of their own); `needs[r]` and
-    `makes[r]` are numbers of results (forward output of stage s, microbatch m: s*M+m;
-    gradient of its input: S*M + s*M+m) or NONE when no other job may have to wait;
-    `link[r]` numbers the directed pair of ranks a result travels over, and `hop[r]` indexes
-    its transfer seconds (stage of the receiver, or num_stages + it for gradients). `ahead[r]`
-    indexes by how much it is ready before its job ends: 0 not at all, 1 + stage of a full
-    backward, 1 + num_stages + stage of a stage's last one.
+    Results have numbers: the forward output of stage s and microbatch m is s*M+m, the gradient of
+    its input S*M + s*M+m, of S stages and M microbatches.
     """
 
     schedule: Schedule
+    """The schedule."""
     duration: tuple[np.ndarray, ...]
+    """Index of each job's seconds: kind * S + stage, where the full and the input-gradient
+    backward of a stage's last forward are kinds of their own."""
     needs: tuple[list[int], ...]
+    """Result that each job waits for, or NONE."""
     makes: tuple[list[int], ...]
+    """Result of each job, or NONE where no other job may have to wait for it."""
     link: tuple[list[int], ...]
+    """Directed pair of ranks that the result travels over (sender * pp + receiver), or NONE."""
     hop: tuple[list[int], ...]
+    """Index of the transfer's seconds: stage of the receiver, S + it for gradients."""
     ahead: tuple[np.ndarray, ...]
+    """Index of how long before its job's end the result is ready: 0 not at all, 1 + stage of a
+    full backward, 1 + S + stage of a stage's last one."""
     num_links: int
-    num_results: int = field(default=0)
+    """Directed pairs of ranks."""
+    num_results: int
+    """Numbers of results."""
 
 
 def build_job_table(schedule: Schedule) -> JobTable:
@@ -202,14 +211,14 @@ def simulate(
     weight, last = seconds.backward_weight_s, seconds.last_backward_input_s
     inputs, last_inputs = seconds.backward_input_s, last or seconds.backward_input_s
     full, last_full = (
-        [i + w for i, w in zip(one, weight, strict=True)] for one in (inputs, last_inputs)
+        [i + w for i, w in zip(each, weight, strict=True)] for each in (inputs, last_inputs)
     )
     by_kind = np.asarray([*seconds.forward_s, *full, *inputs, *weight, *last_full, *last_inputs])
     hop_s = [*seconds.receive_forward_s, *seconds.receive_backward_s]
     each = [by_kind[index] for index in table.duration]
     if at_least is not None:
         each = [np.maximum(*both) for both in zip(each, at_least, strict=True)]
-    durations = [one.tolist() for one in each]
+    durations = [seconds_of_rank.tolist() for seconds_of_rank in each]
     none = (0.0,) * schedule.num_stages
     ready = [0.0, *(seconds.sends_ahead_s or none), *(seconds.last_sends_ahead_s or none)]
     earlier = [np.asarray(ready)[index].tolist() for index in table.ahead]

@@ -16,29 +16,31 @@ ANY_ORDER = "*"
 class State:
     """How a tensor of the whole batch follows from those of the batch's parts.
 
-    Without `rows` and `sums` it is the same whatever the batch holds. `rows` is the dim along
-    which samples lie, so that a part of the batch has its part of the rows. `sums` are the ops
-    that summed over samples: then the whole is what the parts' tensors come to on average.
-    Both hold up to a factor: with n samples the tensor is n**power as large as they say.
-
-    `order` names the order of the rows, `points` the order of other rows whose numbers the
-    entries are (indices of `argsort`: the row they lie in is a place in the new order, the
-    entry a place in the old one), `each` how many of those other rows a sample has. Rows that
-    hold the same for every sample are `equal`. A sum that is `bounded` was kept from zero, as a
-    divisor; `shares` are the ops that summed what it was divided by. What is `lost` comes from
-    samples by an op that was blamed for it, and can't be followed.
+    Without `rows` and `sums` it is the same whatever the batch holds. With n samples the tensor is
+    n**power as large as `rows` and `sums` say.
     """
 
     rows: Shard | None = None
+    """The dim along which samples lie: a part of the batch has its part of the rows."""
     order: str = IN_ORDER
+    """The order of the rows."""
     points: str | None = None
+    """The order of other rows whose numbers the entries are: of indices of `argsort`, the row is a
+    place in the new order, the entry a place in the old one."""
     each: int = 0
+    """How many of those other rows a sample has."""
     equal: bool = False
+    """All rows hold the same."""
     sums: tuple[str, ...] = ()
+    """Ops that summed over samples: the whole is the average of the parts' tensors."""
     bounded: bool = False
+    """A sum that was kept from zero, as a divisor."""
     shares: tuple[str, ...] = ()
+    """Ops that summed what the sum was divided by."""
     lost: bool = False
+    """It comes from samples by an op that has a fault, and can't be followed."""
     power: int = 0
+    """The exponent of the number of samples in the tensor's size."""
 
     @property
     def is_number(self) -> bool:

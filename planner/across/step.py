@@ -18,6 +18,11 @@ from planner.ops.record import Across, family_of, mutates
 from planner.ops.registry import without_names
 
 Kind = Literal["mixed", "pairs", "normaliser", "sum", "size", "buffer", "repeated", "unknown"]
+"""How an op computes across samples: its result mixes samples ("mixed"), has an entry for each pair
+of them ("pairs"), divides the loss by a sum over the batch ("normaliser"), is a sum over samples as
+the loss itself ("sum"), holds their number as a value ("size"); it writes what samples made to a
+buffer ("buffer"), or moves a buffer in every microbatch ("repeated"); or the op has no rule
+("unknown")."""
 
 BOUND = 2 * 1009
 """The microbatch size at which rules are evaluated: even, and no size that a model has."""
@@ -41,12 +46,19 @@ class Walk:
     """One pass over a program. Mutable: states and faults grow."""
 
     program: Program
+    """As captured: sizes may depend on the batch."""
     states: dict[str, State]
+    """By tensor; those of inputs and params are given."""
     bound: Mapping[str, TensorMeta] = field(init=False)
+    """Tensors at the microbatch size `BOUND`."""
     maker: dict[str, Op] = field(init=False)
+    """The op that makes a tensor."""
     users: dict[str, list[Op]] = field(init=False)
+    """The ops that read a tensor."""
     written: set[str] = field(init=False)
+    """Buffers that are written, and what follows from them."""
     faults: dict[Fault, None] = field(default_factory=dict)
+    """Where samples meet, in order of their discovery."""
 
     def __post_init__(self) -> None:
         self.bound = self.program.bind(BOUND).tensor

@@ -18,24 +18,22 @@ PREAMBLE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One op of a block by which what is computed of a sample depends on the others.
-
-    `kind` says how: its result mixes samples ("mixed"), has an entry for each pair of them
-    ("pairs"), divides the loss by a sum over the batch ("normaliser"), is a sum over samples
-    as the loss itself ("sum"), holds their number as a value ("size"); it writes what
-    samples made to a buffer ("buffer"), or moves a buffer in every microbatch ("repeated");
-    or nothing is known of it ("unknown"). `used_by` is the op, of block `used_in`, where a
-    sum over samples becomes more than a term of the loss. `power` is that of the number of
-    parts by which gradients are too small.
-    """
+    """One op of a block by which what is computed of a sample depends on the others."""
 
     kind: Kind
+    """What is wrong (see `Kind`)."""
     op: str
+    """The op to blame, as the user calls it."""
     line: str
+    """Where the op stands in the model's source."""
     block_index: int
+    """The block of the op; `PREAMBLE` for what comes before the first."""
     used_by: str
+    """The op where a sum over samples becomes more than a term of the loss; empty for `op`."""
     used_in: int
+    """The block of `used_by`."""
     power: int = 0
+    """The power of the number of parts by which gradients are too small."""
 
 
 def across_samples(graph: ModelGraph) -> tuple[Finding, ...]:
@@ -67,7 +65,7 @@ def blocks_across_samples(graph: ModelGraph) -> frozenset[int]:
 
 
 class _Model:
-    """Follows a graph. Mutable: what is known of a class is kept for its other blocks."""
+    """Follows a graph. Mutable: what was found of a class is kept for its other blocks."""
 
     def __init__(self, graph: ModelGraph) -> None:
         self._graph = graph
@@ -112,7 +110,7 @@ class _Model:
         made, faults = self._known[key]
 
         def causes(name: str) -> tuple[str, ...]:
-            """The ops of the model behind one that the class knows."""
+            """The ops of the model behind an op of the class."""
             if name[0] == "@":
                 return given[int(name[1:])].sums
             return given[int(name[1:])].shares if name[0] == "/" else (f"{place}:{name}",)

@@ -49,7 +49,7 @@ class ShardRule:
 
     function: Rule
     contiguous: bool = False
-    """Shards must be contiguous, or the function speaks of segments itself. Other shardings are
+    """Shards must be contiguous, or the function yields segments itself. Other shardings are
     offered in segments too: most ops work on any indices of a dim, if all tensors agree."""
     together: bool = False
     """A shard means nothing alone: inside the op ranks exchange numbers, or count from their own
@@ -96,7 +96,7 @@ class OpFamily:
 
     # ---- time
     arithmetic: Arithmetic = "memory"
-    """What bounds the time, and so which measurements speak for the op."""
+    """What bounds the time, and so which measurements its time is read from."""
 
     flop: Callable[[Call], float] | None = None
     """Flop of the forward; None: `flop_per_element` times the entries of the outputs."""

@@ -248,8 +248,8 @@ def _limits(pipeline: Pipeline, *, few: bool) -> list[tuple[float, ...]]:
                 for s in range(first, len(placed))
             ) + 2 * sum(delay[first + 1 :])
             count = ceil(trip / slowest - 1e-9) + extra
-            one = pipeline.bytes_of_one(rank)
-            tighter.append(max(one, min(pipeline.limit_bytes[rank], count * one)))
+            least_bytes = pipeline.bytes_of_one(rank)
+            tighter.append(max(least_bytes, min(pipeline.limit_bytes[rank], count * least_bytes)))
         if tuple(tighter) not in limits:
             limits.append(tuple(tighter))
     return limits

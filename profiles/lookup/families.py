@@ -1,12 +1,11 @@
 """Op families: ops whose time follows from the same few numbers.
 
-A family names which measurements speak for an op that was not measured itself. Features are
+A family names the measurements from which the time of an unmeasured op is read. Features are
 base-2 logarithms of the numbers that matter, so a distance of 1 means "twice as large".
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import log2, prod
 
 from planner.ops import record
@@ -19,10 +18,9 @@ ATTENTION = "attention"
 MEMORY = "memory"
 BLOCK = "block"
 BLOCK_TARGET = "planner.block"
-"""Target of records of whole blocks, which check sums of ops and speak for no op."""
+"""Target of records of whole blocks, which check sums of ops; no op is timed by them."""
 
 
-@lru_cache(maxsize=4096)
 def family_of(target: str) -> str:
     """Return the family of a target such as ``aten.linear.default``."""
     if target == BLOCK_TARGET:

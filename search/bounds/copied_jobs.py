@@ -88,7 +88,7 @@ class CopiedRow:
 
 def extra_s(jobs: Iterable[CopiedJobs], job_s: BySeconds, down_s: Any, up_s: Any) -> Any:
     """Return by how much copies lengthen some jobs together."""
-    return sum(one.extra_s(job_s, down_s, up_s) for one in jobs)
+    return sum(beside.extra_s(job_s, down_s, up_s) for beside in jobs)
 
 
 def seconds_by_kind(forward_s: Any, backward_s: Any, weight_s: Any) -> BySeconds:

@@ -28,30 +28,29 @@ from search.stages.stage_table import StageTable
 
 
 def quick_step_s(
-    configuration: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
+    config: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
-    one = configuration
-    ranks = table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=choices)
+    ranks = table.with_replicas(degrees=config.degrees, zero=config.zero, choices=choices)
     stages = ranks.cut(cut.cuts)
     recomputed = tuple(choices[choice] for choice in cut.choices)
     key = (
-        one.schedule,
-        one.pp,
-        one.vpp,
-        one.num_microbatches,
-        one.dp,
-        one.zero // 2,
+        config.schedule,
+        config.pp,
+        config.vpp,
+        config.num_microbatches,
+        config.degrees,
+        config.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
-        one.is_sharded,
+        config.is_sharded,
         float(np.sum(stages.exposed.forward_s)),
         cut.cuts,
         recomputed,
     )
     if key not in table.rank_ends:
-        table.rank_ends[key] = _simulated_rank_ends(one, table, stages, recomputed)
-    homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        table.rank_ends[key] = _simulated_rank_ends(config, table, stages, recomputed)
+    homes = np.asarray(stage_to_pp_rank(config.schedule, config.pp, config.vpp))
     param_bytes, num_params = stages.runs.params
     ready, updates = [], []
     for rank, end in enumerate(table.rank_ends[key]):
@@ -62,7 +61,7 @@ def quick_step_s(
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
-            ranks_apart = abs(second - first) * one.degrees.num_ranks
+            ranks_apart = abs(second - first) * config.degrees.num_ranks
             seconds = exchange_seconds(
                 table.profile,
                 num_bytes=ranks.replication.gradient_bytes(size),
@@ -71,7 +70,7 @@ def quick_step_s(
             ready[first] += seconds
             ready[second] += seconds
     clips = [update.clip for update in updates] if table.costs.clips_gradients else []
-    world = one.degrees.num_ranks * one.pp
+    world = config.degrees.num_ranks * config.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
     optimizer_s = [update.optimizer_s for update in updates]
     last, clipping_s = last_rank(ready, optimizer_s, clips, norm_sum_s=norm_sum_s)
@@ -80,25 +79,25 @@ def quick_step_s(
         for stage in np.flatnonzero(homes == homes[0])
         for block in range(cut.cuts[stage], cut.cuts[stage + 1])
     ]
-    inputs_s = table.inputs_s(first_rank, one.num_microbatches)
+    inputs_s = table.inputs_s(first_rank, config.num_microbatches)
     return inputs_s + ready[last] + clipping_s + optimizer_s[last]
 
 
 def _simulated_rank_ends(
-    one: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
+    config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
-    hop = pipeline_group(table.profile.cluster, one.degrees, pp=one.pp)
+    hop = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
     timeline = simulate(
-        job_table(one.schedule, one.pp, one.vpp, one.num_microbatches),
+        job_table(config.schedule, config.pp, config.vpp, config.num_microbatches),
         stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(hop)),
-        at_least=_copies_beside_jobs(one, table, stages, recomputed),
+        at_least=_copies_beside_jobs(config, table, stages, recomputed),
     )
     return timeline.rank_end_s
 
 
 def _copies_beside_jobs(
-    one: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
+    config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[np.ndarray, ...] | None:
     """Return what copies of activations take beside each job of each rank, if there are any."""
     if not table.on_host.activations:
@@ -108,8 +107,8 @@ def _copies_beside_jobs(
     for choice in set(recomputed):
         kept = kept_bytes(load, recompute=choice) - load.side_bytes
         moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
-    rows = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule.jobs
-    found = _trips(one.schedule, one.pp, one.vpp, one.num_microbatches)
+    rows = job_table(config.schedule, config.pp, config.vpp, config.num_microbatches).schedule.jobs
+    found = _trips(config.schedule, config.pp, config.vpp, config.num_microbatches)
     return tuple(
         least_job_seconds(table.profile, len(row), made, moved)
         for row, made in zip(rows, found, strict=True)

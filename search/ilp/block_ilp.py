@@ -2,7 +2,7 @@
 
 Variables (all 0 or 1)
     x[o, i]     op (or shared parameter) o takes its value i
-    y[t, p, q]  tensor t is redistributed from placement p to what ask q wants
+    y[t, p, q]  tensor t is redistributed from placement p to requirement q
 
 Minimise    sum over o, i of x[o, i] * seconds[o, i]
           + sum over t, p, q of y[t, p, q] * seconds[t, p, q]
@@ -10,14 +10,14 @@ Minimise    sum over o, i of x[o, i] * seconds[o, i]
 
 Subject to
     sum over i of x[o, i] = 1                                       one value each
-    y[t, p, q] >= S[t, p] + A[t, u, q] - 1   for every use u of t    a use that asks q of a
+    y[t, p, q] >= S[t, p] + A[t, u, q] - 1   for every use u of t    a use that requires q of a
                                                                     tensor made as p pays once,
-                                                                    however many ask the same
+                                                                    however many require the same
     sum over o, i of x[o, i] * bytes[o, i] <= memory_limit_bytes
-with S[t, p] the sum of x over the maker's values that yield p and A[t, u, q] the sum of x over
-the values of u that ask q. A redistribution that does not exist forbids its y.
+with S[t, p] the sum of x over the producer's values that produce p and A[t, u, q] the sum of x over
+the values of u that require q. A redistribution that does not exist forbids its y.
 
-CP-SAT wants whole numbers: seconds are scaled to about 1e9 steps of the largest cost at hand,
+CP-SAT takes whole numbers: seconds are scaled to about 1e9 steps of the largest cost at hand,
 so the optimum is exact to a few parts in 1e9 of it; the objective reported is recomputed from
 the original numbers.
 """
@@ -50,7 +50,7 @@ def solve_by_cpsat(
 
     costs = [v.seconds + bytes_price * v.num_bytes for v in problem.variables]
     finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
-    finite += [ln.seconds[np.isfinite(ln.seconds)].max(initial=0.0) for ln in problem.links]
+    finite += [ln.seconds[np.isfinite(ln.seconds)].max(initial=0.0) for ln in problem.edges]
     scale = _STEPS / max([*finite, 1e-30])
     model = cp_model.CpModel()
     x = [[model.new_bool_var("") for _ in v.values] for v in problem.variables]
@@ -62,17 +62,19 @@ def solve_by_cpsat(
                 objective.append(round(seconds * scale) * literal)
             else:
                 model.add(literal == 0)
-    for link in problem.links:
+    for edge in problem.edges:
         source = defaultdict(list)
-        for value, row_index in enumerate(link.source):
-            source[row_index].append(1 if link.producer is None else x[link.producer][value])
-        asked = [_by_column(asks, None if u is None else x[u]) for u, asks in link.uses]
-        for p, q in np.argwhere(link.seconds > 0):
+        for value, row_index in enumerate(edge.source):
+            source[row_index].append(1 if edge.producer is None else x[edge.producer][value])
+        required = [
+            _by_column(requirements, None if u is None else x[u]) for u, requirements in edge.uses
+        ]
+        for p, q in np.argwhere(edge.seconds > 0):
             made = source.get(int(p), [])
-            wants = [use[int(q)] for use in asked if int(q) in use]
+            wants = [use[int(q)] for use in required if int(q) in use]
             if not made or not wants:
                 continue
-            link_s = float(link.seconds[p, q])
+            link_s = float(edge.seconds[p, q])
             y = model.new_bool_var("")
             if np.isfinite(link_s):
                 objective.append(round(link_s * scale) * y)
@@ -95,9 +97,9 @@ def solve_by_cpsat(
     return Choice(values=values, cost=problem.value(values, bytes_price))
 
 
-def _by_column(asks: tuple[int, ...], row: list | None) -> dict[int, list]:
-    """Return for each column the literals that ask it; 1 where the placement is given."""
+def _by_column(requirements: tuple[int, ...], row: list | None) -> dict[int, list]:
+    """Return for each column the literals that require it; 1 where the placement is given."""
     result: dict[int, list] = defaultdict(list)
-    for value, column in enumerate(asks):
+    for value, column in enumerate(requirements):
         result[column].append(1 if row is None else row[value])
     return result

@@ -4,8 +4,8 @@ Too large a program is not worth its time (`num_pairs`); `decompose` takes what 
 
 Variables, all from 0 to 1
     x[o, i]        op (or shared parameter) o takes its value i
-    z[t, u, p, q]  tensor t is made as p, and its use u asks q
-    y[t, p, q]     tensor t is redistributed from p to q, for whoever asks; t of several uses
+    z[t, u, p, q]  tensor t is made as p, and its use u requires q
+    y[t, p, q]     tensor t is redistributed from p to q, for whoever requires it; t of several uses
 
 Minimise    sum over o, i of x[o, i] * (seconds[o, i] + bytes_price * bytes[o, i])
           + sum over t, p, q of y[t, p, q] * seconds[t, p, q]   (z in place of y: t of one use)
@@ -13,10 +13,10 @@ Minimise    sum over o, i of x[o, i] * (seconds[o, i] + bytes_price * bytes[o, i
 Subject to
     sum over i of x[o, i] = 1                                     one value each
     sum over q of z[t, u, p, q] = S[t, p]                         what is made
-    sum over p of z[t, u, p, q] = A[t, u, q]                      what is asked
-    y[t, p, q] >= z[t, u, p, q]   for every use u                 equal asks are paid once
-with S[t, p] the sum of x over the maker's values that yield p and A[t, u, q] the sum of x over
-the values of u that ask q. What does not exist (infinite seconds) is held at 0.
+    sum over p of z[t, u, p, q] = A[t, u, q]                      what is required
+    y[t, p, q] >= z[t, u, p, q]   for every use u                 equal requirements are paid once
+with S[t, p] the sum of x over the producer's values that produce p and A[t, u, q] the sum of x over
+the values of u that require q. What does not exist (infinite seconds) is held at 0.
 
 Pairs with marginals (the local polytope of a sum of pairwise costs; Werner, A Linear Programming
 Approach to Max-Sum Problem, PAMI 2007) make the relaxation tight where `block_ilp`'s
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from search.op_layout.block_problem import BlockProblem, Link
+from search.op_layout.block_problem import BlockProblem, ReshardEdge
 from search.op_layout.eliminate import Choice
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
@@ -51,7 +51,7 @@ def solve_by_linear_program(
     """
     costs = [v.seconds + bytes_price * v.num_bytes for v in problem.variables]
     finite = [c[np.isfinite(c)].max(initial=0.0) for c in costs]
-    finite += [link.seconds[np.isfinite(link.seconds)].max(initial=0.0) for link in problem.links]
+    finite += [edge.seconds[np.isfinite(edge.seconds)].max(initial=0.0) for edge in problem.edges]
     scale = 1.0 / max([*finite, 1e-30])
     for name in ("GLOP", "SCIP"):
         program = _Program.of(name, problem, costs, scale)
@@ -60,7 +60,9 @@ def solve_by_linear_program(
             return None
         if status == program.solver.NOT_SOLVED or status == program.solver.ABNORMAL:
             continue
-        answer = [np.array([one.solution_value() for one in row]) for row in program.choices]
+        answer = [
+            np.array([variable.solution_value() for variable in row]) for row in program.choices
+        ]
         if all(row.max() > 1 - _NEARLY for row in answer):
             values = tuple(int(row.argmax()) for row in answer)
             cost = problem.value(values, bytes_price)
@@ -73,7 +75,9 @@ def solve_by_linear_program(
 def num_pairs(problem: BlockProblem) -> int:
     """Return about how many z the program has: what its time depends on."""
     return sum(
-        len(set(link.source)) * len(set(asks)) for link in problem.links for _, asks in link.uses
+        len(set(edge.source)) * len(set(requirements))
+        for edge in problem.edges
+        for _, requirements in edge.uses
     )
 
 
@@ -97,40 +101,42 @@ class _Program:
         for row in costs:
             program.choices.append([program.add(cost, whole=name == "SCIP") for cost in row])
             program.equal(program.choices[-1], None)
-        for link in problem.links:
-            program.add_link(link)
+        for edge in problem.edges:
+            program.add_edge(edge)
         return program
 
     def add(self, cost: float, *, whole: bool = False) -> Any:
         """Return a new variable from 0 to 1; 0 where its cost is infinite."""
         finite = bool(np.isfinite(cost))
         make = self.solver.IntVar if whole else self.solver.NumVar
-        one = make(0, 1 if finite else 0, "")
+        variable = make(0, 1 if finite else 0, "")
         if finite and cost:
-            self.solver.Objective().SetCoefficient(one, float(cost) * self.scale)
-        return one
+            self.solver.Objective().SetCoefficient(variable, float(cost) * self.scale)
+        return variable
 
     def equal(self, some: Sequence[Any], others: Sequence[Any] | None) -> None:
         """Let one sum equal another, 1 where that is None."""
         total = 1 if others is None else 0
         row = self.solver.Constraint(total, total)
-        for one in some:
-            row.SetCoefficient(one, 1)
-        for one in others or ():
-            row.SetCoefficient(one, -1)
+        for variable in some:
+            row.SetCoefficient(variable, 1)
+        for variable in others or ():
+            row.SetCoefficient(variable, -1)
 
-    def add_link(self, link: Link) -> None:
+    def add_edge(self, edge: ReshardEdge) -> None:
         """Add what one tensor's redistributions cost."""
-        made = self._by_index(link.producer, link.source)
-        uses = [self._by_index(user, asks) for user, asks in dict.fromkeys(link.uses)]
-        if not link.seconds[list(made)].any():
+        made = self._by_index(edge.producer, edge.source)
+        uses = [
+            self._by_index(user, requirements) for user, requirements in dict.fromkeys(edge.uses)
+        ]
+        if not edge.seconds[list(made)].any():
             return
         paid: dict[tuple[int, int], Any] = {}
-        for asked in uses:
+        for required in uses:
             pairs = {}
             for p in made:
-                for q in asked:
-                    seconds = float(link.seconds[p, q])
+                for q in required:
+                    seconds = float(edge.seconds[p, q])
                     if len(uses) == 1 or not seconds or not np.isfinite(seconds):
                         pairs[p, q] = self.add(seconds)
                         continue
@@ -140,13 +146,13 @@ class _Program:
                     row = self.solver.Constraint(0, 1)
                     row.SetCoefficient(paid[p, q], 1)
                     row.SetCoefficient(pairs[p, q], -1)
-            for p, makers in made.items():
-                self.equal([pairs[p, q] for q in asked], makers)
-            for q, askers in asked.items():
-                self.equal([pairs[p, q] for p in made], askers)
+            for p, producers in made.items():
+                self.equal([pairs[p, q] for q in required], producers)
+            for q, requirers in required.items():
+                self.equal([pairs[p, q] for p in made], requirers)
 
     def _by_index(self, variable: int | None, indices: Sequence[int]) -> dict[int, list | None]:
-        """Return a variable's x by what they make or ask; None where that is given."""
+        """Return a variable's x by what they make or require; None where that is given."""
         if variable is None:
             return {indices[0]: None}
         found: dict[int, list | None] = defaultdict(list)

@@ -23,10 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from search.bounds.quick_price import job_table
-from search.candidates import Candidates, live_stages_of
+from search.candidates import Candidates
+from search.in_flight import live_stages_of
 from search.meshes.own_meshes import Member, as_held, least_back_hop_s
 from search.partition.chain_problem import Cut, TooLarge
-from search.partition.interleaved import InterleavedStages, StageSeconds, least_end_s
+from search.partition.interleaved import InterleavedStages
+from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space import recompute_choices
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
@@ -62,7 +64,8 @@ class EvenMix:
     def _stages(self) -> tuple[InterleavedStages, ...]:
         """The stages under each member's mesh."""
         return tuple(
-            InterleavedStages.of(one.configuration, one.table, self.cuts) for one in self.members
+            InterleavedStages.of(member.configuration, member.table, self.cuts)
+            for member in self.members
         )
 
     @property
@@ -75,14 +78,14 @@ class EvenMix:
         """What stages (ranks, of the tail) take, by choice."""
         every: list[StageSeconds] = []
         for member, stages in zip(self.members, self._stages, strict=True):
-            one = as_held(member.configuration)
+            configuration = as_held(member.configuration)
             back_hop_s = least_back_hop_s(member, self.members)
             every += [
-                stages.seconds(one, [name] * len(self.homes), back_hop_s)
-                for name in recompute_choices(one.recompute)
+                stages.seconds(configuration, [name] * len(self.homes), back_hop_s)
+                for name in recompute_choices(configuration.recompute)
             ]
         return StageSeconds(
-            **{name: np.stack([getattr(one, name) for one in every]) for name in _COLUMNS}
+            **{name: np.stack([getattr(seconds, name) for seconds in every]) for name in _COLUMNS}
         )
 
     @cached_property
@@ -93,19 +96,21 @@ class EvenMix:
 
     def step_bound(self, seconds: StageSeconds) -> float:
         """Return a step time that stages which take so long cannot beat."""
-        one = self.members[0].configuration
+        configuration = self.members[0].configuration
         start_s = min(
-            member.table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches)
+            member.table.least_inputs_s(
+                pp=configuration.pp, num_microbatches=configuration.num_microbatches
+            )
             for member in self.members
         )
-        return start_s + least_end_s(one, self.homes, seconds)
+        return start_s + least_end_s(configuration, self.homes, seconds)
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
-        one = self.members[0].configuration
-        live = live_stages_of(one)
-        schedule = job_table(one.schedule, one.pp, one.vpp, one.num_microbatches).schedule
+        configuration = self.members[0].configuration
+        live = live_stages_of(configuration)
+        schedule = job_table(*configuration.pipeline).schedule
         rows = []
         for member, stages in zip(self.members, self._stages, strict=True):
             held = as_held(member.configuration)

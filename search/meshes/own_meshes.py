@@ -115,18 +115,18 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
     Its value is no more than those of `by_first_mesh`. The members are of one schedule, so many
     microbatches and stages, and the same kinds of recompute.
     """
-    most = [one.most_blocks for one in problems]
+    most = [problem.most_blocks for problem in problems]
     return replace(
         problems[0],
-        stages=MixedStages(members=tuple(one.stages for one in problems), shares_tail=True),
-        block_forward_s=np.min([one.block_forward_s for one in problems], axis=0),
-        block_backward_s=np.min([one.block_backward_s for one in problems], axis=0),
-        block_weight_s=np.max([one.block_weight_s for one in problems], axis=0),
-        hop_s=np.min([one.hop_s for one in problems], axis=0),
-        back_hop_s=np.min([one.back_hop_s for one in problems], axis=0),
-        start_s=min(one.start_s for one in problems),
+        stages=MixedStages(members=tuple(problem.stages for problem in problems), shares_tail=True),
+        block_forward_s=np.min([problem.block_forward_s for problem in problems], axis=0),
+        block_backward_s=np.min([problem.block_backward_s for problem in problems], axis=0),
+        block_weight_s=np.max([problem.block_weight_s for problem in problems], axis=0),
+        hop_s=np.min([problem.hop_s for problem in problems], axis=0),
+        back_hop_s=np.min([problem.back_hop_s for problem in problems], axis=0),
+        start_s=min(problem.start_s for problem in problems),
         choices=problems[0].choices * len(problems),
-        most_blocks=None if None in most else max(one or 0 for one in most),
+        most_blocks=None if None in most else max(blocks or 0 for blocks in most),
         needs=None,
         # Members' copies are left out: a bound all the same.
         copied=(),
@@ -150,27 +150,30 @@ def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
 
 def least_of_blocks(members: Sequence[Member]) -> float:
     """Return a step time that no mix can beat: each block by its quickest member, dealt evenly."""
-    block = np.min([one.table.forward_s + one.table.backward_s for one in members], axis=0)
-    one = members[0].configuration
-    return float(one.num_microbatches * max(block.sum() / one.pp, block.max()))
+    block = np.min([member.table.forward_s + member.table.backward_s for member in members], axis=0)
+    configuration = members[0].configuration
+    return float(configuration.num_microbatches * max(block.sum() / configuration.pp, block.max()))
 
 
 def as_held(configuration: Configuration) -> Configuration:
     """Return a member's configuration as its stages have it: ZeRO shards nothing where there are no
     replicas.
     """
-    one = configuration
-    return replace(one, zero=0) if one.degrees.along("data") == 1 else one
+    return (
+        replace(configuration, zero=0)
+        if configuration.degrees.along("data") == 1
+        else configuration
+    )
 
 
 def least_back_hop_s(member: Member, members: Sequence[Member]) -> Floats:
     """Return the least seconds of a gradient's way back from a member's stage starting at each
     block (n + 1), whichever mesh the stage before has.
     """
-    one = member.configuration
+    configuration = member.configuration
     return np.min(
         [
-            member.table.back_hop_s(dp=one.dp, cp=one.cp, pp=one.pp, to_tp=other.tp)
+            member.table.back_hop_s(configuration.degrees, pp=configuration.pp, to_tp=other.tp)
             for other in members
         ],
         axis=0,
@@ -228,9 +231,11 @@ def plan_of_mix(
 def price_mix(
     candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
 ) -> EvaluatedPlan | None:
-    """Return a solution's estimate; None where its stages cannot hand over what it asks of them."""
-    one, plan = plan_of_mix(candidates, members, cut, kinds)
+    """Return a solution's estimate; None where its stages cannot send each other samples."""
+    configuration, plan = plan_of_mix(candidates, members, cut, kinds)
     try:
-        return EvaluatedPlan(configuration=one, plan=plan, estimate=candidates.estimate(plan))
+        return EvaluatedPlan(
+            configuration=configuration, plan=plan, estimate=candidates.estimate(plan)
+        )
     except LayoutError:
         return None

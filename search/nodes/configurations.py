@@ -1,21 +1,16 @@
-"""Nodes of one shape, one configuration, and one configuration with its stage boundaries.
+"""Nodes of one shape and of one configuration.
 
-    ShapeNode            configurations of equal degrees         bound phase: arithmetic
-      ConfigurationNode  all stage boundaries                    partition phase: dynamic program
-        PartitionedNode  the best boundaries under the bound     estimate phase: simulation
-          EvaluatedPlan, and a PartitionsNode of all other boundaries (`partitions`)
+    ShapeNode              configurations of equal degrees         bound phase: arithmetic
+      ConfigurationNode    all stage boundaries                    partition phase: dynamic program
+        PartitionedNode    the best boundaries under the bound     estimate phase (`partitions`)
 
-The bound of each is no smaller than that of the one before. Where the estimate finds that a stage
-is over the memory limit, the configuration is partitioned again without this stage. After too many
-attempts the memory check becomes conservative: it refuses most of what does not fit, and perhaps
-what does.
-
-Interleaved stages (vpp > 1) have one partition only, as even as blocks allow (`interleaved`).
+The bound of each is no smaller than that of the one before. Interleaved stages (vpp > 1) have one
+partition only, as even as blocks allow (`partition/interleaved`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import ge
 
@@ -23,27 +18,22 @@ from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.branch_and_bound import EvaluatedPlan, Node
-from search.candidates import in_flight_of
 from search.ilp.joint import solve_by_joint_program
-from search.nodes.partitions import PartitionsNode, PartitionSource
+from search.in_flight import in_flight_of
+from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, TooLarge
-from search.search_state import PARTITIONS, Outcomes, SearchState
+from search.search_state import Outcomes, SearchState
 from search.space import Configuration, Shape
 from search.stages.stage_table import StageTable
 from search.warm_start import NodeKey
-
-MOST_ATTEMPTS = 48
-"""How often a configuration is partitioned again when its estimate is over the memory limit."""
-MOST_CONSERVATIVE_ATTEMPTS = 8
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
 IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
 FEWER_IN_FLIGHT_TOO_LARGE = "memory: a schedule that holds less does not fit either"
 NO_BOUNDARIES_FIT = "memory: no stage boundaries fit"
 BOUNDARIES_BEATEN = "stage boundaries: the best cut cannot beat the best"
-PLAN_TOO_LARGE = "memory: the whole plan, rank by rank"
 
 SOLVERS: dict[str, Callable[[ChainProblem], Cut | None]] = {
     "recursive": solve_by_bisection,
@@ -89,25 +79,10 @@ class ShapeNode(Node[SearchState]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ConfigurationNode(Node[SearchState]):
-    """A configuration with one layout, and all its stage boundaries.
+class ConfigurationNode(PartitionableNode):
+    """A configuration with one layout (that of its table), and all its stage boundaries."""
 
-    Attributes:
-        configuration: degrees, schedule, microbatches, ZeRO stage.
-        table: what its blocks cost under the layout.
-        infeasible: stages that the estimate found too large in earlier attempts.
-        num_attempts: how often it was partitioned before.
-    """
-
-    configuration: Configuration
     table: StageTable
-    infeasible: tuple[TooLarge, ...] = ()
-    num_attempts: int = 0
-
-    @property
-    def num_configurations(self) -> int:
-        """A single configuration."""
-        return 1
 
     @property
     def label(self) -> str:
@@ -118,11 +93,6 @@ class ConfigurationNode(Node[SearchState]):
     def key(self) -> NodeKey:
         """The configuration with its layout."""
         return self.configuration, self.table.key
-
-    @property
-    def is_conservative(self) -> bool:
-        """Whether a partition must pass the conservative memory check."""
-        return self.num_attempts > MOST_ATTEMPTS
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the configuration with its best stage boundaries, if any fit and may win."""
@@ -140,17 +110,29 @@ class ConfigurationNode(Node[SearchState]):
             if least >= search.best_s:
                 yield replace(self, bound=least)
                 return
-        cut = only_cut(search, configuration, table, self.infeasible)
+        cut = self.only_cut(search)
         if cut is None:
             self._exclude(search, EVEN_CUT_TOO_LARGE)
         else:
-            yield self._partitioned(cut, cut.value)
+            yield self.partitioned(cut, cut.value)
+
+    def only_cut(self, search: SearchState) -> Cut | None:
+        """Return the one partition there is to try, None if it does not fit.
+
+        That is a single stage, or interleaved stages as even as blocks allow.
+        """
+        configuration, table, limit = self.configuration, self.table, search.memory_limit_bytes
+        if configuration.vpp == 1:
+            return search.candidates.one_stage(configuration, table, limit, self.infeasible)
+        return search.candidates.even_cut(
+            configuration, table, limit, self.infeasible, ceiling=search.best_s
+        )
 
     def _best_partition(self, search: SearchState) -> Outcomes:
         in_flight = in_flight_of(self.configuration)
         if self._is_too_large(search, in_flight):
             return
-        solved = solve_chain(self._problem(search), ceiling=search.best_s)
+        solved = solve_chain(self.problems(search)[0], ceiling=search.best_s)
         if not solved.fits:
             if not self.infeasible:
                 known = search.infeasible_in_flight.setdefault(self._memory_key, [])
@@ -159,17 +141,17 @@ class ConfigurationNode(Node[SearchState]):
         elif solved.cut is None:
             self._exclude(search, BOUNDARIES_BEATEN, search.best_s)
         else:
-            yield self._partitioned(solved.cut, solved.cut.value)
+            yield self.partitioned(solved.cut, solved.cut.value)
 
     def _partition_of_other_solver(self, search: SearchState) -> Outcomes:
         solver = search.request.solver
         if self._is_too_large(search, in_flight_of(self.configuration)):
             return
-        cut = SOLVERS[solver](self._problem(search))
+        cut = SOLVERS[solver](self.problems(search)[0])
         if cut is None:
             search.prune(f"memory: {solver} found no stage boundaries")
         else:
-            yield self._partitioned(cut, self.bound if solver == "recursive" else cut.value)
+            yield self.partitioned(cut, self.bound if solver == "recursive" else cut.value)
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
@@ -186,22 +168,50 @@ class ConfigurationNode(Node[SearchState]):
     @property
     def _memory_key(self) -> tuple:
         """All that a stage's memory depends on, beside the microbatches in flight."""
-        one = self.configuration
-        splits = find_schedule(one.schedule).splits_backward
-        return self.table.key, one.dp, one.zero, one.pp, one.recompute, splits
+        configuration = self.configuration
+        splits = find_schedule(configuration.schedule).splits_backward
+        return (
+            self.table.key,
+            configuration.dp,
+            configuration.zero,
+            configuration.pp,
+            configuration.recompute,
+            splits,
+        )
 
-    def _problem(self, search: SearchState) -> ChainProblem:
-        return search.candidates.problem(
+    def problems(self, search: SearchState) -> list[ChainProblem]:
+        """Return the chain problem under the memory limit."""
+        problem = search.candidates.problem(
             self.configuration,
             self.table,
             search.memory_limit_bytes,
             infeasible=self.infeasible,
             is_conservative=self.is_conservative,
         )
+        return [problem]
 
-    def _partitioned(self, cut: Cut, bound: float) -> PartitionedNode:
-        bound = max(self.bound, bound)
-        return PartitionedNode(bound=bound, wave=self.wave, of=replace(self, bound=bound), cut=cut)
+    def simulate(self, search: SearchState, cut: Cut) -> float:
+        """Return the step time of a partition's job table."""
+        return search.candidates.quick_step_s(self.configuration, self.table, cut)
+
+    def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan:
+        """Return the plan of a partition with the cost model's estimate."""
+        plans, key = search.warm_start.plans, (*self.key, cut.cuts, cut.choices)
+        if key not in plans:
+            plan = search.candidates.plan(self.configuration, self.table, cut)
+            plans[key] = plan, search.candidates.estimate(plan)
+        return evaluated_plan(self.configuration, *plans[key])
+
+    def tables(self, cut: Cut) -> tuple[StageTable, ...]:
+        """Return the table, for each stage."""
+        return (self.table,) * len(cut.choices)
+
+    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+        """Return interleaved stages of ranks that are too large by their job table."""
+        configuration, limit = self.configuration, search.memory_limit_bytes
+        if configuration.vpp == 1:
+            return ()
+        return search.candidates.too_large_ranks(configuration, self.table, cut, limit)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""
@@ -210,172 +220,11 @@ class ConfigurationNode(Node[SearchState]):
         if not self.is_conservative:
             search.warm_start.raise_bound(self.key, bound)
 
-    def again_without(self, search: SearchState, infeasible: tuple[TooLarge, ...]) -> Outcomes:
-        """Yield the configuration, to be partitioned without stages that are too large.
-
-        Its bound, the least of all partitions that were left, holds for those that still are.
-        """
-        if self.num_attempts == MOST_ATTEMPTS:
-            # What the conservative check leaves out, and how fast that is, is unknown.
-            search.leave_open(self.bound)
-        if self.num_attempts == MOST_ATTEMPTS + MOST_CONSERVATIVE_ATTEMPTS:
-            search.prune(PLAN_TOO_LARGE)
-            return
-        infeasible = (*self.infeasible, *infeasible)
-        search.warm_start.infeasible[self.key] = infeasible
+    def remember(self, search: SearchState) -> None:
+        """Keep the stages that are too large, and the bound of what is left."""
+        search.warm_start.infeasible[self.key] = self.infeasible
         if not self.is_conservative:
             search.warm_start.raise_bound(self.key, self.bound)
-        yield replace(self, infeasible=infeasible, num_attempts=self.num_attempts + 1)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartitionedNode(Node[SearchState]):
-    """A configuration (`of`) with the stage boundaries of the least bound."""
-
-    of: ConfigurationNode
-    cut: Cut
-
-    @property
-    def configuration(self) -> Configuration:
-        """Degrees, schedule, microbatches, ZeRO stage."""
-        return self.of.configuration
-
-    @property
-    def num_configurations(self) -> int:
-        """A single configuration."""
-        return 1
-
-    @property
-    def label(self) -> str:
-        """What is estimated."""
-        return self.of.label
-
-    def refine(self, search: SearchState) -> Outcomes:
-        """Simulate; estimate in full, memory included, what may be the best or leaves a gap."""
-        one, table, cut, candidates = self.configuration, self.of.table, self.cut, search.candidates
-        is_interleaved = one.vpp > 1
-        if is_interleaved:
-            too_large = candidates.too_large_ranks(one, table, cut, search.memory_limit_bytes)
-            if too_large:
-                yield from self.of.again_without(search, too_large)
-                return
-        step_s = candidates.quick_step_s(one, table, cut)
-        # Interleaved stages have this partition only; otherwise others may be faster.
-        bound = step_s if is_interleaved else self.bound
-        is_slower, almost_best_s = step_s >= search.best_s * (1 - 1e-9), search.best_s * (1 - 1e-9)
-        if is_slower and bound >= almost_best_s:
-            search.num_evaluated += 1
-            search.lose(self, step_s)
-            return
-        done = evaluate(search, one, table, cut)
-        if done.estimate.peak_bytes > search.memory_limit_bytes:
-            too_large = infeasible_stages(search, one, table, cut, done)
-            yield from self.of.again_without(search, too_large)
-            return
-        search.num_evaluated += 1
-        if one.pp > 1 and not is_interleaved and not self.of.is_conservative and _lists(search):
-            yield self._other_partitions(search)
-        else:
-            # Where skips reach past a stage the estimate has more terms than the simulation.
-            search.leave_open(done.step_s if is_interleaved else bound)
-        if is_slower:
-            search.lose(self, step_s)
-        else:
-            yield done
-
-    def _other_partitions(self, search: SearchState) -> PartitionsNode:
-        """Return the stage boundaries beside this node's: the k best, as far as they may win."""
-        node, one, table = self.of, self.configuration, self.of.table
-
-        def evaluate_faster(cut: Cut) -> EvaluatedPlan | None:
-            step_s = search.candidates.quick_step_s(one, table, cut)
-            is_faster = step_s < search.best_s * (1 - 1e-9)
-            return evaluate(search, one, table, cut) if is_faster else None
-
-        source = PartitionSource(
-            num_jobs=2 * one.pp * one.num_microbatches,
-            problems=lambda: [node._problem(search)],
-            evaluate=evaluate_faster,
-            infeasible_stages=lambda cut, done: infeasible_stages(search, one, table, cut, done),
-        )
-        return PartitionsNode(bound=self.bound, wave=PARTITIONS, source=source)
-
-
-def _lists(search: SearchState) -> bool:
-    """Whether the solver of the request can list partitions in order of their bounds."""
-    return search.request.solver == "dp"
-
-
-def only_cut(
-    search: SearchState,
-    configuration: Configuration,
-    table: StageTable,
-    infeasible: tuple[TooLarge, ...] = (),
-) -> Cut | None:
-    """Return the one partition there is to try, None if it does not fit.
-
-    That is a single stage, or interleaved stages as even as blocks allow.
-    """
-    candidates, limit = search.candidates, search.memory_limit_bytes
-    if configuration.vpp == 1:
-        return candidates.one_stage(configuration, table, limit, infeasible)
-    return candidates.even_cut(configuration, table, limit, infeasible, ceiling=search.best_s)
-
-
-def infeasible_stages(
-    search: SearchState,
-    configuration: Configuration,
-    table: StageTable,
-    cut: Cut,
-    done: EvaluatedPlan,
-) -> tuple[TooLarge, ...]:
-    """Return the stages of an evaluated partition that are too large."""
-    live = in_flight_of(configuration) if configuration.vpp == 1 else ()
-    tables = (table,) * len(done.plan.stages)
-    limit = search.memory_limit_bytes
-    return tuple(too_large_stages(done.plan, done.estimate, cut, live, limit, tables))
-
-
-def too_large_stages(
-    plan: Plan,
-    estimate: Estimate,
-    cut: Cut,
-    live: Sequence[int],
-    limit_bytes: float,
-    tables: Sequence[StageTable],
-) -> Iterator[TooLarge]:
-    """Yield the stages of a plan whose ranks are over the memory limit.
-
-    A longer run of blocks holds all that a shorter one holds, except what its edges receive and
-    send, and second copies of weights that blocks outside use too. A stage that is over by more
-    than that excludes longer runs as well. `live` are the microbatches that each stage holds at
-    most, none where ranks have several stages; `tables` are the stages'.
-    """
-    for index, stage in enumerate(plan.stages):
-        over = int(estimate.memory[stage.pp_rank].total) - limit_bytes
-        if over <= 0:
-            continue
-        first, end = stage.first_block, stage.last_block + 1
-        yield TooLarge(
-            stage=index,
-            first=first,
-            end=end,
-            choice=cut.choices[index],
-            and_longer=bool(live)
-            and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
-        )
-
-
-def evaluate(
-    search: SearchState, configuration: Configuration, table: StageTable, cut: Cut
-) -> EvaluatedPlan:
-    """Return the plan of a partition with the cost model's estimate."""
-    key = (configuration, table.key, cut.cuts, cut.choices)
-    plans = search.warm_start.plans
-    if key not in plans:
-        plan = search.candidates.plan(configuration, table, cut)
-        plans[key] = plan, search.candidates.estimate(plan)
-    return evaluated_plan(configuration, *plans[key])
 
 
 def evaluated_plan(configuration: Configuration, plan: Plan, estimate: Estimate) -> EvaluatedPlan:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.meshes.interleaved_mixes import Assignments, EvenMix
 from search.meshes.own_meshes import price_mix
-from search.nodes.configurations import too_large_stages
+from search.nodes.partitions import APART, too_large_stages
 from search.partition.chain_problem import Cut
 from search.search_state import Outcomes, SearchState
 
-_JOBS_PER_ESTIMATE = 2000
+JOBS_PER_ESTIMATE = 2000
 """What an estimate costs beside its simulation, in simulated jobs."""
 
-APART = "own meshes: stages cannot hand samples over, or share weights, between them"
 EVEN_BEATEN = "own meshes: the even cut cannot beat the best"
 EVEN_TOO_LARGE = "own meshes, memory: the even cut does not fit"
 
@@ -46,8 +45,8 @@ class InterleavedMixNode(Node[SearchState]):
     @property
     def label(self) -> str:
         """What is mixed."""
-        one = self.mix.members[0].configuration
-        return f"stages' own meshes: pp={one.pp} {one.schedule}"
+        configuration = self.mix.members[0].configuration
+        return f"stages' own meshes: pp={configuration.pp} {configuration.schedule}"
 
     def refine(self, search: SearchState) -> Outcomes:
         """Take one step in the list of choices; evaluate a choice that is complete."""
@@ -84,9 +83,12 @@ class InterleavedMixNode(Node[SearchState]):
         return cut.choices in self.evaluated or self.mix.is_known(cut)
 
     def _evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
-        mix, one = self.mix, self.mix.members[0].configuration
+        mix, configuration = self.mix, self.mix.members[0].configuration
         if self.evaluated:
-            search.extra_work += _JOBS_PER_ESTIMATE + 2 * one.pp * one.vpp * one.num_microbatches
+            search.extra_work += (
+                JOBS_PER_ESTIMATE
+                + 2 * configuration.pp * configuration.vpp * configuration.num_microbatches
+            )
             search.num_other_partitions += 1
         return price_mix(search.candidates, mix.members, cut, mix.num_recompute_choices)
 
@@ -96,5 +98,5 @@ class InterleavedMixNode(Node[SearchState]):
         """Return the mix, to be listed again without the choices of ranks that are too large."""
         mix = self.mix
         tables = [mix.members[c // mix.num_recompute_choices].table for c in cut.choices]
-        infeasible = too_large_stages(done.plan, done.estimate, cut, (), limit_bytes, tables)
+        infeasible = too_large_stages(done, cut, (), limit_bytes, tables)
         return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

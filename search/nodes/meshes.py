@@ -5,8 +5,7 @@ pp rank are divided into dp and tp.
 
     MeshesNode                all mixes of the request's shapes
       MixNode                 one choice of meshes, a schedule, a ZeRO stage    partition phase
-        PartitionedMixNode    its best stage boundaries and meshes of stages    estimate phase
-          EvaluatedPlan, and a PartitionsNode of all other boundaries and meshes
+        PartitionedNode       its best stage boundaries and meshes of stages    estimate phase
       InterleavedMixNode      the same with several stages a rank (`interleaved_meshes`)
 
 Microbatch sizes that the search left out for one mesh are not mixed (`skipped_sizes`).
@@ -21,8 +20,7 @@ from itertools import product
 import numpy as np
 
 from search.bounds.pipeline_line import pipeline_line
-from search.branch_and_bound import BEATEN, EvaluatedPlan, Node
-from search.candidates import in_flight_of
+from search.branch_and_bound import BEATEN, EvaluatedPlan, Node, Wave
 from search.meshes.interleaved_mixes import even_mixes
 from search.meshes.own_meshes import (
     Member,
@@ -32,22 +30,16 @@ from search.meshes.own_meshes import (
     mixed_problem,
     price_mix,
 )
-from search.nodes.configurations import SOLVERS, too_large_stages
-from search.nodes.interleaved_meshes import InterleavedMixNode
-from search.nodes.partitions import PartitionsNode, PartitionSource
+from search.nodes.configurations import SOLVERS
+from search.nodes.interleaved_meshes import JOBS_PER_ESTIMATE, InterleavedMixNode
+from search.nodes.partitions import PartitionableNode
 from search.partition.chain_dp import Solved, solve_chain
-from search.partition.chain_problem import ChainProblem, Cut, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut
 from search.search_state import MIXED_PARTITIONS, MIXES, Outcomes, SearchState
 from search.space import Configuration, Shape
-
-_MOST_ATTEMPTS = 24
-"""How often a mix is partitioned again when its estimate is over the memory limit."""
-
-_JOBS_PER_ESTIMATE = 2000
-"""What an estimate costs beside its simulation, in simulated jobs."""
+from search.stages.stage_table import StageTable
 
 MIXED_BEATEN = "own meshes: the best cut cannot beat the best"
-APART = "own meshes: stages cannot hand samples over, or share weights, between them"
 MIXED_TOO_LARGE = "own meshes, memory: no stage boundaries fit"
 
 
@@ -110,55 +102,50 @@ class MeshesNode(Node[SearchState]):
                 search.num_considered += 1
                 problems = member_problems(search.candidates, some, limit)
                 bound = _least_step_s(some[0].configuration, problems)
-                yield MixNode(bound=bound, wave=self.wave, members=some, problems=problems)
+                yield MixNode(
+                    bound=bound,
+                    wave=self.wave,
+                    configuration=some[0].configuration,
+                    members=some,
+                    alone=problems,
+                )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MixNode(Node[SearchState]):
+class MixNode(PartitionableNode):
     """Meshes that stages may choose from, under one schedule and ZeRO stage.
 
     Attributes:
         members: the meshes.
-        problems: the chain problem of each mesh alone.
-        infeasible: stages that the estimate found too large in earlier attempts.
-        num_attempts: how often the mix was partitioned before.
+        alone: the chain problem of each mesh alone.
     """
 
     members: tuple[Member, ...]
-    problems: tuple[ChainProblem, ...]
-    infeasible: tuple[TooLarge, ...] = ()
-    num_attempts: int = 0
-
-    @property
-    def num_configurations(self) -> int:
-        """A single configuration."""
-        return 1
+    alone: tuple[ChainProblem, ...]
 
     @property
     def label(self) -> str:
         """What is mixed."""
-        one = self.members[0].configuration
-        return f"stages' own meshes: pp={one.pp} {one.schedule}"
+        return f"stages' own meshes: pp={self.configuration.pp} {self.configuration.schedule}"
 
     @property
-    def num_recompute_choices(self) -> int:
-        """How many recompute choices a stage of each mesh has."""
-        return len(self.problems[0].choices)
+    def num_jobs(self) -> int:
+        """What an evaluation costs: a whole estimate, in simulated jobs."""
+        return JOBS_PER_ESTIMATE + super().num_jobs
 
     @property
-    def mixed_problem(self) -> ChainProblem:
-        """The chain problem in which a stage's choice is a mesh with a recompute choice."""
-        return replace(mixed_problem(self.problems), refused=self.infeasible)
+    def wave_of_others(self) -> Wave:
+        """When the partitions beside the best are listed."""
+        return MIXED_PARTITIONS
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the mix with its best stage boundaries and meshes, if any fit and may win."""
-        problem = self.mixed_problem
-        solved = _solve(search, problem, search.best_s)
+        relaxed = self._relaxed()
+        solved = _solve(search, relaxed, search.best_s)
         best: Cut | None = None
         if solved.cut is not None:
-            # The relaxed problem has a solution under the best; now the exact ones.
             ceiling = search.best_s
-            for exact in by_first_mesh(problem):
+            for exact in by_first_mesh(relaxed):
                 cut = _solve(search, exact, ceiling).cut
                 if cut is not None and (best is None or cut.value < best.value):
                     ceiling, best = min(ceiling, cut.value), cut
@@ -166,69 +153,35 @@ class MixNode(Node[SearchState]):
             search.prune(MIXED_BEATEN if solved.fits else MIXED_TOO_LARGE)
             return
         is_proof = search.request.solver != "recursive"
-        bound = max(self.bound, best.value) if is_proof else self.bound
-        of = replace(self, bound=bound)
-        yield PartitionedMixNode(bound=bound, wave=self.wave, of=of, cut=best)
+        yield self.partitioned(best, best.value if is_proof else self.bound)
+
+    def _relaxed(self) -> ChainProblem:
+        """Return the chain problem in which a choice is a mesh with a recompute choice.
+
+        Its value is no more than that of the exact problems, one for each mesh of stage 0.
+        """
+        mixed = mixed_problem(self.alone)
+        return replace(mixed, refused=self.infeasible, is_careful=self.is_conservative)
+
+    def problems(self, search: SearchState) -> list[ChainProblem]:
+        """Return the exact problems."""
+        return by_first_mesh(self._relaxed())
+
+    def simulate(self, search: SearchState, cut: Cut) -> float:
+        """Return 0: only the estimate has transfers between meshes."""
+        return 0.0
 
     def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
         """Return the plan of a solution; None where stages cannot send each other samples."""
-        return price_mix(search.candidates, self.members, cut, self.num_recompute_choices)
+        return price_mix(search.candidates, self.members, cut, self._num_recompute_choices)
 
-    def infeasible_stages(
-        self, search: SearchState, cut: Cut, done: EvaluatedPlan
-    ) -> tuple[TooLarge, ...]:
-        """Return the stages of an evaluated solution that are too large."""
-        tables = [self.members[c // self.num_recompute_choices].table for c in cut.choices]
-        live, limit = in_flight_of(self.members[0].configuration), search.memory_limit_bytes
-        return tuple(too_large_stages(done.plan, done.estimate, cut, live, limit, tables))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartitionedMixNode(Node[SearchState]):
-    """A mix (`of`) with the stage boundaries and meshes of the least bound."""
-
-    of: MixNode
-    cut: Cut
+    def tables(self, cut: Cut) -> list[StageTable]:
+        """Return the table of each stage's mesh."""
+        return [self.members[c // self._num_recompute_choices].table for c in cut.choices]
 
     @property
-    def num_configurations(self) -> int:
-        """A single configuration."""
-        return 1
-
-    @property
-    def label(self) -> str:
-        """What is estimated."""
-        return self.of.label
-
-    def refine(self, search: SearchState) -> Outcomes:
-        """Yield the plan and the other partitions, or the mix without what is too large."""
-        mix = self.of
-        done = mix.evaluate(search, self.cut)
-        if done is None:
-            search.prune(APART)
-        elif done.estimate.peak_bytes <= search.memory_limit_bytes:
-            search.num_evaluated += 1
-            yield done
-        elif mix.num_attempts == _MOST_ATTEMPTS:
-            search.prune(MIXED_TOO_LARGE)
-        else:
-            infeasible = (*mix.infeasible, *mix.infeasible_stages(search, self.cut, done))
-            yield replace(mix, infeasible=infeasible, num_attempts=mix.num_attempts + 1)
-            return
-        if search.request.solver == "dp":
-            yield self._other_partitions(search)
-        else:
-            search.leave_open(self.bound)
-
-    def _other_partitions(self, search: SearchState) -> PartitionsNode:
-        mix, one = self.of, self.of.members[0].configuration
-        source = PartitionSource(
-            num_jobs=_JOBS_PER_ESTIMATE + 2 * one.pp * one.num_microbatches,
-            problems=lambda: by_first_mesh(mix.mixed_problem),
-            evaluate=lambda cut: mix.evaluate(search, cut),
-            infeasible_stages=lambda cut, done: mix.infeasible_stages(search, cut, done),
-        )
-        return PartitionsNode(bound=self.bound, wave=MIXED_PARTITIONS, source=source)
+    def _num_recompute_choices(self) -> int:
+        return len(self.alone[0].choices)
 
 
 def meshes_node(shapes: Sequence[Shape]) -> MeshesNode:

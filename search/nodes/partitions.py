@@ -1,86 +1,229 @@
-"""Nodes of the k best partitions of an evaluated configuration: they close the search's gap.
+"""Nodes of stage boundaries: the best partition of a configuration or a mix, then the k best.
 
-    PartitionsNode          all stage boundaries of one configuration or mix of meshes
-      FirstStageNode        those whose stage 0 ends at a given block
-        FirstStagesNode     those whose first stages are given; all given: a plan to evaluate
+    PartitionableNode      all partitions of a configuration or of a mix of meshes    (abstract)
+      PartitionedNode      the partition of the least bound: simulated, estimated
+      PartitionsNode       all other partitions: they close the gap that the estimate leaves
+        FirstStageNode     those whose stage 0 ends at a given block
+          FirstStagesNode  those whose first stages are given; all given: a plan to evaluate
 
-A configuration was counted when its best partition was evaluated, so these nodes count for none,
-and stop after `MOST_EXTRA_WORK`.
+Where the estimate finds a stage over the memory limit, the node is partitioned again without this
+stage. After too many attempts the memory check becomes conservative: it refuses most of what does
+not fit, and perhaps what does.
+
+A configuration is counted when its best partition is evaluated. The nodes of the k best count for
+none, and stop after `MOST_EXTRA_WORK`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from search.branch_and_bound import EvaluatedPlan, Node
+from search.branch_and_bound import EvaluatedPlan, Node, Wave
+from search.in_flight import in_flight_of
 from search.partition.chain_problem import ChainProblem, Cut, TooLarge
 from search.partition.k_best import FirstStages, KBestPartitions
-from search.search_state import Outcomes, SearchState
+from search.search_state import PARTITIONS, Outcomes, SearchState
+from search.space import Configuration
+from search.stages.stage_table import StageTable
+
+_MOST_ATTEMPTS = 48
+"""How often a node is partitioned again when its estimate is over the memory limit."""
+_MOST_CONSERVATIVE_ATTEMPTS = 8
 
 _LEAST_WORK = 200
 """What the shortest simulation costs, in simulated jobs."""
 _RUNS_PER_JOB = 200
 """Runs of blocks that the dynamic program visits in the time of one simulated job."""
 
+PLAN_TOO_LARGE = "memory: the whole plan, rank by rank"
+APART = "own meshes: stages cannot hand samples over, or share weights, between them"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PartitionSource:
-    """Whose partitions are listed, and how they are evaluated.
+class PartitionableNode(Node[SearchState]):
+    """All stage boundaries of a configuration, or of a mix of configurations.
 
     Attributes:
-        num_jobs: jobs of one simulation.
-        problems: chain problems that cover all partitions, each partition in one of them.
-        evaluate: returns the plan of a partition, None if it cannot be faster than the best.
-        infeasible_stages: returns the stages of an evaluated partition that do not fit.
-        infeasible: stages known not to fit; grows while partitions are evaluated.
+        configuration: degrees, schedule, microbatches; of a mix, those of its first member.
+        infeasible: stages that the estimate found too large in earlier attempts.
+        num_attempts: how often the node was partitioned before.
     """
 
-    num_jobs: int
-    problems: Callable[[], Sequence[ChainProblem]]
-    evaluate: Callable[[Cut], EvaluatedPlan | None]
-    infeasible_stages: Callable[[Cut, EvaluatedPlan], Iterable[TooLarge]]
-    infeasible: list[TooLarge] = field(default_factory=list)
+    configuration: Configuration
+    infeasible: tuple[TooLarge, ...] = ()
+    num_attempts: int = 0
 
-    def evaluated(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
-        """Return the plan of a partition, None if it is not faster or does not fit."""
-        if any(stage.is_in(cut) for stage in self.infeasible):
+    @abstractmethod
+    def problems(self, search: SearchState) -> Sequence[ChainProblem]:
+        """Return chain problems that cover all partitions, each partition in one of them."""
+
+    @abstractmethod
+    def simulate(self, search: SearchState, cut: Cut) -> float:
+        """Return the step time of a partition's job table; 0 where only the estimate has it."""
+
+    @abstractmethod
+    def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
+        """Return a partition's plan; None if its stages cannot work with each other."""
+
+    @abstractmethod
+    def tables(self, cut: Cut) -> Sequence[StageTable]:
+        """Return the table of each stage of a partition."""
+
+    @property
+    def num_jobs(self) -> int:
+        """What an evaluation costs, in simulated jobs."""
+        return 2 * self.configuration.pp * self.configuration.num_microbatches
+
+    @property
+    def wave_of_others(self) -> Wave:
+        """When the partitions beside the best are listed."""
+        return PARTITIONS
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration."""
+        return 1
+
+    @property
+    def is_conservative(self) -> bool:
+        """Whether a partition must pass the conservative memory check."""
+        return self.num_attempts > _MOST_ATTEMPTS
+
+    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+        """Return stages of ranks that are too large by their job table, before any estimate."""
+        return ()
+
+    def remember(self, search: SearchState) -> None:
+        """Keep what later searches under less memory need not find again."""
+
+    def partitioned(self, cut: Cut, bound: float) -> PartitionedNode:
+        """Return the node with stage boundaries of this bound, the least of all."""
+        bound = max(self.bound, bound)
+        return PartitionedNode(bound=bound, wave=self.wave, of=replace(self, bound=bound), cut=cut)
+
+    def evaluate_faster(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
+        """Return a partition's plan; None if its simulation is no faster than the best."""
+        if self.simulate(search, cut) >= search.best_s * (1 - 1e-9):
             return None
-        search.extra_work += max(self.num_jobs, _LEAST_WORK)
-        search.num_other_partitions += 1
-        done = self.evaluate(cut)
-        if done is not None and done.estimate.peak_bytes > search.memory_limit_bytes:
-            self.infeasible.extend(self.infeasible_stages(cut, done))
-            return None
-        return done
+        return self.evaluate(search, cut)
+
+    def too_large_stages(
+        self, search: SearchState, cut: Cut, done: EvaluatedPlan
+    ) -> tuple[TooLarge, ...]:
+        """Return the stages of an evaluated partition that are too large."""
+        configuration = self.configuration
+        live = in_flight_of(configuration) if configuration.vpp == 1 else ()
+        limit = search.memory_limit_bytes
+        return tuple(too_large_stages(done, cut, live, limit, self.tables(cut)))
+
+    def again_without(self, search: SearchState, infeasible: Sequence[TooLarge]) -> Outcomes:
+        """Yield the node, to be partitioned without stages that are too large.
+
+        Its bound, the least of all partitions that were left, holds for those that still are.
+        """
+        if self.num_attempts == _MOST_ATTEMPTS:
+            # What the conservative check leaves out, and how fast that is, is unknown.
+            search.leave_open(self.bound)
+        if self.num_attempts == _MOST_ATTEMPTS + _MOST_CONSERVATIVE_ATTEMPTS:
+            search.prune(PLAN_TOO_LARGE)
+            return
+        node = replace(self, infeasible=(*self.infeasible, *infeasible))
+        node.remember(search)
+        yield replace(node, num_attempts=self.num_attempts + 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartitionedNode(Node[SearchState]):
+    """A configuration or mix (`of`) with the stage boundaries of the least bound."""
+
+    of: PartitionableNode
+    cut: Cut
+
+    @property
+    def num_configurations(self) -> int:
+        """A single configuration."""
+        return 1
+
+    @property
+    def label(self) -> str:
+        """What is estimated."""
+        return self.of.label
+
+    def refine(self, search: SearchState) -> Outcomes:
+        """Simulate; estimate in full, memory included, what may be the best or leaves a gap."""
+        of, cut = self.of, self.cut
+        if too_large := of.too_large_ranks(search, cut):
+            yield from of.again_without(search, too_large)
+            return
+        almost_best_s = search.best_s * (1 - 1e-9)
+        step_s, is_interleaved = of.simulate(search, cut), of.configuration.vpp > 1
+        # Interleaved stages have this partition only; otherwise others may be faster.
+        bound = step_s if is_interleaved else self.bound
+        if min(step_s, bound) >= almost_best_s:
+            search.num_evaluated += 1
+            search.lose(self, step_s)
+            return
+        done = of.evaluate(search, cut)
+        if done is None:
+            search.prune(APART)
+        elif done.estimate.peak_bytes > search.memory_limit_bytes:
+            yield from of.again_without(search, of.too_large_stages(search, cut, done))
+            return
+        else:
+            search.num_evaluated += 1
+        is_listed = of.configuration.pp > 1 and not is_interleaved and not of.is_conservative
+        if is_listed and search.request.solver == "dp":
+            yield PartitionsNode(bound=self.bound, wave=of.wave_of_others, of=of)
+        else:
+            # Where skips reach past a stage the estimate has more terms than the simulation.
+            search.leave_open(done.step_s if done is not None and is_interleaved else bound)
+        if step_s >= almost_best_s:
+            search.lose(self, step_s)
+        elif done is not None:
+            yield done
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartitionsNode(Node[SearchState]):
-    """All partitions of a configuration."""
+    """All partitions of an evaluated node; `infeasible` stages are found while they are tried."""
 
-    source: PartitionSource
+    of: PartitionableNode
+    infeasible: list[TooLarge] = field(default_factory=list)
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield, for each end of stage 0, the partitions with this end."""
-        for problem in self.source.problems():
+        for problem in self.of.problems(search):
             partitions = KBestPartitions(problem, search.best_s)
             search.extra_work += partitions.num_runs / _RUNS_PER_JOB
             for row, bound in partitions.ends_of_first_stage():
                 yield FirstStageNode(
                     bound=max(self.bound, bound),
                     wave=self.wave,
-                    source=self.source,
+                    all=self,
                     partitions=partitions,
                     row=row,
                 )
 
+    def evaluate(self, search: SearchState, cut: Cut) -> Outcomes:
+        """Yield the plan of a partition if it may be the best and fits."""
+        if any(stage.is_in(cut) for stage in self.infeasible):
+            return
+        search.extra_work += max(self.of.num_jobs, _LEAST_WORK)
+        search.num_other_partitions += 1
+        done = self.of.evaluate_faster(search, cut)
+        if done is not None and done.estimate.peak_bytes > search.memory_limit_bytes:
+            self.infeasible.extend(self.of.too_large_stages(search, cut, done))
+        elif done is not None:
+            yield done
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstStageNode(Node[SearchState]):
-    """The partitions whose stage 0 ends at a row of its lane."""
+    """The partitions (of `all`) whose stage 0 ends at a row of its lane."""
 
-    source: PartitionSource
+    all: PartitionsNode
     partitions: KBestPartitions
     row: int
 
@@ -93,9 +236,9 @@ class FirstStageNode(Node[SearchState]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FirstStagesNode(Node[SearchState]):
-    """The partitions with these first stages."""
+    """The partitions (of `all`) with these first stages."""
 
-    source: PartitionSource
+    all: PartitionsNode
     partitions: KBestPartitions
     some: FirstStages
 
@@ -108,11 +251,11 @@ class FirstStagesNode(Node[SearchState]):
         """Yield the sets in which one more stage is given, or the evaluated plan."""
         search.extra_work += 1
         cut = self.partitions.partition(self.some)
-        if cut is None:
-            for some in self.partitions.split(self.some):
-                yield _first_stages_node(self, some)
-        elif (done := self.source.evaluated(search, cut)) is not None:
-            yield done
+        if cut is not None:
+            yield from self.all.evaluate(search, cut)
+            return
+        for some in self.partitions.split(self.some):
+            yield _first_stages_node(self, some)
 
 
 def _first_stages_node(
@@ -121,7 +264,36 @@ def _first_stages_node(
     return FirstStagesNode(
         bound=max(parent.bound, some.bound),
         wave=parent.wave,
-        source=parent.source,
+        all=parent.all,
         partitions=parent.partitions,
         some=some,
     )
+
+
+def too_large_stages(
+    done: EvaluatedPlan,
+    cut: Cut,
+    live: Sequence[int],
+    limit_bytes: float,
+    tables: Sequence[StageTable],
+) -> Iterator[TooLarge]:
+    """Yield the stages of a plan whose ranks are over the memory limit.
+
+    A longer run of blocks holds all that a shorter one holds, except what its edges receive and
+    send, and second copies of weights that blocks outside use too. A stage that is over by more
+    than that excludes longer runs as well. `live` are the microbatches that each stage holds at
+    most, none where ranks have several stages; `tables` are the stages'.
+    """
+    for index, stage in enumerate(done.plan.stages):
+        over = int(done.estimate.memory[stage.pp_rank].total) - limit_bytes
+        if over <= 0:
+            continue
+        first, end = stage.first_block, stage.last_block + 1
+        yield TooLarge(
+            stage=index,
+            first=first,
+            end=end,
+            choice=cut.choices[index],
+            and_longer=bool(live)
+            and over > tables[index].most_edge_bytes(first, end, in_flight=live[index]),
+        )

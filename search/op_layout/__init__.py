@@ -1,6 +1,12 @@
 """Placements of ops inside one block class on one mesh axis.
 
-In: a bound program of a block class and prices (`block_build`, `block_prices`). Out: layouts that
-are fastest, or leanest, with a bound (`layouts`, by `eliminate`, or `decompose` where a block is
-too wide). The problem itself is `block_problem`.
+Comes in: a bound program of a block class and prices of its ops and redistributions. Goes out:
+layouts that are fastest, or leanest, with what is proved of them. Read in this order:
+
+- `block_problem`: the choice as numbers (variables, reshard edges);
+- `op_signatures`, `reshard_edges`, `segments`, `block_prices`, `block_build`: how a program becomes
+  one; equal ops, and equal meetings of placements, are worked out once;
+- `eliminate` solves it exactly; `search.ilp` by integer and linear programs; `decompose` bounds a
+  block that is too wide for both;
+- `front` finds the corners between fast and lean, `layouts` does all of it for a model.
 """

@@ -1,4 +1,4 @@
-"""Block problems from bound programs: variables of ops and parameters, links of tensors."""
+"""Block problems from bound programs: variables of ops and parameters, edges of tensors."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import numpy as np
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from search.op_layout.alike import Alike, BoundClass
 from search.op_layout.block_prices import STATE_FACTOR, Floats, Prices
-from search.op_layout.block_problem import BlockProblem, Boundary, Link, SharedTables, Variable
-from search.op_layout.link_patterns import (
-    Asks,
-    Offer,
-    Yields,
-    asks,
-    link_pattern,
+from search.op_layout.block_problem import (
+    BlockProblem,
+    Boundary,
+    ReshardEdge,
+    SharedTables,
+    Variable,
+)
+from search.op_layout.op_signatures import BoundClass, OpSignature
+from search.op_layout.reshard_edges import (
+    Produced,
+    Requirements,
+    Strategies,
+    edge_pattern,
     moves_from_rest,
-    offer,
-    yields,
+    produced,
+    requirements,
+    shared_strategies,
 )
 from search.op_layout.segments import kept_segments, without
 
@@ -38,24 +44,24 @@ def build_block_problems(
 ) -> tuple[BlockProblem, ...]:
     """Return the choice problem of bound classes.
 
-    There is one for each of `boundaries`; they differ in the links at the blocks' ends alone.
-    `segments` are the counts of segments to offer beside plain shards. `pins` fixes tensors
+    There is one for each of `boundaries`; they differ in the edges at the blocks' ends alone.
+    `segments` are the counts of segments to try beside plain shards. `pins` fixes tensors
     inside; `shared` lists groups of (class, param) that are one tied parameter. Raises
     LayoutError when a pin leaves an op no strategy.
     """
     builder = _Builder(prices=prices, segments=segments, pins=dict(pins or {}))
     group_of = {member: tuple(group) for group in shared for member in group}
     builder.add_ops(classes, {member: group[0] for member, group in group_of.items()})
-    for one in classes:
-        builder.add_links(one, group_of)
-    programs = tuple((one.class_index, one.program) for one in classes)
+    for bound_class in classes:
+        builder.add_edges(bound_class, group_of)
+    programs = tuple((bound_class.class_index, bound_class.program) for bound_class in classes)
     builder.add_shared_params([tuple(group) for group in shared], dict(programs))
     tables = SharedTables()
     return tuple(
         BlockProblem(
             axis_size=prices.axis_size,
             variables=tuple(builder.variables),
-            links=(*builder.links, *builder.links_at_ends(boundary)),
+            edges=(*builder.edges, *builder.links_at_ends(boundary)),
             programs=programs,
             shared=tuple(builder.shared_variables),
             boundary=boundary,
@@ -68,30 +74,30 @@ def build_block_problems(
 Member = tuple[int, str]
 """A tensor of a class: the class's index and the tensor's name."""
 
-Use = tuple[int | None, Asks]
-"""A variable (None: another block), and what each of its values asks."""
+Use = tuple[int | None, Requirements]
+"""A variable (None: another block), and what each of its values requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """A tensor that a block takes or hands on: its maker (None: another block) and uses."""
+    """A tensor that a block takes or hands on: its producer (None: another block) and uses."""
 
     class_index: int
     meta: TensorMeta
-    made: tuple[int, Yields] | None
+    made: tuple[int, Produced] | None
     uses: tuple[Use, ...]
     is_output: bool
 
-    def link_ends(self, boundary: Boundary) -> tuple[int | None, Yields, tuple[Use, ...]]:
-        """Return its maker, the placements that yields, and all its uses."""
+    def link_ends(self, boundary: Boundary) -> tuple[int | None, Produced, tuple[Use, ...]]:
+        """Return its producer, the placements that it makes, and all its uses."""
         place = boundary.get((self.class_index, self.meta.name), Replicate())
-        outside: tuple[Use, ...] = ((None, asks((place, False))),)
-        producer, source = self.made or (None, yields(place))
+        outside: tuple[Use, ...] = ((None, requirements((place, False))),)
+        producer, source = self.made or (None, produced(place))
         return producer, source, (*self.uses, *(outside if self.is_output else ()))
 
 
 class _Builder:
-    """Collects variables and links; a builder because ops and links refer to each other."""
+    """Collects variables and edges; a builder because ops and edges refer to each other."""
 
     def __init__(
         self,
@@ -104,9 +110,9 @@ class _Builder:
         self.segments = segments
         self.pins = pins
         self.variables: list[Variable] = []
-        self.links: list[Link] = []
+        self.edges: list[ReshardEdge] = []
         self.op_variable: dict[tuple[int, str], int] = {}
-        self.offers: dict[int, Offer] = {}
+        self.strategies: dict[int, Strategies] = {}
         self.shared_variables: list[tuple[tuple[tuple[int, str], ...], int]] = []
         self.ends: list[_End] = []
 
@@ -116,76 +122,82 @@ class _Builder:
         `tensor_of` says which parameter tied ones are.
         """
         priced = [
-            (one, op, self._offered(one, op, alike))
-            for one in classes
-            for op, alike in zip(one.program.ops, one.alike, strict=True)
+            (bound_class, op, self._strategies_of(bound_class, op, signature))
+            for bound_class in classes
+            for op, signature in zip(bound_class.program.ops, bound_class.signatures, strict=True)
         ]
         tensors = [
             [tensor_of.get((i, name), (i, name)) for name in (*op.inputs, *op.outputs)]
-            for i, op in ((one.class_index, op) for one, op, _ in priced)
+            for i, op in ((bound_class.class_index, op) for bound_class, op, _ in priced)
         ]
         kept = kept_segments(
-            [(mine, offered) for mine, (_, _, (offered, _, _)) in zip(tensors, priced, strict=True)]
+            [
+                (mine, strategies)
+                for mine, (_, _, (strategies, _, _)) in zip(tensors, priced, strict=True)
+            ]
         )
-        for (one, op, (every, seconds, num_bytes)), mine in zip(priced, kept, strict=True):
-            offered, left = without(every, mine)
-            self.op_variable[one.class_index, op.name] = len(self.variables)
-            self.offers[len(self.variables)] = offered
+        for (bound_class, op, (every, seconds, num_bytes)), mine in zip(priced, kept, strict=True):
+            strategies, left = without(every, mine)
+            self.op_variable[bound_class.class_index, op.name] = len(self.variables)
+            self.strategies[len(self.variables)] = strategies
             self.variables.append(
                 Variable(
-                    name=f"{one.class_index}:{op.name}",
-                    values=offered.values,
+                    name=f"{bound_class.class_index}:{op.name}",
+                    values=strategies.values,
                     seconds=seconds[left],
                     num_bytes=num_bytes[left],
                 )
             )
 
-    def _offered(self, one: BoundClass, op: Op, alike: Alike) -> tuple[Offer, Floats, Floats]:
+    def _strategies_of(
+        self, bound_class: BoundClass, op: Op, signature: OpSignature
+    ) -> tuple[Strategies, Floats, Floats]:
         """Return what an op may take under the pins, with seconds and bytes."""
-        offered, seconds, num_bytes = self.prices.of_op(alike, self.segments)
+        strategies, seconds, num_bytes = self.prices.of_op(signature, self.segments)
         if not self.pins:
-            return offered, seconds, num_bytes
+            return strategies, seconds, num_bytes
         keep = [
             index
-            for index, sharding in enumerate(offered.values)
-            if self._respects_pins(one.class_index, op, sharding)
+            for index, sharding in enumerate(strategies.values)
+            if self._respects_pins(bound_class.class_index, op, sharding)
         ]
         if not keep:
-            wanted = ", ".join(
-                f"{one.program.tensor[name].fqn or name}={self.pins[one.class_index, name]}"
+            index, program = bound_class.class_index, bound_class.program
+            pinned = ", ".join(
+                f"{program.tensor[name].fqn or name}={self.pins[index, name]}"
                 for name in (*op.inputs, *op.outputs)
-                if (one.class_index, name) in self.pins
+                if (index, name) in self.pins
             )
             raise LayoutError(
                 f"no sharding rule of op {op.name} ({op.target}) in block class "
-                f"{one.program.name!r} fits the pinned {wanted} on tp={self.prices.axis_size}; "
+                f"{program.name!r} fits the pinned {pinned} on tp={self.prices.axis_size}; "
                 "drop a pin or choose another placement"
             )
-        values = tuple(offered.values[index] for index in keep)
-        return offer(values), seconds[keep], num_bytes[keep]
+        values = tuple(strategies.values[index] for index in keep)
+        return shared_strategies(values), seconds[keep], num_bytes[keep]
 
     def _respects_pins(self, class_index: int, op: Op, sharding: OpSharding) -> bool:
         pairs = (*zip(op.inputs, sharding.inputs, strict=True),
                  *zip(op.outputs, sharding.outputs, strict=True))  # fmt: skip
         return all(self.pins.get((class_index, name), place) == place for name, place in pairs)
 
-    def add_links(
+    def add_edges(
         self,
-        one: BoundClass,
+        bound_class: BoundClass,
         group_of: Mapping[tuple[int, str], tuple[tuple[int, str], ...]],
     ) -> None:
-        class_index, program = one.class_index, one.program
+        class_index, program = bound_class.class_index, bound_class.program
         uses = self._uses(class_index, program)
         at_end = {*program.inputs, *program.outputs}
-        made: dict[str, tuple[int, Yields]] = {}
+        made: dict[str, tuple[int, Produced]] = {}
         for op in program.ops:
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.outputs):
-                source = self.offers[variable].yields(position)
+                source = self.strategies[variable].produced(position)
                 if name in at_end:
                     made[name] = variable, source
                 else:
-                    self._add_link(program.tensor[name], variable, source, uses[name])
+                    self._add_edge(program.tensor[name], variable, source, uses[name])
         for name in dict.fromkeys((*program.inputs, *program.outputs)):
             self.ends.append(
                 _End(
@@ -201,8 +213,8 @@ class _Builder:
                 continue
             meta = program.tensor[name]
             if meta.kind != "param":
-                self._add_link(meta, None, yields(Replicate()), uses[name])
-            elif name in one.owned:
+                self._add_edge(meta, None, produced(Replicate()), uses[name])
+            elif name in bound_class.owned:
                 self._add_owned_param(meta, uses[name])
             else:
                 self._add_param([(class_index, name)], meta, [uses[name]])
@@ -213,16 +225,16 @@ class _Builder:
         for op in program.ops:
             variable = self.op_variable[class_index, op.name]
             for position, name in enumerate(op.inputs):
-                uses[name].append((variable, self.offers[variable].asks(position)))
+                uses[name].append((variable, self.strategies[variable].requirements(position)))
         return uses
 
-    def links_at_ends(self, boundary: Boundary) -> list[Link]:
-        """Return the links of what blocks hand to each other, placed so."""
-        before = len(self.links)
+    def links_at_ends(self, boundary: Boundary) -> list[ReshardEdge]:
+        """Return the edges of what blocks hand to each other, placed so."""
+        before = len(self.edges)
         for end in self.ends:
-            self._add_link(end.meta, *end.link_ends(boundary))
-        made = self.links[before:]
-        del self.links[before:]
+            self._add_edge(end.meta, *end.link_ends(boundary))
+        made = self.edges[before:]
+        del self.edges[before:]
         return made
 
     def add_shared_params(
@@ -245,8 +257,8 @@ class _Builder:
         """A parameter with several uses, given by member, chooses its placement by a variable of
         its own; each member's block redistributes it for itself.
         """
-        asked = [place for uses in used for _, use in uses for place, _ in use.asked]
-        places = tuple(dict.fromkeys(p for p in (Replicate(), *asked) if p != Partial()))
+        required = [place for uses in used for _, use in uses for place, _ in use.required]
+        places = tuple(dict.fromkeys(p for p in (Replicate(), *required) if p != Partial()))
         pinned = [self.pins[m] for m in members if m in self.pins]
         places = tuple(p for p in places if all(p == pin for pin in pinned))
         if not places:
@@ -267,10 +279,10 @@ class _Builder:
         )
         self.shared_variables.append((tuple(members), variable))
         for uses in used:
-            self._add_link(meta, variable, yields(*places), uses)
+            self._add_edge(meta, variable, produced(*places), uses)
 
     def _add_owned_param(self, meta: TensorMeta, uses: Sequence[Use]) -> None:
-        """A parameter with one use lies as that use asks; only its gradient may need repair."""
+        """A parameter with one use lies as that use requires; only its gradient may need repair."""
         ((variable, use),) = uses
         if variable is None:
             return
@@ -279,21 +291,21 @@ class _Builder:
             old = self.variables[variable]
             self.variables[variable] = replace(old, seconds=old.seconds + extra)
 
-    def _add_link(
+    def _add_edge(
         self,
         meta: TensorMeta,
         producer: int | None,
-        source: Yields,
+        source: Produced,
         uses: Sequence[Use],
     ) -> None:
         if not uses:
             return
-        pattern = link_pattern(source, tuple(use for _, use in uses))
-        seconds = self.prices.of_link(pattern, meta.bytes_at(1), meta.requires_grad)
+        pattern = edge_pattern(source, tuple(use for _, use in uses))
+        seconds = self.prices.of_edge(pattern, meta.bytes_at(1), meta.requires_grad)
         if not seconds.any():
             return
-        self.links.append(
-            Link(
+        self.edges.append(
+            ReshardEdge(
                 tensor=meta.name,
                 producer=producer,
                 source=pattern.source,
@@ -303,6 +315,6 @@ class _Builder:
                 ),
                 seconds=seconds,
                 sources=pattern.sources,
-                asks=pattern.asks,
+                requirements=pattern.requirements,
             )
         )

@@ -1,4 +1,4 @@
-"""What ops and redistributions cost on one mesh axis of one machine, each asked once.
+"""What ops and redistributions cost on one mesh axis of one machine, each looked up once.
 
 Equal ops are priced once, whatever their tensors are called, and strategies that leave a rank
 the same shapes together. A redistribution costs what its collectives cost, of which there are
@@ -18,8 +18,8 @@ from planner.graph import TensorMeta
 from planner.layout.placement import Placement, Shard
 from planner.ops.registry import strategies_of
 from profiles import Group
-from search.op_layout.alike import Alike, OpSeconds
-from search.op_layout.link_patterns import MOVES, LinkPattern, Offer, offer
+from search.op_layout.op_signatures import OpSeconds, OpSignature
+from search.op_layout.reshard_edges import MOVES, EdgePattern, Strategies, shared_strategies
 
 Floats = NDArray[np.float64]
 Dims = tuple[int | None, ...]
@@ -36,29 +36,31 @@ class Prices:
     ops: OpSeconds
     group: Group
     axis_size: int
-    _ops: dict[tuple, tuple[Offer, Floats, Floats]] = field(default_factory=dict)
+    _ops: dict[tuple, tuple[Strategies, Floats, Floats]] = field(default_factory=dict)
     _moves: dict[tuple[int, bool], Floats] = field(default_factory=dict)
     _collectives: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def of_op(self, alike: Alike, segments: tuple[int, ...]) -> tuple[Offer, Floats, Floats]:
+    def of_op(
+        self, signature: OpSignature, segments: tuple[int, ...]
+    ) -> tuple[Strategies, Floats, Floats]:
         """Return an op's shardings, with the seconds and bytes of each.
 
         Parameters that no other op uses count with its bytes, their gradients with its seconds.
         """
-        key = alike, segments
+        key = signature, segments
         if key not in self._ops:
-            offered = strategies_of(alike.op, alike.metas, self.axis_size, segments)
+            strategies = strategies_of(signature.op, signature.metas, self.axis_size, segments)
             dims = [
                 tuple(place.dim if isinstance(place, Shard) else None for place in places)
-                for places in ((*one.inputs, *one.outputs) for one in offered)
+                for places in ((*strategy.inputs, *strategy.outputs) for strategy in strategies)
             ]
-            seconds = self._seconds_of(alike, dims) + self._adding_s(alike, dims)
-            self._ops[key] = offer(offered), seconds, self._bytes_of(alike, dims)
+            seconds = self._seconds_of(signature, dims) + self._adding_s(signature, dims)
+            self._ops[key] = shared_strategies(strategies), seconds, self._bytes_of(signature, dims)
         return self._ops[key]
 
-    def _seconds_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+    def _seconds_of(self, signature: OpSignature, dims: Sequence[Dims]) -> Floats:
         """Return an op's seconds with each of its tensors cut along these dims, or whole."""
-        seconds_on, whole = self.ops.of(alike), alike.shapes
+        seconds_on, whole = self.ops.of(signature), signature.shapes
         if not seconds_on(whole):
             return np.zeros(len(dims))  # a view, on whole tensors as on shards
         known: dict[Dims, float] = {}
@@ -72,20 +74,20 @@ class Prices:
             return shape
         return (*shape[:dim], shape[dim] // self.axis_size, *shape[dim + 1 :])
 
-    def _bytes_of(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
-        sizes = [alike.tensor[name].bytes_at(1) for name in alike.names]
+    def _bytes_of(self, signature: OpSignature, dims: Sequence[Dims]) -> Floats:
+        sizes = [signature.tensor[name].bytes_at(1) for name in signature.names]
         factors = (
-            *(STATE_FACTOR * own for own in alike.is_owned),
-            *(1.0 for _ in alike.op.outputs),
+            *(STATE_FACTOR * own for own in signature.is_owned),
+            *(1.0 for _ in signature.op.outputs),
         )
         return self._sum_of_local(sizes, dims, factors)
 
-    def _adding_s(self, alike: Alike, dims: Sequence[Dims]) -> Floats:
+    def _adding_s(self, signature: OpSignature, dims: Sequence[Dims]) -> Floats:
         """Return what adding its parameters' gradients to their sums takes."""
-        if not any(alike.is_owned):
+        if not any(signature.is_owned):
             return np.zeros(len(dims))
-        metas = [alike.tensor[name] for name in alike.names]
-        owned = (*alike.is_owned, *(False for _ in alike.op.outputs))
+        metas = [signature.tensor[name] for name in signature.names]
+        owned = (*signature.is_owned, *(False for _ in signature.op.outputs))
         factors = [
             self._adding_s_per_element * (own and meta.requires_grad)
             for own, meta in zip(owned, metas, strict=True)
@@ -119,8 +121,8 @@ class Prices:
         """Return the bytes that one rank of the axis holds of a bound tensor."""
         return meta.bytes_at(1) // (self.axis_size if isinstance(place, Shard) else 1)
 
-    def of_link(self, pattern: LinkPattern, num_bytes: int, has_gradient: bool) -> Floats:
-        """Return the seconds from each source to each ask, for a tensor of so many bytes."""
+    def of_edge(self, pattern: EdgePattern, num_bytes: int, has_gradient: bool) -> Floats:
+        """Return the seconds from each source to each requirement, for a tensor's bytes."""
         return self.of_moves(num_bytes, has_gradient)[pattern.moves]
 
     def of_moves(self, num_bytes: int, has_gradient: bool) -> Floats:

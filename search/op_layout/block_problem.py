@@ -3,9 +3,9 @@
 A *variable* is an op (its values: the sharding rules' strategies) or a parameter used in
 several places (its values: placements). A variable's value costs seconds (the op's local
 forward and backward, and adding its parameters' gradients to their sums) and bytes (local
-parameters with their gradient and optimizer state, and local outputs). A *link* is one tensor
-with all its uses in a block: when the producer yields placement p and uses ask for the set Q of
-(placement, gradient partial?), it costs sum over q in Q of redistribute(p -> q). Uses that ask
+parameters with their gradient and optimizer state, and local outputs). An *edge* is one tensor
+with all its uses in a block: when it is produced as placement p and uses require the set Q of
+(placement, gradient partial?), it costs sum over q in Q of redistribute(p -> q). Uses that require
 the same share one redistribution, as in the lowered program. Minimise the sum of all of it.
 
 That is what the cost model says of a microbatch's forward and backward, but for collectives
@@ -30,8 +30,8 @@ from planner.graph import Program
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
 from planner.plan import ClassLayout
 
-Ask = tuple[Placement, bool]
-"""What a use asks of a tensor: a placement, and whether it returns a partial gradient."""
+Requirement = tuple[Placement, bool]
+"""What a use requires of a tensor: a placement, and whether it returns a partial gradient."""
 
 Boundary = Mapping[tuple[int, str], Placement]
 """Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""
@@ -48,21 +48,23 @@ class Variable:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Link:
-    """One tensor between its maker and its uses.
-
-    producer: variable index, or None when the placement is given. source[value] indexes the
-    rows of `seconds`; for each use (variable index or None, asks[value]) the asks index its
-    columns. `seconds[p, q]` is the redistribution's time, inf where there is none.
-    """
+class ReshardEdge:
+    """One tensor between its producer and its uses."""
 
     tensor: str
+    """Its name."""
     producer: int | None
+    """The variable that makes it; None where its placement is given."""
     source: tuple[int, ...]
+    """The row of `seconds` for each value of the producer."""
     uses: tuple[tuple[int | None, tuple[int, ...]], ...]
+    """For each use its variable (None: given) and the column of `seconds` for each value of it."""
     seconds: NDArray[np.float64]
+    """Of the redistribution from each source to each requirement; inf where there is none."""
     sources: tuple[Placement, ...]
-    asks: tuple[Ask, ...]
+    """The placement of each row."""
+    requirements: tuple[Requirement, ...]
+    """The requirement of each column."""
 
 
 Table = tuple[tuple[int, ...], NDArray[np.float64]]
@@ -71,15 +73,15 @@ Table = tuple[tuple[int, ...], NDArray[np.float64]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedTables:
-    """What `eliminate` makes of variables and links, kept for problems that have them in common.
+    """What `eliminate` makes of variables and edges, kept for problems that have them in common.
 
-    `costs` are by variable and price of a byte, `links` by link and the most cells of one table;
+    `costs` are by variable and price of a byte, `edges` by edge and the most cells of one table;
     `sums` are what steps made of tables of these, by the tables' identities, with the tables, so
     that those stay as they are.
     """
 
     costs: dict[tuple[Variable, float], NDArray[np.float64]] = field(default_factory=dict)
-    links: dict[tuple[Link, int], tuple[Table, ...]] = field(default_factory=dict)
+    edges: dict[tuple[ReshardEdge, int], tuple[Table, ...]] = field(default_factory=dict)
     sums: dict[tuple, tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]] = field(
         default_factory=dict
     )
@@ -87,18 +89,25 @@ class SharedTables:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockProblem:
-    """Variables and links of one block class, or of several that share a parameter.
+    """Variables and edges of one block class, or of several that share a parameter.
 
     Problems of other boundaries have most of them in common, and `tables`.
     """
 
     axis_size: int
+    """Ranks of the mesh axis."""
     variables: tuple[Variable, ...]
-    links: tuple[Link, ...]
+    """Ops, and parameters used in several places."""
+    edges: tuple[ReshardEdge, ...]
+    """What redistributing each tensor costs."""
     programs: tuple[tuple[int, Program], ...]
+    """Class index and program of each block class."""
     shared: tuple[tuple[tuple[tuple[int, str], ...], int], ...] = ()
+    """Parameters that several uses share, as (class index, name), and the variable of each."""
     boundary: Boundary = field(default_factory=dict)
+    """Placements of what blocks hand to each other."""
     tables: SharedTables = field(default_factory=SharedTables)
+    """What elimination made of problems with other boundaries."""
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
         """Return the objective of one full choice: seconds + bytes_price * bytes."""
@@ -106,10 +115,12 @@ class BlockProblem:
             v.seconds[i] + bytes_price * v.num_bytes[i]
             for v, i in zip(self.variables, choice, strict=True)
         )
-        for link in self.links:
-            row = link.source[choice[link.producer] if link.producer is not None else 0]
-            columns = {asks[choice[u] if u is not None else 0] for u, asks in link.uses}
-            total += sum(link.seconds[row, column] for column in columns)
+        for edge in self.edges:
+            row = edge.source[choice[edge.producer] if edge.producer is not None else 0]
+            columns = {
+                requirements[choice[u] if u is not None else 0] for u, requirements in edge.uses
+            }
+            total += sum(edge.seconds[row, column] for column in columns)
         return float(total)
 
     def num_bytes(self, choice: Sequence[int]) -> float:
@@ -122,12 +133,12 @@ def is_sharded(sharding: OpSharding) -> bool:
     return any(not isinstance(p, Replicate) for p in (*sharding.inputs, *sharding.outputs))
 
 
-def at_rest(asked: Placement) -> Placement:
-    """Return how a parameter with one use lies: as asked, but whole where a term is asked.
+def at_rest(required: Placement) -> Placement:
+    """Return how a parameter with one use lies: as required, but whole where a term is required.
 
     A bias added to a partial sum is taken by one rank only; every rank holds it.
     """
-    return Replicate() if isinstance(asked, Partial) else asked
+    return Replicate() if isinstance(required, Partial) else required
 
 
 def read_layouts(problem: BlockProblem, choice: Sequence[int]) -> dict[int, ClassLayout]:

@@ -38,7 +38,7 @@ from search.op_layout.eliminate import Choice, Elimination, Ordering, follow_ord
 
 # 64 KiB of costs: steps of so many cells take hardly longer than what Python adds to each.
 _MOST_CELLS = 8_192
-_MOST_LINK_CELLS = 1_024
+_MOST_EDGE_CELLS = 1_024
 # Bounds and choices closer than this, as part of the cost, are taken for equal.
 _NEARLY = 1e-6
 # A search asks dozens of times: a gap of a part so small is left as it is, and only one that is
@@ -67,7 +67,7 @@ def solve_by_decomposition(
     are finite every choice is one.
     """
     began = time.perf_counter()
-    tables, sizes = problem_tables(problem, bytes_price, most_link_cells=_MOST_LINK_CELLS)
+    tables, sizes = problem_tables(problem, bytes_price, most_edge_cells=_MOST_EDGE_CELLS)
     scopes = tuple(scope for scope, _ in tables)
     num_own = len(problem.variables)
     split = _split(scopes, tuple(sizes))
@@ -174,7 +174,7 @@ def _split(scopes: Scopes, sizes: tuple[int, ...]) -> _Split:
     copies: dict[int, tuple[int, ...]] = {}
     ordering = Ordering(scopes, sizes, _most_cells(scopes, sizes))
     while not ordering.run():
-        variable = max(ordering.remaining, key=lambda v: (_links(ordering, v), -v))
+        variable = max(ordering.remaining, key=lambda v: (_edges(ordering, v), -v))
         groups = ordering.split(variable)
         for copy, members in groups.items():
             for index in members:
@@ -206,7 +206,7 @@ def _order_holding(
     ordering = Ordering(_without(scopes, all_held), sizes, _most_cells(scopes, sizes))
     while not ordering.run():
         luck = {v: 1.0 if seed is None else random.random() for v in ordering.remaining}
-        variable = max(luck, key=lambda v: (luck[v] * _links(ordering, v), -v))
+        variable = max(luck, key=lambda v: (luck[v] * _edges(ordering, v), -v))
         ordering.take_out(variable)
         all_held.add(variable)
     return _replayed(ordering, _without(scopes, all_held)), frozenset(all_held)
@@ -217,7 +217,7 @@ def _most_cells(scopes: Scopes, sizes: Sequence[int]) -> int:
     return max(_MOST_CELLS, *(prod(sizes[u] for u in scope) for scope in scopes))
 
 
-def _links(ordering: Ordering, variable: int) -> float:
+def _edges(ordering: Ordering, variable: int) -> float:
     """Return how much a variable links: the values of its neighbours, as a logarithm."""
     return sum(log2(ordering.sizes[u]) for u in ordering.neighbours[variable])
 

@@ -1,7 +1,7 @@
 """The block problem solved exactly by eliminating one variable after another.
 
 Write the objective as a sum of tables over few variables each: one per variable (its own
-cost) and one per link (redistribution, over the maker and the uses of a tensor). Eliminating
+cost) and one per edge (redistribution, over the producer and the uses of a tensor). Eliminating
 variable x replaces the tables that mention x, sum T_i(x, ...), by the one table
 min over x of sum T_i(x, ...) over the neighbours of x, remembering the best x; when no
 variable is left the number that remains is the optimum, and the choices are read back in
@@ -9,9 +9,9 @@ reverse. This is the contraction of nodes, edges and branches of a graph: a chai
 or two neighbours, a residual branch three, and each step is exact.
 
 A tensor of many uses would link them all in one table. It is written with variables of its own
-instead: for each placement q that uses ask, whether it is paid for. Each use then shares a table
-with these alone (asking q without paying for it costs infinity), and so does the maker (what q
-costs from what it made).
+instead: for each placement q that uses require, whether it is paid for. Each use then shares a
+table with these alone (requiring q without paying for it costs infinity), and so does the producer
+(what q costs from what it made).
 
 Order: the variable whose new table is smallest first; where that makes large tables, the one
 that joins the fewest others, if its tables are fewer cells in all (min-fill; Kjaerulff,
@@ -33,7 +33,7 @@ from math import inf, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from search.op_layout.block_problem import BlockProblem, Link, SharedTables, Table
+from search.op_layout.block_problem import BlockProblem, ReshardEdge, SharedTables, Table
 
 # 32 MiB of costs: about where a linear program is faster.
 _MOST_CELLS = 4_000_000
@@ -74,12 +74,12 @@ def solve_by_elimination(
 
 
 def problem_tables(
-    problem: BlockProblem, bytes_price: float, *, most_link_cells: int = _FEW_CELLS
+    problem: BlockProblem, bytes_price: float, *, most_edge_cells: int = _FEW_CELLS
 ) -> tuple[list[Table], list[int]]:
     """Return the objective as tables, and how many values each variable has.
 
-    The problem's variables come first, then those that say what is paid for, of links whose one
-    table would have more than `most_link_cells`.
+    The problem's variables come first, then those that say what is paid for, of edges whose one
+    table would have more than `most_edge_cells`.
     """
     sizes = [len(v.values) for v in problem.variables]
     shared = problem.tables
@@ -90,33 +90,33 @@ def problem_tables(
             shared.costs[key] = variable.seconds + bytes_price * variable.num_bytes
         tables.append(((index,), shared.costs[key]))
     num_own = len(sizes)
-    for link in problem.links:
-        kept = link, most_link_cells
-        if kept not in shared.links:
-            shared.links[kept] = link_tables(link, sizes[:num_own], most_link_cells)
-        added = len({v for scope, _ in shared.links[kept] for v in scope if v >= num_own})
+    for edge in problem.edges:
+        kept = edge, most_edge_cells
+        if kept not in shared.edges:
+            shared.edges[kept] = edge_tables(edge, sizes[:num_own], most_edge_cells)
+        added = len({v for scope, _ in shared.edges[kept] for v in scope if v >= num_own})
         shift = len(sizes) - num_own
         tables += [
             (tuple(v + shift * (v >= num_own) for v in scope), table)
-            for scope, table in shared.links[kept]
+            for scope, table in shared.edges[kept]
         ]
         sizes += [2] * added
     return tables, sizes
 
 
-def link_tables(link: Link, sizes: Sequence[int], most_cells: int) -> tuple[Table, ...]:
-    """Return a link's cost over its variables: each distinct ask paid once.
+def edge_tables(edge: ReshardEdge, sizes: Sequence[int], most_cells: int) -> tuple[Table, ...]:
+    """Return an edge's cost over its variables: each distinct requirement paid once.
 
     One table where that is small. Else variables, 0 or 1, are numbered on from the given ones,
-    one for each ask that may cost something: whether it is paid for.
+    one for each requirement that may cost something: whether it is paid for.
     """
-    members = {u for u, _ in link.uses if u is not None}
-    if link.producer is not None:
-        members.add(link.producer)
-    # What has one value only is given, as what other blocks ask is.
+    members = {u for u, _ in edge.uses if u is not None}
+    if edge.producer is not None:
+        members.add(edge.producer)
+    # What has one value only is given, as are the requirements of other blocks.
     variables = tuple(sorted(v for v in members if sizes[v] > 1))
     if len(variables) > _MOST_DIMS or prod(sizes[v] for v in variables) > most_cells:
-        return _paid_tables(link, sizes)
+        return _paid_tables(edge, sizes)
     shape = tuple(sizes[v] for v in variables)
 
     def spread(variable: int | None, values: NDArray) -> NDArray:
@@ -126,46 +126,52 @@ def link_tables(link: Link, sizes: Sequence[int], most_cells: int) -> tuple[Tabl
             dims[variables.index(variable)] = len(values)
         return values.reshape(dims)
 
-    source = np.array(link.source)
-    if len(link.uses) == 1 and len(variables) == 2:
-        user, asks = link.uses[0]
-        total = link.seconds[source[:, None], np.array(asks)]
-        return ((variables, total if variables == (link.producer, user) else total.T),)
+    source = np.array(edge.source)
+    if len(edge.uses) == 1 and len(variables) == 2:
+        user, requirements = edge.uses[0]
+        total = edge.seconds[source[:, None], np.array(requirements)]
+        return ((variables, total if variables == (edge.producer, user) else total.T),)
     total = np.zeros(shape)
-    asks_of = [spread(variable, np.array(asks)) for variable, asks in link.uses]
-    for column in sorted({ask for _, asks in link.uses for ask in asks}):
-        asked = asks_of[0] == column
-        for one in asks_of[1:]:
-            asked = asked | (one == column)
-        paid = spread(link.producer, link.seconds[source, column])
-        total = total + np.where(asked, paid, 0.0)
+    required_of = [spread(variable, np.array(requirements)) for variable, requirements in edge.uses]
+    for column in sorted(
+        {requirement for _, requirements in edge.uses for requirement in requirements}
+    ):
+        required = required_of[0] == column
+        for others in required_of[1:]:
+            required = required | (others == column)
+        paid = spread(edge.producer, edge.seconds[source, column])
+        total = total + np.where(required, paid, 0.0)
     return ((variables, total),)
 
 
-def _paid_tables(link: Link, sizes: Sequence[int]) -> tuple[Table, ...]:
-    """Return a link's tables with a variable for each ask: whether it is paid for."""
+def _paid_tables(edge: ReshardEdge, sizes: Sequence[int]) -> tuple[Table, ...]:
+    """Return an edge's tables with a variable for each requirement: whether it is paid for."""
     tables: list[Table] = []
-    source = np.array(link.source)
-    uses = [(user, np.array(asks)) for user, asks in dict.fromkeys(link.uses)]
+    source = np.array(edge.source)
+    uses = [(user, np.array(requirements)) for user, requirements in dict.fromkeys(edge.uses)]
     paid = len(sizes)
-    for column in sorted({ask for _, asks in link.uses for ask in asks}):
-        price = link.seconds[source, column]
+    for column in sorted(
+        {requirement for _, requirements in edge.uses for requirement in requirements}
+    ):
+        price = edge.seconds[source, column]
         if not price.any():
             continue
         free = np.zeros(len(price))
-        if link.producer is None or len(price) == 1:
+        if edge.producer is None or len(price) == 1:
             tables.append(((paid,), np.array([0.0, price[0]])))
         else:
-            tables.append(((link.producer, paid), np.stack([free, price], axis=1)))
-        for user, asks in uses:
-            asked = asks == column
-            if not asked.any():
+            tables.append(((edge.producer, paid), np.stack([free, price], axis=1)))
+        for user, requirements in uses:
+            required = requirements == column
+            if not required.any():
                 continue
-            unpaid = np.where(asked, inf, 0.0)
-            if user is None or len(asks) == 1:
+            unpaid = np.where(required, inf, 0.0)
+            if user is None or len(requirements) == 1:
                 tables.append(((paid,), np.array([unpaid[0], 0.0])))
             else:
-                tables.append(((user, paid), np.stack([unpaid, np.zeros(len(asks))], axis=1)))
+                tables.append(
+                    ((user, paid), np.stack([unpaid, np.zeros(len(requirements))], axis=1))
+                )
         paid += 1
     return tuple(tables)
 
@@ -237,19 +243,20 @@ def _costs_given(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elimination:
-    """One step: `variable` leaves, and a table over `scope` takes the place of `tables`.
-
-    `tables` are (index, shape that lines it up with the others), over `scopes`; `shape` is that
-    of their sum and `axis` the variable's place in it. New tables are numbered on from the
-    given ones.
-    """
+    """One step: a variable leaves, and one table takes the place of all that mention it."""
 
     variable: int
+    """The variable that leaves."""
     scope: tuple[int, ...]
+    """Variables of the new table, which is numbered on from those there are."""
     tables: tuple[tuple[int, tuple[int, ...]], ...]
+    """The tables summed: index, and the shape that lines it up with the others."""
     scopes: tuple[tuple[int, ...], ...]
+    """Variables of each of them."""
     shape: tuple[int, ...]
+    """Shape of their sum."""
     axis: int
+    """The variable's place in it."""
 
     @property
     def num_cells(self) -> int:
@@ -322,7 +329,7 @@ class Ordering:
         return prod(self.sizes[u] for u in self.neighbours[v]) * self.sizes[v]
 
     def _fill(self, v: int) -> float:
-        """The size of the links that eliminating v makes between its neighbours."""
+        """The size of the edges that eliminating v makes between its neighbours."""
         return sum(
             log2(self.sizes[a]) * log2(self.sizes[b])
             for a, b in combinations(sorted(self.neighbours[v]), 2)

@@ -60,7 +60,7 @@ def _between(fast: P, lean: P, solve: Callable[[float], P], least_saving: float)
         return []
     price = extra / saving
     found = solve(price)
-    costs = [one.seconds + price * one.num_bytes for one in (found, fast)]
+    costs = [choice.seconds + price * choice.num_bytes for choice in (found, fast)]
     if costs[0] >= (1 - _SAME) * costs[1]:
         return []
     return [

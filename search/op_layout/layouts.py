@@ -21,19 +21,20 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.topology import tp_group
+from costmodel.topology import group_along
 from planner.errors import ProfileError
 from planner.graph import ModelGraph, Program
+from planner.layout.axes import Degrees
 from planner.layout.placement import Placement, Shard, parse_placement
 from planner.ops.registry import segment_counts, strategies
 from planner.plan import ClassLayout
 from profiles import Profile
-from search.op_layout.alike import Alike, BoundClass, OpSeconds
 from search.op_layout.block_build import build_block_problems
 from search.op_layout.block_prices import Prices
 from search.op_layout.block_problem import BlockProblem, Boundary, read_layouts
 from search.op_layout.eliminate import Choice, TooWide, solve_by_elimination
 from search.op_layout.front import find_front
+from search.op_layout.op_signatures import BoundClass, OpSeconds, OpSignature
 from search.request import SearchRequest
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
@@ -74,7 +75,7 @@ class LayoutSolver:
     _solved: dict[tuple[int, int], tuple[_Point, ...]] = field(default_factory=dict)
     _prices: dict[int, Prices] = field(default_factory=dict)
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _counts: dict[int, Mapping[Alike, int]] = field(default_factory=dict)
+    _counts: dict[int, Mapping[OpSignature, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
     gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
@@ -118,20 +119,22 @@ class LayoutSolver:
         """Return what ops of all blocks take at least, wherever their tensors lie."""
         prices, segments = self._prices_on(tp), self._segments(microbatch_size)
         return sum(
-            count * float(prices.of_op(alike, segments)[1].min())
-            for alike, count in self._ops_that_take_time(microbatch_size).items()
+            count * float(prices.of_op(signature, segments)[1].min())
+            for signature, count in self._ops_that_take_time(microbatch_size).items()
         )
 
-    def _ops_that_take_time(self, microbatch_size: int) -> Mapping[Alike, int]:
+    def _ops_that_take_time(self, microbatch_size: int) -> Mapping[OpSignature, int]:
         """Return how often the model has each op, but for those that only make views."""
         if microbatch_size not in self._counts:
-            counts: Counter[Alike] = Counter()
+            counts: Counter[OpSignature] = Counter()
             for index, count in self._uses.items():
-                for alike in self._class(index, microbatch_size).alike:
-                    counts[alike] += count
+                for signature in self._class(index, microbatch_size).signatures:
+                    counts[signature] += count
             seconds = self._op_seconds
             self._counts[microbatch_size] = {
-                alike: count for alike, count in counts.items() if seconds.of(alike)(alike.shapes)
+                signature: count
+                for signature, count in counts.items()
+                if seconds.of(signature)(signature.shapes)
             }
         return self._counts[microbatch_size]
 
@@ -210,7 +213,7 @@ class LayoutSolver:
 
     def _prices_on(self, tp: int) -> Prices:
         if tp not in self._prices:
-            group = tp_group(self.profile.cluster, tp=tp)
+            group = group_along(self.profile.cluster, Degrees(tp=tp), "tp")
             self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
         return self._prices[tp]
 

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.layout.placement import Placement, Shard
-from search.op_layout.link_patterns import Offer, offer
+from search.op_layout.reshard_edges import Strategies, shared_strategies
 
 Kept = frozenset[tuple[int, Placement]]
 """Positions among an op's inputs and outputs, with a placement there whose segments are kept."""
 
 
-def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Offer]]) -> tuple[Kept, ...]:
-    """Return what each op keeps in segments; ops are given by their tensors and what they offer.
+def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Strategies]]) -> tuple[Kept, ...]:
+    """Return what each op keeps in segments; ops are given by their tensors and their strategies.
 
     Tensors are those of inputs and outputs in order; equal ones lie alike.
     """
@@ -49,8 +49,8 @@ def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Offer]]) -> tuple[Kept
     while waiting:
         number = next(iter(waiting))
         del waiting[number]
-        tensors, offered = ops[number]
-        for position, place in _lacking(offered, kept_by(tensors)):
+        tensors, strategies = ops[number]
+        for position, place in _lacking(strategies, kept_by(tensors)):
             mine = kept.setdefault(tensors[position], set())
             if place not in mine:
                 mine.add(place)
@@ -59,9 +59,9 @@ def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Offer]]) -> tuple[Kept
 
 
 @lru_cache(maxsize=16384)
-def _lacking(offered: Offer, kept: Kept) -> Kept:
+def _lacking(strategies: Strategies, kept: Kept) -> Kept:
     """Return the segments of strategies that an op lacks without the segments not kept."""
-    every = {(*one.inputs, *one.outputs) for one in offered.values}
+    every = {(*strategy.inputs, *strategy.outputs) for strategy in strategies.values}
     lacking: set[tuple[int, Placement]] = set()
     for places in every:
         cut = [(at, p) for at, p in enumerate(places) if isinstance(p, Shard) and p.segments > 1]
@@ -77,14 +77,16 @@ def _lacking(offered: Offer, kept: Kept) -> Kept:
 
 
 @lru_cache(maxsize=16384)
-def without(offered: Offer, kept: Kept) -> tuple[Offer, NDArray[np.intp]]:
+def without(strategies: Strategies, kept: Kept) -> tuple[Strategies, NDArray[np.intp]]:
     """Return the strategies without segments, but for those kept, and which of all these are."""
     left = [
         index
-        for index, one in enumerate(offered.values)
+        for index, strategy in enumerate(strategies.values)
         if all(
             not isinstance(p, Shard) or p.segments == 1 or (at, p) in kept
-            for at, p in enumerate((*one.inputs, *one.outputs))
+            for at, p in enumerate((*strategy.inputs, *strategy.outputs))
         )
     ]
-    return offer(tuple(offered.values[index] for index in left)), np.array(left, dtype=np.intp)
+    return shared_strategies(tuple(strategies.values[index] for index in left)), np.array(
+        left, dtype=np.intp
+    )

@@ -1,5 +1,11 @@
 """Stage boundaries: a chain of blocks cut into stages under a memory limit.
 
-In: a `ChainProblem`. Out: the cut of least bound (`chain_dp`; `bisect` is fast and not exact), the
-k best partitions (`k_best`), and the even cut of interleaved stages (`balance`, `interleaved`).
+Comes in: a `ChainProblem` (least seconds and bytes of blocks, what the schedule states of its order
+of jobs). Goes out: the cut of least bound. Read in this order:
+
+- `chain_problem`: the problem and its answer; `chain_windows`: which runs a stage may hold;
+- `chain_paths`: the path, a chain of jobs that no run of the schedule is shorter than;
+- `chain_dp` minimises the longest path exactly; `chain_reach` narrows where stages may start;
+- `bisect` is fast and not exact, `k_best` lists the next best cuts, `balance` and `interleaved`
+  cut interleaved stages evenly.
 """

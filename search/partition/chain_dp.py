@@ -106,9 +106,9 @@ def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] |
     return stage_windows(reach, stages)
 
 
-def _better(one: Solved, other: Solved) -> Solved:
-    cut = min((s.cut for s in (one, other) if s.cut), key=lambda cut: cut.value, default=None)
-    return Solved(cut=cut, fits=one.fits or other.fits)
+def _better(first: Solved, second: Solved) -> Solved:
+    cut = min((s.cut for s in (first, second) if s.cut), key=lambda cut: cut.value, default=None)
+    return Solved(cut=cut, fits=first.fits or second.fits)
 
 
 def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:

@@ -56,21 +56,26 @@ from search.partition.chain_windows import Part, Window
 class Lane:
     """What one stage may hold: `path` without its end, and what the end is made of.
 
-    Arrays are (choice, row, start); `start` (starts,) and `end` (rows, starts) say which run
-    an entry is. `until` are the seconds until the stage's last job ends, inf where the run is
-    none or does not fit; `back` from then until the last gradient is at stage 0 and that makes
-    its own, less all weight gradients up to the run's end, of which stage 0's are in its tail.
-    With `fitting` (choice, row, start) there is one entry for all choices, that of the quickest
-    which fits: the first.
+    Arrays are (choice, row, start): an entry is the run from block `first_start + start` to
+    `end[row, start]`.
     """
 
     first_start: int
+    """Block at which the runs of column 0 start."""
     last_start: int
+    """Block at which the runs of the last column start."""
     end: NDArray[np.intp]
+    """(row, start) The block after each run."""
     until: Floats
+    """Seconds until the stage's last job ends; inf where there is no run or it does not fit."""
     back: Floats
+    """Seconds from then until the last gradient is at stage 0 and that makes its own, less all
+    weight gradients up to the run's end, of which stage 0's are in its tail."""
     tail: Floats
+    """Seconds after the stage's last job: gradient sync and optimizer."""
     fitting: Flags | None = None
+    """Whether each choice fits, where arrays have one entry for all choices: that of the quickest
+    which fits, the first."""
 
     def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
         """Return the choices of the least of some costs (choice, row, start) at these runs."""
@@ -87,7 +92,9 @@ class Lane:
     def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
         """Return `own` (choice, row) of the runs of these rows from one block on."""
         column = start - self.first_start
-        back, tail = (np.broadcast_to(one, self.until.shape) for one in (self.back, self.tail))
+        back, tail = (
+            np.broadcast_to(values, self.until.shape) for values in (self.back, self.tail)
+        )
         ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
         return self.until[:, rows, column] + ends
 
@@ -140,14 +147,19 @@ class Paths:
         hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
         hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
         before_f, before_b = problem.before_f[start], problem.before_b[start]
+        # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
         until = m * seconds + (problem.start_s + before_f + hops_in)
         filling: Floats | float = 0.0
         draining: Floats | float = 0.0
         if problem.copied:
+            # A job beside a copy to or from the host ends when the slower of the two does.
             longer, filling, draining = self._copies_s(stage, part)
             until = until + longer
+        # The last gradient leaves each stage before the weight gradients deferred there are made,
+        # so only input gradients lie on its way.
         back = before_b + hops_back - problem.before_w[end]
         if problem.splits_backward:
+            # W jobs of earlier microbatches may be run after the last gradient has left, too.
             weight = problem.before_w[end] - problem.before_w[start]
             back = back - problem.late_weights(stage) * weight
         trips = problem.order.round_trips
@@ -155,6 +167,8 @@ class Paths:
             hops_out = problem.hop_s + farther * problem.least_hop
             hops_out += problem.back_hop_s + farther * problem.least_back_hop
             after = (problem.after + hops_out * (depth > 0))[end]
+            # What later stages may defer until gradients have left shortens the way back through
+            # them: in their last backward all weight gradients, in others those of one block.
             last_ahead = (problem.before_w[-1] - problem.before_w)[end]
             ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
             if m == 1 or problem.splits_backward:
@@ -162,14 +176,17 @@ class Paths:
             if trips is RoundTrips.AFTER_LAST_FORWARD:
                 until = until + after - ahead
             elif trips is RoundTrips.EVERY:
+                # Between two of its microbatches a rank waits for both ends of the pipeline.
                 most = (problem.num_stages - 1) * problem.most_sent_ahead
                 again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
                 until = until + (m - 1) * again + m * after - last_ahead
             else:
                 warmup = problem.order.warmup[stage]
                 between = min(warmup, m) - 1
+                # Its own warmup forwards fill the first wait, its cooldown backwards the last one.
                 first = np.maximum(0.0, after - ahead - between * f - filling)
                 last = np.maximum(0.0, after - last_ahead - between * b - draining)
+                # With no more microbatches than warmup forwards the two waits are one.
                 until = until + (first + last if m > warmup else np.maximum(first, last))
         return Lane(
             first_start=int(start[0]),
@@ -192,7 +209,7 @@ class Paths:
             weight = problem.before_w[end] - problem.before_w[start]
         job_s = seconds_by_kind(self.band.forward_s[part], self.band.backward_s[part], weight)
         by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
-        down, up = ({stage: one[part]} for one in self.band.copies_s)
+        down, up = ({stage: seconds[part]} for seconds in self.band.copies_s)
         row = problem.copied[stage]
         return tuple(
             extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
@@ -220,12 +237,12 @@ class Paths:
     def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
         """Whether each run of a part, by choice, may stay within the memory limit on a stage."""
         in_flight = self.problem.in_flight[stage]
-        key = in_flight, *((one.start, one.stop) for one in part)
+        key = in_flight, *((span.start, span.stop) for span in part)
         if key not in self._fits:
             self._fits[key] = self.window.valid[part] & [
                 self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
             ]
-        refused = [one for one in self.problem.refused if one.stage == stage]
+        refused = [stage_run for stage_run in self.problem.refused if stage_run.stage == stage]
         first = self.problem.first_choices if stage == 0 else ()
         if not refused and not first:
             return self._fits[key]
@@ -233,11 +250,11 @@ class Paths:
         if first:
             fits[[choice not in first for choice in range(len(fits))]] = False
         start, end = self.window.start[:, part[1]], self.window.end[part]
-        for one in refused:
-            if one.and_longer:
-                fits[one.choice] &= (start > one.first) | (end < one.end)
+        for stage_run in refused:
+            if stage_run.and_longer:
+                fits[stage_run.choice] &= (start > stage_run.first) | (end < stage_run.end)
             else:
-                fits[one.choice] &= (start != one.first) | (end != one.end)
+                fits[stage_run.choice] &= (start != stage_run.first) | (end != stage_run.end)
         return fits
 
     def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
@@ -267,8 +284,8 @@ def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
     that fit under none, anything.
     """
     picked = by_choice[-1]
-    for one, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
-        picked = np.where(fits, one, picked)
+    for seconds, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
+        picked = np.where(fits, seconds, picked)
     return picked[None]
 
 

@@ -1,8 +1,8 @@
-"""Virtual stages: the one cut that is tried for them, who recomputes, and bounds of its time.
+"""Interleaved stages (several a rank): their one partition, recompute choices, time and bytes.
 
-With several stages a rank the chain is cut as evenly as blocks allow (`balance`); a rank that
-would be too full recomputes all its stages. What does not depend on replicas is worked out once
-for all configurations of a table with so many stages.
+The chain is cut as evenly as blocks allow (`balance`); a rank whose activations do not fit
+recomputes all its stages. What does not depend on replicas is computed once for all configurations
+of a table with so many stages. The bound of the step time is in `interleaved_bound`.
 """
 
 from __future__ import annotations
@@ -21,55 +21,9 @@ from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, TooLarge
+from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSeconds:
-    """What a step's bound is made of, by stage: forward and backward, what of that may come after
-    the gradient is sent on, and the hops into the stage and of the gradient back (one 0 for all:
-    not counted). `tail_s` is what follows a rank's last job.
-    """
-
-    forward_s: Floats
-    backward_s: Floats
-    ahead_s: Floats
-    hop_s: Floats
-    back_hop_s: Floats
-    tail_s: Floats
-
-
-def least_end_s(
-    configuration: Configuration,
-    homes: NDArray[np.intp],
-    seconds: StageSeconds,
-    copies_s: Floats | float = 0.0,
-) -> float:
-    """Return when a step ends at the earliest, whatever table of the schedule's kind is run.
-
-    A rank starts when the first microbatch has passed the stages before its first one, does
-    all its work, and (unless backward is split, when weight gradients may come last) sends
-    the last gradient back through those stages to rank 0, from each ahead of the weight
-    gradients it puts aside; rank 0 then makes its own. Gradient sync and optimizer follow.
-    `copies_s` is by how much copies of activations lengthen a rank's jobs.
-    """
-    one, pp = configuration, configuration.pp
-    forward_s, backward_s, ahead_s = seconds.forward_s, seconds.backward_s, seconds.ahead_s
-    work = np.bincount(homes, weights=forward_s + backward_s)
-    # Rank r's first stage is r under loop and fold placements alike.
-    fill = forward_s.cumsum()[:pp] - forward_s[:pp] + seconds.hop_s.cumsum()[:pp]
-    own = fill + one.num_microbatches * work + copies_s
-    ends = own + seconds.tail_s
-    if not one.splits_backward:
-        inputs = backward_s - ahead_s
-        drain = inputs.cumsum()[:pp] - inputs[:pp] + seconds.back_hop_s.cumsum()[:pp]
-        drain += ahead_s[0]
-        # Whichever of a rank's stages its last backward is of.
-        most_ahead = np.zeros(pp)
-        np.maximum.at(most_ahead, homes, ahead_s)
-        ends = np.maximum(ends, own - most_ahead + drain + seconds.tail_s[0])
-    return float(ends.max())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,8 +40,9 @@ class InterleavedStages:
         cls, configuration: Configuration, table: StageTable, cuts: tuple[int, ...]
     ) -> InterleavedStages:
         """Return the stages of a configuration cut so."""
-        one = configuration
-        homes = np.asarray(stage_to_pp_rank(one.schedule, one.pp, one.vpp))
+        homes = np.asarray(
+            stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
+        )
         return cls(table=table, cuts=cuts, homes=homes)
 
     @property
@@ -115,10 +70,9 @@ class InterleavedStages:
 
     def ahead_s(self, configuration: Configuration) -> Floats:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
-        one = configuration
-        choices = recompute_choices(one.recompute)
+        choices = recompute_choices(configuration.recompute)
         return np.add.reduceat(
-            self.table.ahead_s(is_sharded=one.is_sharded, choices=choices), self._first
+            self.table.ahead_s(is_sharded=configuration.is_sharded, choices=choices), self._first
         )
 
     def least_step_s(
@@ -175,8 +129,9 @@ class InterleavedStages:
         return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 
     def _start_s(self, configuration: Configuration) -> float:
-        one = configuration
-        return self.table.least_inputs_s(pp=one.pp, num_microbatches=one.num_microbatches)
+        return self.table.least_inputs_s(
+            pp=configuration.pp, num_microbatches=configuration.num_microbatches
+        )
 
     def seconds(
         self,
@@ -188,22 +143,23 @@ class InterleavedStages:
         transfers between stages and the optimizer. `back_hop_s` (n + 1) are, if not the table's
         own, those of gradients from a stage starting at each block.
         """
-        one = configuration
-        ranks = self.table.with_replicas(dp=one.dp, cp=one.cp, zero=one.zero, choices=("none",))
+        ranks = self.table.with_replicas(
+            degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
+        )
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
         param_bytes, num_params = self._runs.params
-        degrees = {"dp": one.dp, "cp": one.cp, "pp": one.pp}
+        degrees, pp = configuration.degrees, configuration.pp
         if back_hop_s is None:
-            back_hop_s = self.table.back_hop_s(**degrees)
+            back_hop_s = self.table.back_hop_s(degrees, pp=pp)
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
-        update = [costs.prices.update_s(*rank) for rank in zip(sizes, counts, strict=True)]
+        update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
             forward_s=costs.forward_s,
             backward_s=costs.backward_s(recomputed),
-            ahead_s=self.ahead_s(one),
-            hop_s=self.table.hop_s(**degrees)[self._first] * moves,
+            ahead_s=self.ahead_s(configuration),
+            hop_s=self.table.hop_s(degrees, pp=pp)[self._first] * moves,
             back_hop_s=back_hop_s[self._first] * moves,
             tail_s=self.by_rank(costs.after_s) + update,
         )
@@ -213,15 +169,15 @@ class InterleavedStages:
         configuration: Configuration,
         live: Sequence[int],
         memory_limit_bytes: float,
-        refused: Sequence[TooLarge] = (),
+        infeasible: Sequence[TooLarge] = (),
     ) -> tuple[int, ...] | None:
         """Return each stage's recompute choice, or None when a rank cannot hold its own.
 
-        A choice may do where `least_bytes` are within the limit; `refused` is what the estimate
+        A choice may fit where `least_bytes` are within the limit; `infeasible` is what the estimate
         found too large nevertheless, on the rank of its stage.
         """
         fits = self.least_bytes(configuration, live) <= memory_limit_bytes
-        for too_large in refused:
+        for too_large in infeasible:
             fits[too_large.choice, self.homes[too_large.stage]] = False
         if not np.all(np.any(fits, axis=0)):
             return None
@@ -236,14 +192,13 @@ class InterleavedStages:
     ) -> tuple[TooLarge, ...]:
         """Return a stage of each rank that cannot hold its own as the job table has them under way.
 
-        That is what each stage keeps while its microbatches are, where `least_bytes` knows how
+        That is what each stage keeps while its microbatches are, where `least_bytes` counts how
         many but not of which stages.
         """
-        one = configuration
         if self.table.on_host.activations:
             return ()
-        held = self._held(one, choices, schedule)
-        needed = self._rank(one).with_saved(held)
+        held = self._held(configuration, choices, schedule)
+        needed = self._rank(configuration).with_saved(held)
         homes = self.homes.tolist()
         first = [homes.index(rank) for rank in range(self.pp)]
         return tuple(
@@ -262,15 +217,14 @@ class InterleavedStages:
         """Return about what each rank needs: at its fullest, and inside the highest of its jobs
         there, with gradients still to come.
         """
-        one = configuration
         loads = self._runs.load
-        names = np.array([recompute_choices(one.recompute)[choice] for choice in choices])
+        names = np.array([recompute_choices(configuration.recompute)[choice] for choice in choices])
         top = np.zeros(self.pp)
         for name in set(names.tolist()):
             inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
             np.maximum.at(top, self.homes, np.where(names == name, inside, 0.0))
-        held = self._held(one, choices, schedule) + top
-        needed: Floats = self._rank(one).with_saved(held)
+        held = self._held(configuration, choices, schedule) + top
+        needed: Floats = self._rank(configuration).with_saved(held)
         return needed
 
     def _held(
@@ -288,21 +242,21 @@ class InterleavedStages:
         That is its parameters and, at its heaviest, as many microbatch-stages as the schedule
         holds (`live`), each keeping what the stage of the rank that keeps least does.
         """
-        one = configuration
         held = self.table.on_host.live(np.asarray(live, dtype=float))
-        kept = np.stack([self._least_held(name) for name in recompute_choices(one.recompute)])
-        needed: Floats = self._rank(one).with_saved(held * kept)
+        kept = np.stack(
+            [self._least_held(name) for name in recompute_choices(configuration.recompute)]
+        )
+        needed: Floats = self._rank(configuration).with_saved(held * kept)
         return needed
 
     def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""
-        one = configuration
         return RankBound(
             load=StageLoad(param_bytes=self._param_bytes),
-            num_microbatches=one.num_microbatches,
+            num_microbatches=configuration.num_microbatches,
             recompute="none",
-            replicas=one.degrees.along("data"),
-            zero=one.zero,
+            replicas=configuration.degrees.along("data"),
+            zero=configuration.zero,
             profile=self.table.profile,
             precision=self.table.precision,
             on_host=self.table.on_host,

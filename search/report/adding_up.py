@@ -27,9 +27,9 @@ def rounded_parts(parts: Sequence[float], *, digits: int = 2) -> list[float]:
     return [step / 10**digits for step in steps]
 
 
-def digits_to_tell(one: float, other: float) -> int:
+def digits_to_tell(amount: float, other: float) -> int:
     """Return how many decimals two different amounts need to look different, 2 at the least."""
-    return next((d for d in range(2, 9) if round(one, d) != round(other, d)), 9)
+    return next((d for d in range(2, 9) if round(amount, d) != round(other, d)), 9)
 
 
 def listed_parts(

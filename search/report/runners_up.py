@@ -8,14 +8,9 @@ from dataclasses import replace
 from costmodel import Estimate
 from planner.schedule import DEFAULT_SCHEDULE
 from planner.units import format_bytes, format_seconds
-from search.branch_and_bound import EvaluatedPlan, Wave
-from search.nodes.configurations import (
-    ConfigurationNode,
-    PartitionedNode,
-    ShapeNode,
-    evaluate,
-    only_cut,
-)
+from search.branch_and_bound import EvaluatedPlan, Node, Wave
+from search.nodes.configurations import ConfigurationNode, ShapeNode
+from search.nodes.partitions import PartitionedNode
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import Cut
 from search.request import RunnerUp
@@ -64,8 +59,8 @@ def _evaluate_set_aside(
     """
     waiting = [
         (bound, wave, ticket, node)
-        for bound, wave, ticket, node in search.set_aside
-        if isinstance(node, ShapeNode | ConfigurationNode | PartitionedNode)
+        for bound, wave, ticket, lost in search.set_aside
+        if isinstance(node := _unpartitioned(lost), ShapeNode | ConfigurationNode)
     ]
     heapq.heapify(waiting)
     partitioned: list[tuple[float, Wave, int, ConfigurationNode, Cut]] = []
@@ -84,27 +79,30 @@ def _evaluate_set_aside(
         if not partitioned:
             return
         *_, node, cut = heapq.heappop(partitioned)
-        one, table = node.configuration, node.table
+        configuration = node.configuration
         work -= _num_jobs(node)
-        if _degrees_of(one) in found or work < 0:
+        if _degrees_of(configuration) in found or work < 0:
             continue
-        if search.candidates.quick_step_s(one, table, cut) > ceiling:
+        if node.simulate(search, cut) > ceiling:
             continue
         estimates += 1
-        done = evaluate(search, one, table, cut)
+        done = node.evaluate(search, cut)
         if done.estimate.peak_bytes <= search.memory_limit_bytes:
             found[_degrees_of(done.configuration)] = done
 
 
-Waiting = ShapeNode | ConfigurationNode | PartitionedNode
+Waiting = ShapeNode | ConfigurationNode
+
+
+def _unpartitioned(lost: Node) -> Node:
+    """Return a node without its partition."""
+    return lost.of if isinstance(lost, PartitionedNode) else lost
 
 
 def _configuration_of(node: Waiting) -> ConfigurationNode:
     """Return a node's configuration; a shape is represented by its plainest one."""
     if isinstance(node, ConfigurationNode):
         return node
-    if isinstance(node, PartitionedNode):
-        return node.of
     options = sorted(
         node.shape.options, key=lambda option: (option[1], option[0] != DEFAULT_SCHEDULE)
     )
@@ -124,12 +122,12 @@ def _stands_for(node: Waiting) -> Configuration | Shape:
 
 def _num_jobs(node: Waiting) -> int:
     vpp = 1 if isinstance(node, ShapeNode) else node.configuration.vpp
-    one = _stands_for(node)
-    return 2 * one.pp * vpp * one.num_microbatches
+    configuration = _stands_for(node)
+    return 2 * configuration.pp * vpp * configuration.num_microbatches
 
 
-def _degrees_of(one: Configuration | Shape) -> tuple[int, ...]:
-    return (one.dp, one.cp, one.tp, one.pp)
+def _degrees_of(configuration: Configuration | Shape) -> tuple[int, ...]:
+    return (configuration.dp, configuration.cp, configuration.tp, configuration.pp)
 
 
 def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:
@@ -137,12 +135,16 @@ def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | 
 
     None where it is known without an estimate that none fits, or that it is slower than a ceiling.
     """
-    one, table, limit = node.configuration, node.table, search.memory_limit_bytes
-    if one.vpp == 1 and one.pp > 1:
-        problem = search.candidates.problem(one, table, limit, is_conservative=True)
+    configuration, table, limit = node.configuration, node.table, search.memory_limit_bytes
+    if configuration.vpp == 1 and configuration.pp > 1:
+        problem = search.candidates.problem(configuration, table, limit, is_conservative=True)
         return solve_chain(problem, ceiling=ceiling).cut
-    cut = only_cut(search, one, table, node.infeasible)
-    if cut and one.vpp > 1 and not search.candidates.seems_to_fit(one, table, cut, limit):
+    cut = node.only_cut(search)
+    if (
+        cut
+        and configuration.vpp > 1
+        and not search.candidates.seems_to_fit(configuration, table, cut, limit)
+    ):
         return None
     return cut
 

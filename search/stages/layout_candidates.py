@@ -66,14 +66,14 @@ class LayoutCandidates:
         costs: the cost model's prices.
         precision: of parameters and their optimizer.
         on_host: what plans put on the host.
-        refusal: why cp cannot divide the blocks of the last layout that it was refused for.
+        why_no_cp: why cp cannot divide the blocks of the last layout without a table.
     """
 
     solver: LayoutSolver
     costs: CostCache
     precision: Precision = "model"
     on_host: OnHost = NOTHING
-    refusal: LayoutError | None = None
+    why_no_cp: LayoutError | None = None
     _fastest: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _every: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
@@ -161,7 +161,7 @@ class LayoutCandidates:
             try:
                 on_cp = self._on_cp(by_class, tp, microbatch_size, cp)
             except LayoutError as error:
-                self.refusal = error
+                self.why_no_cp = error
                 return None
             self._table_of[key] = StageTable(
                 costs=self.costs,

@@ -50,11 +50,11 @@ def test_activations_that_wait_are_on_the_host_only():
     plan = default_plan(capture("gpt"), **choices)
     stays = dry_run(plan, capture("gpt"), PlainGPT)
     leaves = dry_run(with_offload(plan), capture("gpt"), PlainGPT)
-    kept = stays.moments[1].end_bytes - stays.moments[0].end_bytes
+    kept = stays.samples[1].end_bytes - stays.samples[0].end_bytes
     assert kept > 50_000
     found = trips(schedule_of(plan).jobs[0], {0})
     for position in range(6):
-        there, here = leaves.moments[position], stays.moments[position]
+        there, here = leaves.samples[position], stays.samples[position]
         # (What leaves during a job is there until the job has ended.)
         assert here.end_bytes - there.end_bytes == kept * sum(t.is_away(position) for t in found)
         assert there.host_bytes == kept * sum(t.is_on_host(position) for t in found)

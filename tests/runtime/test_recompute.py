@@ -135,7 +135,7 @@ def test_any_choice_of_ops_gives_the_same_bits(alone, seed):
 def forward_bytes(graph: ModelGraph, plan: Plan, model: str = "gpt") -> int:
     """What the forwards of a step leave alive; all run before the first backward."""
     run = dry_run(plan, graph, CASES[model][0])
-    last = [m for m in run.moments if m.name.startswith("F")][-1]
+    last = [m for m in run.samples if m.name.startswith("F")][-1]
     return last.end_bytes - run.rest_bytes
 
 
@@ -181,7 +181,7 @@ def test_bytes_of_the_default_choice():
         model = capture_module(PlainGPT(count), gpt_batch(2), gpt_batch(3), name="gpt")
         plan = in_mode(default_plan(model, microbatch_size=2, num_microbatches=1), "selective")
         run = dry_run(plan, model, lambda count=count: PlainGPT(count))
-        layers[count] = run.moments[0].end_bytes - run.rest_bytes
+        layers[count] = run.samples[0].end_bytes - run.rest_bytes
         layers[count] += model.num_params() * 4  # gradients of the step before are gone
     tokens = 2 * 16
     expected = tokens * (HIDDEN * (1 + 3 + 1 + 1 + 4) + HEADS) * 4

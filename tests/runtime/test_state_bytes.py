@@ -70,7 +70,7 @@ def test_gradients_between_microbatches(precision, weight_bytes):
 
     def after_first_backward(zero_stage: ZeroStage) -> int:
         run = dry_run(plan_for(zero_stage, precision), graph(precision), MlpWithTarget)
-        (moment,) = (m for m in run.moments if m.name == "B0.0")
+        (moment,) = (m for m in run.samples if m.name == "B0.0")
         return moment.end_bytes - run.batch_bytes
 
     one_loss = 4

@@ -10,7 +10,6 @@ import pytest
 from planner.schedule import (
     SCHEDULES,
     JobKind,
-    RoundTrips,
     Schedule,
     StageTimes,
     build_schedule,
@@ -23,6 +22,7 @@ from planner.schedule import (
     validate_communication,
     validate_schedule,
 )
+from planner.schedule.job_order import JobOrder, RoundTrips
 
 NAMES = sorted(SCHEDULES)
 
@@ -185,3 +185,11 @@ def test_what_is_stated_of_the_order_of_jobs_is_so(name: str) -> None:
                 assert gradients == "FB" * m
             if order.late_weights:
                 assert kinds[kinds.rindex("I") :].count("W") == order.late_weights[rank]
+
+
+def test_what_is_not_stated_is_not_known() -> None:
+    """A schedule that states nothing is of any order of jobs."""
+    for name in ("zb_v", "dualpipe_v"):
+        order = SCHEDULES[name].job_order(pp=2, num_microbatches=4)
+        assert order == JobOrder(splits_backward=True)
+    assert SCHEDULES["interleaved_1f1b"].job_order(pp=2, num_microbatches=4) == JobOrder()

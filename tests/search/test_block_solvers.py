@@ -11,7 +11,7 @@ from planner.layout.placement import Replicate
 from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
 from search.op_layout import decompose, layouts
-from search.op_layout.block_problem import BlockProblem, Link, Variable
+from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
 from search.op_layout.decompose import solve_by_decomposition
 from search.op_layout.eliminate import (
     TooWide,
@@ -35,7 +35,7 @@ def random_problem(rng: np.random.Generator) -> BlockProblem:
         )
         for i, size in enumerate(sizes)
     )
-    links = []
+    edges = []
     for maker in range(-1, count - 1):
         rows, columns = int(rng.integers(1, 4)), int(rng.integers(1, 4))
         seconds = rng.uniform(0, 4, (rows, columns)) * rng.integers(0, 2, (rows, columns))
@@ -48,18 +48,18 @@ def random_problem(rng: np.random.Generator) -> BlockProblem:
         if not uses:
             continue
         made = 1 if maker < 0 else sizes[maker]
-        links.append(
-            Link(
+        edges.append(
+            ReshardEdge(
                 tensor=f"t{maker}",
                 producer=None if maker < 0 else maker,
                 source=tuple(rng.integers(0, rows, made).tolist()),
                 uses=tuple(uses),
                 seconds=seconds,
                 sources=(Replicate(),) * rows,
-                asks=((Replicate(), False),) * columns,
+                requirements=((Replicate(), False),) * columns,
             )
         )
-    return BlockProblem(axis_size=2, variables=variables, links=tuple(links), programs=())
+    return BlockProblem(axis_size=2, variables=variables, edges=tuple(edges), programs=())
 
 
 def test_elimination_equals_brute_force_on_300_random_problems():
@@ -110,19 +110,19 @@ def test_a_fractional_relaxation_is_branched_on():
     Halves cost the relaxation nothing; of whole choices two must be alike, for 1 s.
     """
     values = Variable(name="v", values=(0, 1), seconds=np.zeros(2), num_bytes=np.zeros(2))
-    links = tuple(
-        Link(
+    edges = tuple(
+        ReshardEdge(
             tensor=f"t{a}{b}",
             producer=a,
             source=(0, 1),
             uses=((b, (0, 1)),),
             seconds=np.eye(2),
             sources=(Replicate(),) * 2,
-            asks=((Replicate(), False),) * 2,
+            requirements=((Replicate(), False),) * 2,
         )
         for a, b in ((0, 1), (0, 2), (1, 2))
     )
-    problem = BlockProblem(axis_size=2, variables=(values,) * 3, links=links, programs=())
+    problem = BlockProblem(axis_size=2, variables=(values,) * 3, edges=edges, programs=())
     solved = solve_by_linear_program(problem)
     assert solved is not None
     assert (solved.cost, solved.gap) == (pytest.approx(1.0), 0.0)
@@ -136,7 +136,7 @@ def test_cpsat_keeps_a_memory_limit():
     op = Variable(
         name="op", values=(0, 1), seconds=np.array([1.0, 3.0]), num_bytes=np.array([10.0, 4.0])
     )
-    problem = BlockProblem(axis_size=2, variables=(op, op), links=(), programs=())
+    problem = BlockProblem(axis_size=2, variables=(op, op), edges=(), programs=())
     for limit, seconds in ((20, 2.0), (14, 4.0), (8, 6.0)):
         solved = solve_by_cpsat(problem, memory_limit_bytes=limit)
         assert solved is not None
@@ -150,7 +150,7 @@ def test_a_tensor_of_many_uses_is_eliminated():
     rng = np.random.default_rng(7)
     for _ in range(100):
         problem = random_problem(rng)
-        apart, sizes = problem_tables(problem, 0.5, most_link_cells=0)
+        apart, sizes = problem_tables(problem, 0.5, most_edge_cells=0)
         _, cost = minimise_tables(apart, sizes, 10**6, problem.tables)
         assert cost == pytest.approx(solve_by_elimination(problem, bytes_price=0.5).cost, rel=1e-12)
 
@@ -160,22 +160,22 @@ def test_a_hundred_uses_of_one_tensor_are_eliminated():
     user = Variable(name="use", values=(0, 1), seconds=np.array([0.1, 0.0]), num_bytes=np.zeros(2))
     only = Variable(name="only", values=(0,), seconds=np.zeros(1), num_bytes=np.zeros(1))
     for maker in (only, user):
-        link = Link(
+        edge = ReshardEdge(
             tensor="t",
             producer=0,
             source=(0,) * len(maker.values),
             uses=tuple((i, (0, 1)) for i in range(1, 101)),
             seconds=np.array([[0.0, 3.0]]),
             sources=(Replicate(),),
-            asks=((Replicate(), False), (Replicate(), True)),
+            requirements=((Replicate(), False), (Replicate(), True)),
         )
         variables = (maker, *(user,) * 100)
-        problem = BlockProblem(axis_size=2, variables=variables, links=(link,), programs=())
+        problem = BlockProblem(axis_size=2, variables=variables, edges=(edge,), programs=())
         assert solve_by_elimination(problem).cost == pytest.approx(3.0)
         few = BlockProblem(
             axis_size=2,
             variables=(maker, *(user,) * 20),
-            links=(replace(link, uses=link.uses[:20]),),
+            edges=(replace(edge, uses=edge.uses[:20]),),
             programs=(),
         )
         assert solve_by_elimination(few).cost == pytest.approx(2.0)
@@ -194,15 +194,15 @@ def wide_problem(rng: np.random.Generator, count: int) -> BlockProblem:
                 num_bytes=rng.uniform(0, 9, size),
             )
         )
-    links = []
+    edges = []
     for maker in range(count - 1):
         rows, columns = (int(n) for n in rng.integers(1, 5, 2))
         num_uses = int(rng.integers(1, 13)) if rng.random() < 0.3 else 1
         uses = {
             min(maker + 1 + int(rng.exponential(count / 5)), count - 1) for _ in range(num_uses)
         }
-        links.append(
-            Link(
+        edges.append(
+            ReshardEdge(
                 tensor=f"t{maker}",
                 producer=maker,
                 source=tuple(rng.integers(0, rows, len(variables[maker].values)).tolist()),
@@ -212,10 +212,10 @@ def wide_problem(rng: np.random.Generator, count: int) -> BlockProblem:
                 ),
                 seconds=rng.uniform(0, 1, (rows, columns)) * rng.integers(0, 2, (rows, columns)),
                 sources=(Replicate(),) * rows,
-                asks=((Replicate(), False),) * columns,
+                requirements=((Replicate(), False),) * columns,
             )
         )
-    return BlockProblem(axis_size=2, variables=tuple(variables), links=tuple(links), programs=())
+    return BlockProblem(axis_size=2, variables=tuple(variables), edges=tuple(edges), programs=())
 
 
 def test_decomposition_bounds_the_optimum(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_wide_problem_always_has_a_choice(count, monkeypatch):
 def test_infinite_prices_are_refused():
     """N1: there is nothing to choose where everything takes for ever; in one line."""
     never = Variable(name="v", values=(0,), seconds=np.array([np.inf]), num_bytes=np.zeros(1))
-    problem = BlockProblem(axis_size=2, variables=(never,), links=(), programs=())
+    problem = BlockProblem(axis_size=2, variables=(never,), edges=(), programs=())
     with pytest.raises(ProfileError, match="takes a finite time"):
         layouts.solve_block(problem, 0.0)
 

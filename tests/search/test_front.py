@@ -50,14 +50,14 @@ def test_every_corner_is_found_and_nothing_else(seed):
 
 def test_points_that_save_little_are_not_looked_for():
     spots = [Spot(1.0, 100.0), Spot(1.1, 96.0), Spot(1.3, 91.0)]
-    asked = []
+    required = []
 
     def solve(price):
-        asked.append(price)
+        required.append(price)
         return cheapest(spots, price)
 
     assert list(find_front(spots[0], solve, 0.01, least_saving=0.1)) == [spots[0], spots[0]]
-    assert len(asked) == 1
+    assert len(required) == 1
 
 
 @pytest.fixture(scope="module")

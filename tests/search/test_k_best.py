@@ -1,33 +1,56 @@
 """The k best partitions of a chain, beside a list of every partition there is."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from search.branch_and_bound import BranchAndBound
-from search.nodes.partitions import FirstStagesNode, PartitionsNode, PartitionSource
+from search.nodes.partitions import FirstStagesNode, PartitionableNode, PartitionsNode
 from search.partition.chain_dp import cut_value, solve_chain
 from search.partition.chain_paths import Paths
+from search.partition.chain_problem import ChainProblem, Cut
 from tests.referees.cuts import all_cuts
 from tests.search.chains import random_chain
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chain(PartitionableNode):
+    """A chain whose partitions are written down instead of evaluated."""
+
+    problem: ChainProblem
+    found: list[Cut]
+
+    def refine(self, search):
+        raise NotImplementedError
+
+    def problems(self, search):
+        return [self.problem]
+
+    def simulate(self, search, cut):
+        return 0.0
+
+    def evaluate(self, search, cut):
+        self.found.append(cut)
+
+    def tables(self, cut):
+        raise NotImplementedError
+
+    @property
+    def num_jobs(self):
+        return 1
 
 
 def searched(problem, ceiling):
     """The search of all partitions of a problem under a ceiling, and those it came to, in order."""
     search = BranchAndBound(best=SimpleNamespace(step_s=ceiling))
     search.num_other_partitions = 0
-    found = []
-    source = PartitionSource(
-        num_jobs=1,
-        problems=lambda: [problem],
-        evaluate=found.append,
-        infeasible_stages=lambda cut, done: (),
-    )
-    search.push(PartitionsNode(bound=0.0, wave=(0,), source=source))
+    chain = Chain(bound=0.0, wave=(0,), configuration=None, problem=problem, found=[])
+    search.push(PartitionsNode(bound=0.0, wave=(0,), of=chain))
     search.run()
-    assert search.num_other_partitions == len(found)
-    return search, found
+    assert search.num_other_partitions == len(chain.found)
+    return search, chain.found
 
 
 def listed(problem, ceiling):

@@ -10,7 +10,8 @@ from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
 from search.bounds.zero_bubble import ZeroBubbleBound
-from search.candidates import Candidates, live_stages_of
+from search.candidates import Candidates
+from search.in_flight import live_stages_of
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
 from search.space import recompute_choices
@@ -157,12 +158,12 @@ def test_no_layout_is_faster_than_its_draft_says(name):
     )
     candidates = Candidates.of(graph, MACHINE, SearchRequest(num_devices=4, global_batch=8))
     degrees = [(tp, size) for tp in (2, 4) for size in (1, 2, 4)]
-    drafts = [draft for one in degrees for draft in candidates.layouts.every(*one)]
-    assert any(draft.least_s > 0 for draft in drafts)
-    for draft in drafts:
-        priced = float((draft.table.forward_s + draft.table.backward_s).sum())
-        assert draft.least_s + draft.accumulate_s <= priced * (1 + 1e-9)
+    layouts = [layout for one in degrees for layout in candidates.layouts.every(*one)]
+    assert any(layout.least_s > 0 for layout in layouts)
+    for layout in layouts:
+        priced = float((layout.table.forward_s + layout.table.backward_s).sum())
+        assert layout.least_s + layout.accumulate_s <= priced * (1 + 1e-9)
     for one in degrees:
         fastest = candidates.layouts.fastest(*one)[0].least_s
-        assert fastest == min(draft.least_s for draft in candidates.layouts.every(*one))
+        assert fastest == min(layout.least_s for layout in candidates.layouts.every(*one))
         assert 0 < candidates.layouts.optimistic(*one).least_s <= fastest * (1 + 1e-12)

@@ -17,11 +17,11 @@ def keep_all(ops):
     return tuple(
         frozenset(
             (at, place)
-            for one in offered.values
+            for one in strategies.values
             for at, place in enumerate((*one.inputs, *one.outputs))
             if isinstance(place, Shard)
         )
-        for _, offered in ops
+        for _, strategies in ops
     )
 
 

@@ -77,9 +77,9 @@ def backward_walk(
     waiting: frozenset[str] = frozenset(),
     adds_products: bool = True,
     results: frozenset[str] = frozenset(),
-    staying: frozenset[str] = frozenset(),
-    going: frozenset[str] = frozenset(),
-    begun: frozenset[str] = frozenset(),
+    kept_by_others: frozenset[str] = frozenset(),
+    freed_inputs: frozenset[str] = frozenset(),
+    started: frozenset[str] = frozenset(),
 ) -> BackwardWalk:
     """Run a program's backward.
 
@@ -87,29 +87,29 @@ def backward_walk(
         as the parameters. In later microbatches they are added to those and freed. Products with
         a weight of at least LARGE_BYTES accumulate in place (a GEMM with beta = 1, no temporary
         gradient) if the sum has the product's dtype and `adds_products`.
-    held: outputs, and inputs begun, whose gradients somebody else holds too.
+    held: outputs, and inputs started, whose gradients somebody else holds too.
     leaves: inputs that keep their gradients, in buffers of their own.
     split: weight gradients are deferred.
     waiting: parameters whose gradients stay to the end of the program, first or not.
     results: storages that a call of the block holds for its recomputation, until the first op that
         saved anything has run backward.
-    staying: outputs that somebody else keeps alive.
-    going: inputs that nobody else keeps alive.
-    begun: inputs that have a gradient of later blocks already.
+    kept_by_others: outputs that somebody else keeps alive.
+    freed_inputs: inputs that nobody else keeps alive.
+    started: inputs that have a gradient of later blocks already.
     """
     program = facts.program
     grads = Gradients()
     for name, size in facts.outputs.items():
         grads.allocate(name, size)
     given_by = {grads.buffer_of(name)[0]: name for name in grads.of}
-    for name in begun:
+    for name in started:
         grads.allocate(name, program.tensor[name].bytes_at(1))
     for name in held:
         grads.hold(name)
     live_saved = facts.kept_bytes
     start = live_saved + grads.live
-    never_freed = {facts.roots[name] for name in program.inputs if name not in going}
-    never_freed |= {facts.roots[name] for name in staying}
+    never_freed = {facts.roots[name] for name in program.inputs if name not in freed_inputs}
+    never_freed |= {facts.roots[name] for name in kept_by_others}
     if split:
         never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
     laid = dict(facts.strides)
@@ -183,7 +183,7 @@ def backward_walk(
     for name in program.inputs:
         if name in reached:
             buffer, size = grads.buffer_of(name)
-            given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in begun)
+            given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in started)
     return BackwardWalk(peak - start, frozenset(made), tuple(deferred), given)
 
 

@@ -15,15 +15,15 @@ def weight_job(
     bytes of gradients it leaves. The last deferred are made first.
     """
     users = Counter(name for product in deferred for name in dict(product.held))
-    begun: set[str] = set()
+    started: set[str] = set()
     live = peak = left = 0
     for product in reversed(deferred):
         # The gradient of a view goes to what it is a view of, as a tensor with zeros around it.
         weight = product.weight_bytes if product.adds else product.whole_bytes
         made = weight + product.bias_bytes
         adds = product.adds and gradient_factor == 1
-        is_begun = product.is_begun or product.weight in begun
-        begun.add(product.weight)
+        is_begun = product.is_begun or product.weight in started
+        started.add(product.weight)
         stays = gradient_factor * (product.bias_bytes if is_begun else made) if first else 0
         if first and not is_begun:
             # Autograd copies a gradient that it is given: the giver still refers to it.

@@ -209,7 +209,7 @@ class MicrobatchBytes:
             num_deferred=variant.num_deferred,
             flush=not is_split,
             sharded=stage.sharded is not None,
-            staying=frozenset(
+            kept_by_others=frozenset(
                 name
                 for name, key in kept.items()
                 if name not in stage.walk.arriving and self._holders[key] > 1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from planner.schedule.jobs import Job, JobKind
 
 _PERIODS_KEPT = 3
-"""Repetitions gone through before any is left out: what begins once has begun by then."""
+"""Repetitions gone through before any is left out: what begins once has started by then."""
 
 
 class SteadyRow(NamedTuple):

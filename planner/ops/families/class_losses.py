@@ -46,7 +46,7 @@ def _has_plain_targets(call: Call) -> bool:
 
 
 def cross_entropy_on_shard(placed: Placed) -> LocalForm:
-    """The same loss, told how the logits are divided."""
+    """The same loss, with the way its logits are divided."""
     call = placed.call
     logits = placed.sharding.inputs[0]
     rank = len(call.inputs[0])
@@ -124,7 +124,7 @@ def nll_loss_by_class(call: Call) -> Iterator[OpSharding]:
 
 
 def nll_loss_on_shard(placed: Placed) -> LocalForm:
-    """The same loss, told how the log-probabilities are divided."""
+    """The same loss, with the way its log-probabilities are divided."""
     call, op = placed.call, placed.op
     reduction = call.arg(3, "reduction", MEAN)
     ignore_index = call.arg(4, "ignore_index", -100)
@@ -177,6 +177,12 @@ def _log_probabilities(call: KernelCall) -> Saved:
 def _log_probabilities_gradient(call: KernelCall, *, forward: bool) -> int:
     """Backward: the gradient of the log-softmax, then the logits'."""
     return 0 if forward else call.num_bytes(call.op.inputs[0])
+
+
+def _targets_and_count(call: KernelCall) -> Saved:
+    """Log-probabilities, targets and the total weight of those that count."""
+    names = call.op.inputs
+    return Saved(tensors=names[:2], extra_bytes=call.element_bytes(names[0]))
 
 
 def _local_probabilities(call: KernelCall) -> Saved:
@@ -250,6 +256,7 @@ register(
         ),
         local_form=nll_loss_on_shard,
         worth_moving=True,
+        saved=_targets_and_count,
         across=Across(reduction_arg=3),
     )
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from planner.graph import Ref
 from planner.layout.placement import OpSharding
 from planner.ops.call import Call, P, R, Shape, normal_dim
-from planner.ops.kernel import saves_other_inputs
+from planner.ops.kernel import KernelCall, Saved, saves_inputs, saves_nothing, saves_other_inputs
 from planner.ops.letters import Letters, broadcast, by_letters
 from planner.ops.record import Across, OpFamily, ShardRule, aten, register
 
@@ -126,32 +126,53 @@ def one_hot(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters], [[*letters, None]])
 
 
+# --------------------------------------------------------------------------- saved for backward
+
+
+def _index(call: KernelCall) -> Saved:
+    """Tensor, index, what is written: the index alone."""
+    return Saved(tensors=call.op.inputs[1:2])
+
+
+def _indices_written_to(call: KernelCall) -> Saved:
+    """Tensor, indices, values: the indices."""
+    return Saved(tensors=call.op.inputs[1:-1])
+
+
 # ---------------------------------------------------------------------------------------- records
 
-_GATHER = OpFamily(
-    name="gather",
-    targets=aten("gather"),
-    shard=(ShardRule(along_dim),),
+register(
+    OpFamily(
+        name="gather",
+        targets=aten("gather"),
+        shard=(ShardRule(along_dim),),
+        saved=saves_inputs(0, 1),  # the tensor too: its gradient may be sparse
+    )
+)
+_CHOICE = OpFamily(
+    name="indexing",
+    targets=aten("index"),
+    shard=(ShardRule(index),),
     saved=saves_other_inputs,
 )
 """Reads by indices, which are all that its gradient needs."""
 
-register(_GATHER)
+register(_CHOICE)
 register(
     replace(
-        _GATHER,
+        _CHOICE,
         name="chosen entries of a dim",
         targets=aten("index_select"),
         shard=(ShardRule(index_select),),
         across=Across(sizes_only=True),
     )
 )
-register(replace(_GATHER, name="indexing", targets=aten("index"), shard=(ShardRule(index),)))
 
 _SCATTER = OpFamily(
     name="scatter",
-    targets=aten("scatter scatter_add scatter_reduce"),
+    targets=aten("scatter scatter_add"),
     shard=(ShardRule(along_dim),),
+    saved=_index,
 )
 """Writes by indices."""
 
@@ -159,9 +180,18 @@ register(_SCATTER)
 register(
     replace(
         _SCATTER,
+        name="scatter with a reduction",
+        targets=aten("scatter_reduce"),
+        saved=lambda call: Saved(tensors=(*call.op.inputs, *call.op.outputs)),
+    )
+)
+register(
+    replace(
+        _SCATTER,
         name="entries of a dim written",
         targets=aten("index_add index_copy index_fill"),
         shard=(ShardRule(index_write),),
+        saved=saves_other_inputs,  # the source for its shape
     )
 )
 register(
@@ -170,6 +200,7 @@ register(
         name="a part written",
         targets=aten("slice_scatter select_scatter"),
         shard=(ShardRule(part_scatter),),
+        saved=saves_nothing,
         across=Across(sizes_only=True),
     )
 )
@@ -179,6 +210,7 @@ register(
         name="indexed entries written",
         targets=aten("index_put _unsafe_index_put"),
         shard=(ShardRule(index_put),),
+        saved=_indices_written_to,
     )
 )
 register(

@@ -41,7 +41,7 @@ def batch_norm(call: Call) -> Iterator[OpSharding]:
 
 
 def batch_norm_on_shard(placed: Placed) -> LocalForm:
-    """With channels divided, a rank computes the statistics of its own and hears of the others'."""
+    """With channels divided, a rank computes the statistics of its own and receives the others'."""
     if not _writes_running(placed.call):
         return LocalForm((placed.op,))
     return placed.with_args(*placed.op.args, placed.axis, target="planner.batch_norm_by_channel")
@@ -91,10 +91,10 @@ def _row_statistics(call: KernelCall, statistics: int) -> Saved:
 
 
 def _group_statistics(call: KernelCall) -> Saved:
-    """Inputs, mean and reciprocal deviation of each group of each sample."""
+    """Input, weight, and mean and reciprocal deviation of each group of each sample."""
     source, groups = call.op.inputs[0], int(call.op.args[1])  # type: ignore[arg-type]
     rows = call.shape(source)[0] * groups
-    return Saved(tensors=call.op.inputs, extra_bytes=2 * rows * call.statistic_bytes(source))
+    return Saved(tensors=call.op.inputs[:2], extra_bytes=2 * rows * call.statistic_bytes(source))
 
 
 def _batch_statistics(call: KernelCall) -> Saved:

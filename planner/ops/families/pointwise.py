@@ -150,11 +150,11 @@ def _power(call: KernelCall) -> Saved:
 _NONLINEAR = OpFamily(
     name="non-linear",
     targets=aten(
-        "acos acosh asin asinh atan atan2 atanh ceil celu clamp_max clamp_min clip copysign cosh"
-        " digamma elu erf erfc erfinv exp2 expm1 floor floor_divide fmax fmin fmod frac hardshrink"
+        "acos acosh asin asinh atan atan2 atanh celu clamp_max clamp_min clip copysign cosh"
+        " digamma elu erf erfc erfinv exp2 expm1 floor_divide fmax fmin fmod frac hardshrink"
         " hardsigmoid hardswish lerp lgamma log10 log1p log2 log_sigmoid logaddexp logit maximum"
-        " minimum mish nan_to_num reciprocal relu6 remainder round selu sgn sign sinc sinh"
-        " softshrink square tan threshold trunc xlogy addcmul addcdiv"
+        " minimum mish nan_to_num reciprocal relu6 remainder selu sgn sinc sinh"
+        " softshrink square tan threshold xlogy addcmul addcdiv"
         " bitwise_and bitwise_not bitwise_or bitwise_xor"
         " logical_and logical_not logical_or logical_xor"
         " eq ge gt le lt ne greater greater_equal less less_equal not_equal"
@@ -173,6 +173,7 @@ def _nonlinear(names: str, **facts: Any) -> None:
 
 
 _nonlinear("copy", elements_alone=True)
+_nonlinear("ceil floor round sign trunc", saved=saves_nothing)  # their gradient is zero
 _nonlinear("log clamp leaky_relu hardtanh softplus", saved=saves_inputs(0))
 _nonlinear("gelu", saved=saves_inputs(0), flop_per_element=10, elements_alone=True)
 _nonlinear("silu", saved=saves_inputs(0), flop_per_element=5, elements_alone=True)

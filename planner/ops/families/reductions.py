@@ -8,7 +8,13 @@ from dataclasses import replace
 from planner.graph import Op, Ref
 from planner.layout.placement import OpSharding, Partial, Shard
 from planner.ops.call import Call, LocalForm, P, Placed, normal_dim, normal_dims
-from planner.ops.kernel import saves_indices_of_result, saves_nothing, saves_result
+from planner.ops.kernel import (
+    KernelCall,
+    Saved,
+    saves_indices_of_result,
+    saves_nothing,
+    saves_result,
+)
 from planner.ops.letters import Letters, by_letters, pointwise, same_dims
 from planner.ops.record import Across, OpFamily, ShardRule, aten, register
 
@@ -136,6 +142,21 @@ def alone_along_dims(call: Call) -> Iterator[OpSharding]:
     yield from by_letters([letters, *rest], [out] * len(call.outputs))
 
 
+# --------------------------------------------------------------------------- saved for backward
+
+
+def _input_and_result(call: KernelCall) -> Saved:
+    """The gradient goes to the entries that equal the result, or in proportion to it."""
+    return Saved(tensors=(*call.op.inputs[:1], *call.op.outputs[:1]))
+
+
+def _extreme(call: KernelCall) -> Saved:
+    """Along a dim the places of the extremes, else the entries that are compared."""
+    if len(call.op.outputs) > 1:
+        return saves_indices_of_result(call)
+    return Saved(tensors=call.op.inputs) if len(call.op.inputs) > 1 else _input_and_result(call)
+
+
 # ---------------------------------------------------------------------------------------- records
 
 _SUM = OpFamily(
@@ -159,18 +180,34 @@ register(
 )
 _REDUCTION = OpFamily(
     name="other reductions",
-    targets=aten(
-        "amax amin max min argmax argmin any all prod var var_mean std std_mean logsumexp norm"
-        " nansum nanmean"
-    ),
+    targets=aten("argmax argmin any all var var_mean std_mean nansum nanmean"),
     shard=(ShardRule(other_reductions),),
 )
 register(_REDUCTION)
 register(
     replace(
         _REDUCTION,
+        name="reductions that save their result",
+        targets=aten("amax amin prod std logsumexp norm"),
+        saved=_input_and_result,
+    )
+)
+register(replace(_REDUCTION, name="extremes", targets=aten("max min"), saved=_extreme))
+register(
+    replace(
+        _REDUCTION,
         name="reductions that take long",
-        targets=aten("median linalg_vector_norm"),
+        targets=aten("linalg_vector_norm"),
+        saved=_input_and_result,
+        recomputed=False,
+    )
+)
+register(
+    replace(
+        _REDUCTION,
+        name="median",
+        targets=aten("median"),
+        saved=_extreme,
         recomputed=False,
     )
 )
@@ -233,7 +270,11 @@ register(
         across=Across(),
     )
 )
-register(OpFamily(name="differences", targets=aten("diff"), shard=(ShardRule(diff),)))
+register(
+    OpFamily(
+        name="differences", targets=aten("diff"), shard=(ShardRule(diff),), saved=saves_nothing
+    )
+)
 register(
     OpFamily(
         name="triangle",

@@ -24,7 +24,7 @@ def backward_job(
     num_deferred: int,
     flush: bool,
     sharded: bool,
-    staying: frozenset[str],
+    kept_by_others: frozenset[str],
 ) -> BackwardBytes:
     """Return a backward job; `received` are the gradients that other stages sent, by value.
 
@@ -34,10 +34,15 @@ def backward_job(
         with `flush`, to the end of this one.
     sharded: FSDP2 takes a block's gradients once the block has made them, so they are counted in
         `fsdp_walk`; they are as wide as the parameters.
-    staying: values that others keep alive.
+    kept_by_others: values that others keep alive.
     """
     return _BackwardTally(
-        stage, received, first=first, num_deferred=num_deferred, sharded=sharded, staying=staying
+        stage,
+        received,
+        first=first,
+        num_deferred=num_deferred,
+        sharded=sharded,
+        kept_by_others=kept_by_others,
     ).run(flush=flush)
 
 
@@ -52,16 +57,16 @@ class _BackwardTally:
         first: bool,
         num_deferred: int,
         sharded: bool,
-        staying: frozenset[str],
+        kept_by_others: frozenset[str],
     ) -> None:
         self._stage = stage
-        self._first, self._sharded, self._staying = first, sharded, staying
+        self._first, self._sharded, self._staying = first, sharded, kept_by_others
         self._num_deferred = num_deferred
         self._factor = 1 if sharded else stage.gradient_factor
         self._grads_stay = first and not sharded
         self._freed_by: dict[int, list[str]] = {}
         for name, keeper in stage.keepers.items():
-            if name not in stage.arriving and name not in staying:
+            if name not in stage.arriving and name not in kept_by_others:
                 self._freed_by.setdefault(keeper, []).append(name)
         self._live = self._new_gradients = 0
         self._grads, self._peak = _returned_gradients(stage, received)
@@ -119,7 +124,7 @@ class _BackwardTally:
         block = stage.blocks[index]
         kind = block.kind
         outputs = list(zip(kind.bytes.output_names, block.outputs, strict=True))
-        begun = [
+        started = [
             (local, block.inputs[at]) for at, local in kind.uncopied if block.inputs[at] in grads.of
         ]
         outlasting = self._staying | self._waited_with
@@ -128,16 +133,18 @@ class _BackwardTally:
             first=self._first,
             held=frozenset(
                 local
-                for local, name in (*outputs, *begun)
+                for local, name in (*outputs, *started)
                 if name in grads.of and not grads.is_own(name)
             ),
-            begun=frozenset(local for local, _ in begun),
+            started=frozenset(local for local, _ in started),
             leaves=stage.leaves[index],
             split=index < self._num_deferred,
             gradient_factor=self._factor,
             adds_products=not self._sharded,
-            staying=frozenset(local for local, name in outputs if stage.roots[name] in outlasting),
-            going=kind.copied.union(
+            kept_by_others=frozenset(
+                local for local, name in outputs if stage.roots[name] in outlasting
+            ),
+            freed_inputs=kind.copied.union(
                 local for at, local in kind.uncopied if block.inputs[at] in freed
             ),
             waiting=stage.shared[index] if waiting is None else frozenset(waiting),

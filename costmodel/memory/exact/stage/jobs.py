@@ -98,7 +98,7 @@ def job_variants(
         else:
             makes[s] = job
     adds = {s: stage.sharded is None or stage.sharded.keeps_sums for s, stage in stages.items()}
-    begun: set[tuple[int, bool]] = set()
+    started: set[tuple[int, bool]] = set()
     for job in row:
         s, m, kind = job.stage_index, job.microbatch_index, job.kind
         stage = stages[s]
@@ -112,9 +112,9 @@ def job_variants(
             yield JobVariant(kind, stage_keys[s], walk, False, 0, False)
             continue
         is_weight = kind is JobKind.BACKWARD_WEIGHT
-        is_first = not stage.accumulates and (s, is_weight) not in begun
+        is_first = not stage.accumulates and (s, is_weight) not in started
         if is_weight or adds[s]:
-            begun.add((s, is_weight))
+            started.add((s, is_weight))
         num_deferred = 0
         if kind is JobKind.BACKWARD_INPUT and stage.sharded is None:
             num_deferred = len(stage.walk.blocks)

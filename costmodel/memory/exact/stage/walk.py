@@ -70,14 +70,14 @@ class StageWalk(StageBlocks):
         num_deferred: int = 0,
         flush: bool = False,
         sharded: bool = False,
-        staying: frozenset[str] = frozenset(),
+        kept_by_others: frozenset[str] = frozenset(),
     ) -> BackwardBytes:
         """Return a backward job: see `backward.backward_job`."""
-        key = (*received.items(), first, num_deferred, flush, sharded, staying)
+        key = (*received.items(), first, num_deferred, flush, sharded, kept_by_others)
         if key not in self._backwards:
             self._backwards[key] = backward_job(
                 self, received, first=first, num_deferred=num_deferred, flush=flush,
-                sharded=sharded, staying=staying,
+                sharded=sharded, kept_by_others=kept_by_others,
             )  # fmt: skip
         return self._backwards[key]
 

@@ -24,7 +24,7 @@ class Leanest:
     peak_bytes: float
 
 
-def explain_nothing_fits(
+def explain_infeasible(
     leanest: Leanest, request: SearchRequest, memory_limit_bytes: float
 ) -> tuple[tuple[str, ...], int]:
     """Return the reasons, most useful first, and the smallest limit that would fit in bytes."""
@@ -50,7 +50,7 @@ def find_leanest(
     """Return the configuration that needs the fewest bytes per device.
 
     Best first by the arithmetic bound: a configuration whose bound is no smaller than the
-    least found need not be cut. Virtual stages are left out: they never need less than the
+    least found need not be cut. Interleaved stages are left out: they never need less than the
     same pipeline without. Ends early at one that needs no more than `enough_bytes`.
     """
     tries = _by_least_bytes(candidates, shapes)
@@ -100,14 +100,16 @@ def _by_least_bytes(
         least[key] = min(shape.microbatch_size, least.get(key, shape.microbatch_size))
     # Activations grow with the microbatch, all else stays.
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
-    every = [one for shape in small for one in shape.configurations()]
-    plain = [one for one in every if one.vpp == 1] or every
+    every = [configuration for shape in small for configuration in shape.configurations()]
+    plain = [configuration for configuration in every if configuration.vpp == 1] or every
     tries = [
-        (candidates.bounds(table).least_peak_bytes(one), order, one, table)
-        for order, one in enumerate(plain)
-        for table in candidates.tables(one.tp, one.microbatch_size, one.cp)
+        (candidates.bounds(table).least_peak_bytes(configuration), order, configuration, table)
+        for order, configuration in enumerate(plain)
+        for table in candidates.tables(
+            configuration.tp, configuration.microbatch_size, configuration.cp
+        )
     ]
     if not tries:
-        assert candidates.layouts.refusal is not None, "only cp can leave no layout"
-        raise candidates.layouts.refusal
-    return sorted(tries, key=lambda one: one[:2])
+        assert candidates.layouts.why_no_cp is not None, "only cp can leave no layout"
+        raise candidates.layouts.why_no_cp
+    return sorted(tries, key=lambda entry: entry[:2])

@@ -1,7 +1,7 @@
-"""Block classes with their sizes bound, and which of their ops are alike.
+"""Block classes with their sizes bound, and which of their ops are equal.
 
 Equal ops have equal strategies and prices, whatever their tensors are called, so those are
-asked once for all that are one `Alike`. Nothing here depends on an axis.
+worked out once for all that have one `OpSignature`. Nothing here depends on an axis.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Alike:
+class OpSignature:
     """Ops that differ in names alone, as `planner.ops.registry.without_names` gives them.
 
     `is_owned` says of each input whether it is a parameter that no other op uses.
@@ -48,9 +48,9 @@ class Alike:
 
 
 @lru_cache(maxsize=16384)
-def _alike(op: Op, metas: tuple[TensorMeta, ...], is_owned: tuple[bool, ...]) -> Alike:
-    """Return the one object for these ops."""
-    return Alike(op=op, metas=metas, is_owned=is_owned)
+def _signature(op: Op, metas: tuple[TensorMeta, ...], is_owned: tuple[bool, ...]) -> OpSignature:
+    """Return the shared object for these ops."""
+    return OpSignature(op=op, metas=metas, is_owned=is_owned)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,10 +76,10 @@ class BoundClass:
         )
 
     @cached_property
-    def alike(self) -> tuple[Alike, ...]:
+    def signatures(self) -> tuple[OpSignature, ...]:
         """What each op is."""
         return tuple(
-            _alike(
+            _signature(
                 *without_names(op, self.program.tensor),
                 tuple(name in self.owned for name in op.inputs),
             )
@@ -94,10 +94,10 @@ class OpSeconds:
     profile: Profile
     _known: dict[tuple, dict[Shapes, float]] = field(default_factory=dict)
 
-    def of(self, alike: Alike) -> Callable[[Shapes], float]:
+    def of(self, signature: OpSignature) -> Callable[[Shapes], float]:
         """Return what tells the seconds, forward and backward, of such an op on shapes."""
-        op = alike.op
-        metas = [alike.tensor[name] for name in alike.names]
+        op = signature.op
+        metas = [signature.tensor[name] for name in signature.names]
         rest = tuple((meta.dtype, meta.kind, meta.requires_grad) for meta in metas)
         known = self._known.setdefault((op.target, op.args, op.kwargs, rest), {})
 
@@ -108,7 +108,7 @@ class OpSeconds:
                         name=name, shape=shape, dtype=dtype, kind=kind, requires_grad=needs
                     )
                     for name, shape, (dtype, kind, needs) in zip(
-                        alike.names, shapes, rest, strict=True
+                        signature.names, shapes, rest, strict=True
                     )
                 }
                 known[shapes] = sum(op_seconds(op, local, self.profile))

@@ -1,9 +1,9 @@
 """What would make a model fit that does not: each answer with the plan that a search then found.
 
-More memory, more devices, or a *concession*: one thing of the request let go or taken up
+More memory, more devices, or a *remedy*: one thing of the request let go or taken up
 (recompute, ZeRO, a smaller microbatch, offload, bf16, ...), two where no single one does. Free
-choices are searched already, so only what the request fixes can be conceded, and what a search
-never does by itself: another precision, tp across nodes.
+choices are searched already, so only what the request fixes can be changed, and what a search
+never tries by itself: another precision, tp across nodes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
-from search.report.nothing_fits import can_fit, round_up
+from search.report.infeasible import can_fit, round_up
 from search.request import SearchRequest, SearchResult
-from search.space import divisors
+from search.request_checks import divisors
 
 Progress = Callable[[float, str], None]
 Recapture = Callable[[Precision], ModelGraph]
@@ -35,7 +35,7 @@ _FREE = ("recompute", "zero", "microbatch_size", "schedule", "vpp", "cp", "tp", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Concession:
+class Remedy:
     """One way to make it fit: what to ask instead, and the plan found so."""
 
     what: str
@@ -57,24 +57,24 @@ class Concession:
 class Advice:
     """What would do where nothing fits; None or empty where nothing of a kind does.
 
-    `concessions` keep devices and memory as they are, fastest first.
+    `remedies` keep devices and memory as they are, fastest first.
     """
 
-    memory: Concession | None
-    devices: Concession | None
-    concessions: tuple[Concession, ...]
+    memory: Remedy | None
+    devices: Remedy | None
+    remedies: tuple[Remedy, ...]
 
 
 def find_advice(
     graph: ModelGraph,
     profile: Profile,
     request: SearchRequest,
-    refused: SearchResult,
+    infeasible: SearchResult,
     *,
     recapture: Recapture | None = None,
     progress: Progress | None = None,
 ) -> Advice:
-    """Return what would make a request fit that `find_plan` refused (its answer is `refused`).
+    """Return what would make a request fit for which nothing does (`infeasible`: the answer).
 
     `recapture` allows to try another precision.
     """
@@ -85,11 +85,11 @@ def find_advice(
             progress(fraction, doing)
 
     tell(0.0, "the least memory")
-    memory = trials.more_memory(refused)
+    memory = trials.more_memory(infeasible)
     tell(0.2, "more devices")
     devices = trials.more_devices()
-    tell(0.6, "concessions")
-    return Advice(memory=memory, devices=devices, concessions=tuple(trials.concessions()))
+    tell(0.6, "remedies")
+    return Advice(memory=memory, devices=devices, remedies=tuple(trials.remedies()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,19 +105,17 @@ class _Trials:
     def limit_bytes(self) -> float:
         return float(self.request.memory_limit_bytes or self.profile.memory_bytes)
 
-    def more_memory(self, refused: SearchResult) -> Concession | None:
+    def more_memory(self, infeasible: SearchResult) -> Remedy | None:
         """Return the smallest limit found under which a search succeeds."""
-        least = float(refused.smallest_memory_bytes or 0)
+        least = float(infeasible.smallest_memory_bytes or 0)
         for factor in _MEMORY_STEPS:
             gib = round_up(factor * least / GIB)
             changed = replace(self.request, memory_limit_bytes=int(gib * GIB))
             if plan := find_plan(self.graph, self.profile, changed).plan:
-                return Concession(
-                    what=f"`memory_limit_bytes` {gib} GiB", request=changed, plan=plan
-                )
+                return Remedy(what=f"`memory_limit_bytes` {gib} GiB", request=changed, plan=plan)
         return None
 
-    def more_devices(self) -> Concession | None:
+    def more_devices(self) -> Remedy | None:
         """Return the fewest devices that do: whole nodes where there is more than one."""
         candidates = self._candidates(self.graph, self.request)
         for count in more_counts(self.request.num_devices, self.profile):
@@ -126,20 +124,20 @@ class _Trials:
                 continue
             alike = self._candidates(self.graph, changed)
             if plan := search_among(alike, changed, runners_up=False).plan:
-                return Concession(what=f"`num_devices` {count}", request=changed, plan=plan)
+                return Remedy(what=f"`num_devices` {count}", request=changed, plan=plan)
         return None
 
-    def concessions(self) -> list[Concession]:
+    def remedies(self) -> list[Remedy]:
         """Return the single changes that do, or the pairs where none does; fastest first."""
         singles = dict(self._changes())
         for size in (1, 2):
             found = []
             for names in combinations(singles, size):
                 changes = {k: v for name in names for k, v in singles[name].items()}
-                if made := self._concede(changes):
+                if made := self._try_changes(changes):
                     found.append(made)
             if found:
-                return sorted(found, key=lambda one: one.step_s)
+                return sorted(found, key=lambda remedy: remedy.step_s)
         return []
 
     def _changes(self) -> Iterator[tuple[str, dict[str, object]]]:
@@ -161,7 +159,7 @@ class _Trials:
                 if tp > node:
                     yield f"tp={tp}", {"tp": tp}
 
-    def _concede(self, changes: dict[str, object]) -> Concession | None:
+    def _try_changes(self, changes: dict[str, object]) -> Remedy | None:
         changed = replace(self.request, **changes)  # type: ignore[arg-type]
         graph = self.graph
         if changed.precision != self.request.precision:
@@ -176,7 +174,7 @@ class _Trials:
         if plan is None:
             return None
         what = ", ".join(_as_asked(name, self.request, changed, plan) for name in changes)
-        return Concession(what=what, request=changed, plan=plan)
+        return Remedy(what=what, request=changed, plan=plan)
 
     def _candidates(self, graph: ModelGraph, request: SearchRequest) -> Candidates:
         """Return candidates that put on the host what the request names, by itself nothing."""

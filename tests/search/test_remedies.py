@@ -7,8 +7,8 @@ import pytest
 
 from search import SearchRequest, find_plan
 from search.report.adding_up import listed_parts, rounded_parts
-from search.report.concessions import find_advice, more_counts
 from search.report.explain import explain_saving, fullest_rank
+from search.report.remedies import find_advice, more_counts
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine
@@ -49,17 +49,17 @@ def test_each_answer_is_a_search_that_succeeds(gpt):
     limit = int(0.8 * peak(gpt, **fixed))
     request = ask(**fixed, memory_limit_bytes=limit)
     found, _ = advice(gpt, request)
-    for one in (found.memory, *found.concessions):
+    for one in (found.memory, *found.remedies):
         plan = find_plan(gpt, MACHINE, one.request).plan
         assert plan.estimate["step_s"] == pytest.approx(one.step_s)
         assert one.peak_bytes <= (one.request.memory_limit_bytes or 0)
     assert found.devices is None, "dp=2 with everything else free of pp and tp cannot use more"
-    said = [one.what for one in found.concessions]
+    said = [remedy.what for remedy in found.remedies]
     assert "`microbatch_size` 1 instead of 4" in said or "`microbatch_size` 2 instead of 4" in said
     assert any(what.startswith("`recompute` ") for what in said)
-    steps = [one.step_s for one in found.concessions]
+    steps = [remedy.step_s for remedy in found.remedies]
     assert steps == sorted(steps)
-    assert all(one.request.num_devices == 2 for one in found.concessions)
+    assert all(one.request.num_devices == 2 for one in found.remedies)
     less = replace(request, memory_limit_bytes=int(0.998 * found.memory.request.memory_limit_bytes))
     assert find_plan(gpt, MACHINE, less).plan is None
 
@@ -81,12 +81,12 @@ def test_fewest_devices(gpt):
             assert find_plan(gpt, MACHINE, replace(request, num_devices=fewer)).plan is None
 
 
-def test_bf16_is_a_concession(gpt):
+def test_bf16_is_a_remedy(gpt):
     """V14: what the search itself never changes; the parts of what it saves add up."""
     fixed = {"dp": 2, "zero": 0, "recompute": "none", "microbatch_size": 4}
     request = ask(**fixed, memory_limit_bytes=int(0.95 * peak(gpt, **fixed)))
     found, refused = advice(gpt, request, recapture=lambda precision: captured(precision))
-    made = next(one for one in found.concessions if one.what == "`precision` bf16")
+    made = next(one for one in found.remedies if one.what == "`precision` bf16")
     assert made.plan.precision == "bf16"
     said = explain_saving(refused.leanest, made.plan)
     total, parts = re.fullmatch(r"(\S+) \w+: (.*)", said).groups()
@@ -97,11 +97,11 @@ def test_bf16_is_a_concession(gpt):
     assert "activations -" in parts
 
 
-def test_offload_is_a_concession_where_it_was_ruled_out(gpt):
+def test_offload_is_a_remedy_where_it_was_ruled_out(gpt):
     """M27: a limit under which only what goes to the host makes it fit."""
     limit = int(0.97 * find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000)).smallest_memory_bytes)
     found, _ = advice(gpt, ask(memory_limit_bytes=limit))
-    made = next(one for one in found.concessions if one.what.startswith("`offload` "))
+    made = next(one for one in found.remedies if one.what.startswith("`offload` "))
     assert made.plan.optimizer_on_host or any(s.activations_on_host for s in made.plan.stages)
     assert made.peak_bytes <= limit
 
@@ -116,8 +116,8 @@ def test_pairs_where_no_single_change_does(gpt):
     }  # fmt: skip
     limit = int(0.99 * min(least.values()))
     found, _ = advice(gpt, ask(**fixed, memory_limit_bytes=limit))
-    assert found.concessions
-    for one in found.concessions:
+    assert found.remedies
+    for one in found.remedies:
         assert one.what.count("--") == 2
         assert one.peak_bytes <= limit
 

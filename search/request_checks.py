@@ -1,0 +1,103 @@
+"""Checks of a request against a model and a cluster, before anything is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from costmodel.topology import check_priced
+from planner.cluster import ClusterSpec
+from planner.errors import LayoutError
+from planner.graph import ModelGraph
+from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
+from planner.plan.defaults import check_balance
+from planner.schedule import find_schedule
+from search.mesh_sizes import divisors
+from search.request import SearchRequest
+
+
+def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
+    """Raise LayoutError for choices that cannot go together, with what to try."""
+    n = request.num_devices
+    if cluster.max_devices is not None and n > cluster.max_devices:
+        raise LayoutError(
+            f"`num_devices` {n} was given, but profile {cluster.name!r} describes at most "
+            f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
+            "another `profile`"
+        )
+    sides = (*axis_names(), "pp")
+    fixed = {name: request.fixed(name) for name in sides}
+    check_priced(Degrees(**{name: fixed[name] or 1 for name in axis_names()}))
+    for axis in lowered_axes():
+        if (fixed[axis.name] or 1) > 1:
+            axis.check(graph, axis.name, fixed[axis.name] or 1)
+    given = {name: value for name, value in fixed.items() if value is not None}
+    product = 1
+    for value in given.values():
+        product *= value
+    text = " * ".join(f"{name}={value}" for name, value in given.items())
+    rule = f"{' * '.join(sides)} must equal {n}"
+    if n % product:
+        raise LayoutError(
+            f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
+            f"{rule}, so use divisors of {n}: {listed(divisors(n))}"
+        )
+    if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
+        raise LayoutError(
+            f"{text} uses {product} of `num_devices` {n}; {rule}, so "
+            f"leave one of them out or use `num_devices` {product}"
+        )
+    for name in fixed:
+        values = request.allowed(name)
+        if values and all(n % int(value) for value in values):
+            raise LayoutError(
+                f"`allow` {name}={','.join(values)} was given, and none of these divides "
+                f"`num_devices` {n}; use divisors of {n}: {listed(divisors(n))}"
+            )
+    blocks = len(graph.blocks)
+    if request.balance:
+        stages = len(request.balance)
+        if request.pp:
+            stages = request.pp * (request.vpp or max(1, stages // request.pp))
+        check_balance(request.balance, num_blocks=blocks, num_stages=stages)
+    stages = (request.pp or 1) * (request.vpp or 1)
+    if stages > blocks:
+        raise LayoutError(
+            f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
+            f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
+        )
+    cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
+    parts = prod(size or 1 for size in cuts.values())
+    if request.global_batch % parts:
+        raise LayoutError(
+            f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
+            f"`global_batch` {request.global_batch}; every replica takes the same number of "
+            f"samples, so use {' * '.join(cuts)} in {listed(divisors(request.global_batch))} or "
+            "another batch"
+        )
+    per_part = request.global_batch // parts
+    size = request.microbatch_size
+    if size is not None and per_part % size:
+        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
+        raise LayoutError(
+            f"`microbatch_size` {size} does not divide {whose}; use {listed(divisors(per_part))}"
+        )
+    if request.schedule is not None:
+        spec = find_schedule(request.schedule)
+        pp = request.pp or min(2, blocks)
+        vpp = request.vpp or spec.min_vpp
+        most = per_part // (size or 1)
+        if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
+            raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
+    elif request.pp is not None and per_part // (size or 1) < request.pp:
+        raise LayoutError(
+            f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
+            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
+            "smaller `microbatch_size` or a smaller `pp`"
+        )
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return numbers as text, the first 16 of them."""
+    shown = [str(n) for n in numbers[:16]]
+    return ", ".join(shown) + (", ..." if len(numbers) > 16 else "")

@@ -1,0 +1,180 @@
+"""What single ops do to the samples of a batch, one mechanism at a time, on programs by hand."""
+
+from __future__ import annotations
+
+from planner.across.buffers import written
+from planner.across.by_rules import by_rules
+from planner.across.follow import follow_program
+from planner.across.losses import _class_loss
+from planner.across.order import _sort
+from planner.across.rows import _repeat
+from planner.across.state import ANY_ORDER, IN_ORDER, WHOLE, State
+from planner.across.step import Kind, Step, Walk, handlers_of
+from planner.across.sums import joined_causes
+from planner.across.take_and_put import _index_select
+from planner.graph import Affine, Op, Program, Ref, TensorMeta
+from planner.layout.placement import Shard
+
+N = Affine(per_sample=1, fixed=0)
+BATCH = State(rows=Shard(0))
+
+
+def walk(*ops: tuple, inputs: dict[str, tuple], buffers: dict[str, tuple] | None = None) -> Walk:
+    """Follow ops (name, target, args, shape) on inputs whose samples lie along dim 0."""
+    buffers = buffers or {}
+    shapes = inputs | buffers | {name: shape for name, _, _, shape in ops}
+    whole = {name for name, target, _, _ in ops if "sort" in target or "arange" in target}
+    program = Program(
+        name="p",
+        inputs=tuple(inputs),
+        params=tuple(buffers),
+        outputs=(ops[-1][0],),
+        tensors=tuple(
+            TensorMeta(
+                name=name,
+                shape=shape,
+                dtype="int64" if name in whole else "float32",
+                kind="input" if name in inputs else "buffer" if name in buffers else "activation",
+                requires_grad=False,
+            )
+            for name, shape in shapes.items()
+        ),
+        ops=tuple(Op(name=n, target=t, args=a, outputs=(n,)) for n, t, a, _ in ops),
+    )
+    states = dict.fromkeys(inputs, BATCH) | dict.fromkeys(buffers, WHOLE)
+    found = Walk(program=program, states=states)
+    follow_program(found)
+    return found
+
+
+def kinds(found: Walk) -> list[Kind]:
+    return [fault.kind for fault in found.faults]
+
+
+def test_entries_stay_with_their_samples():
+    found = walk(("y", "aten.relu.default", (Ref("x"),), (N, 4)), inputs={"x": (N, 4)})
+    assert found.states["y"] == BATCH
+    assert kinds(found) == []
+    assert handlers_of("aten.relu") == ()  # by the rules alone
+
+
+def test_a_sum_over_samples_grows_with_them_and_a_mean_does_not():
+    total = walk(("y", "aten.sum.default", (Ref("x"),), ()), inputs={"x": (N, 4)}).states["y"]
+    assert (total.sums, total.power) == (("y",), 1)
+    mean = walk(("y", "aten.mean.default", (Ref("x"),), ()), inputs={"x": (N, 4)}).states["y"]
+    assert (mean.sums, mean.power) == (("y",), 0)
+
+
+def test_a_sum_that_is_used_as_a_value_mixes_samples():
+    found = walk(
+        ("total", "aten.mean.default", (Ref("x"),), ()),
+        ("y", "aten.sqrt.default", (Ref("total"),), ()),
+        inputs={"x": (N, 4)},
+    )
+    assert kinds(found) == ["mixed"]
+
+
+def test_a_sum_divided_by_a_sum_is_a_mean_of_what_the_other_counts():
+    found = walk(
+        ("above", "aten.sum.default", (Ref("x"),), ()),
+        ("below", "aten.sum.default", (Ref("mask"),), ()),
+        ("y", "aten.div.Tensor", (Ref("above"), Ref("below")), ()),
+        inputs={"x": (N, 4), "mask": (N, 4)},
+    )
+    assert found.states["y"] == State(sums=("above",), shares=("below",), power=0)
+    assert joined_causes([found.states["y"], found.states["below"]]) == (
+        ("above", "below"),
+        ("below",),
+    )
+
+
+def test_pairs_of_samples_are_seen_by_their_sizes():
+    found = walk(
+        ("y", "aten.matmul.default", (Ref("x"), Ref("z")), (N, N)),
+        inputs={"x": (N, 4), "z": (4, N)},
+    )
+    assert kinds(found) == ["pairs"]
+
+
+def test_rows_repeated_as_a_whole_lie_in_runs():
+    found = walk(
+        ("y", "aten.repeat.default", (Ref("x"), (2, 1)), (Affine(per_sample=2, fixed=0), 4)),
+        inputs={"x": (N, 4)},
+    )
+    assert found.states["y"] == State(rows=Shard(0, 2))
+    assert _repeat in handlers_of("aten.repeat")
+
+
+def test_sorted_rows_come_back_by_the_order_that_undoes_the_order():
+    found = walk(
+        ("there", "aten.argsort.default", (Ref("key"),), (N,)),
+        ("back", "aten.argsort.default", (Ref("there"),), (N,)),
+        ("sorted", "aten.index_select.default", (Ref("x"), 0, Ref("there")), (N, 4)),
+        ("y", "aten.index_select.default", (Ref("sorted"), 0, Ref("back")), (N, 4)),
+        inputs={"key": (N,), "x": (N, 4)},
+    )
+    assert found.states["sorted"].order == "there"
+    assert found.states["y"] == BATCH
+    assert kinds(found) == []
+    assert _sort in handlers_of("aten.argsort")
+    assert _index_select in handlers_of("aten.index_select")
+
+
+def test_rows_of_two_orders_must_not_meet():
+    found = walk(
+        ("there", "aten.argsort.default", (Ref("key"),), (N,)),
+        ("sorted", "aten.index_select.default", (Ref("x"), 0, Ref("there")), (N, 4)),
+        ("y", "aten.add.Tensor", (Ref("sorted"), Ref("x")), (N, 4)),
+        inputs={"key": (N,), "x": (N, 4)},
+    )
+    assert kinds(found) == ["mixed"]
+
+
+def test_a_buffer_written_from_samples_and_one_that_moves():
+    copied = walk(
+        ("total", "aten.mean.dim", (Ref("x"), (0,)), (4,)),
+        ("y", "aten.copy_.default", (Ref("b"), Ref("total")), (4,)),
+        inputs={"x": (N, 4)},
+        buffers={"b": (4,)},
+    )
+    assert kinds(copied) == ["buffer"]
+    moved = walk(
+        ("y", "aten.mul_.Scalar", (Ref("b"), 0.9), (4,)),
+        inputs={"x": (N, 4)},
+        buffers={"b": (4,)},
+    )
+    assert kinds(moved) == ["repeated"]
+
+
+def test_an_op_without_any_rule_is_unknown():
+    found = walk(("y", "other.op.default", (Ref("x"),), (N, 4)), inputs={"x": (N, 4)})
+    assert kinds(found) == ["unknown"]
+    op = found.program.ops[0]
+    assert by_rules(Step(walk=found, op=op, states=[WHOLE])) != (WHOLE,)
+
+
+def test_class_weights_divide_by_the_weights_of_the_targets():
+    found = walk(
+        ("y", "aten.cross_entropy_loss.default", (Ref("x"), Ref("t"), Ref("w")), ()),
+        inputs={"x": (N, 4), "t": (N,)},
+        buffers={"w": (4,)},
+    )
+    assert _class_loss in handlers_of("aten.cross_entropy_loss")
+    assert found.states["y"].sums == ("y",)
+
+
+def test_constants_of_the_batchs_size_are_equal_in_any_order():
+    found = walk(("y", "aten.zeros.default", ((N, 4),), (N, 4)), inputs={"x": (N, 4)})
+    assert found.states["y"] == State(rows=Shard(0), order=ANY_ORDER, equal=True)
+    assert found.states["y"].order != IN_ORDER
+
+
+def test_a_counter_may_move():
+    found = walk(
+        ("y", "aten.zero_.default", (Ref("b"),), (4,)),
+        inputs={"x": (N, 4)},
+        buffers={"b": (4,)},
+    )
+    step = Step(walk=found, op=found.program.ops[0], states=[WHOLE])
+    assert written(step) == (WHOLE,)
+    assert kinds(found) == []

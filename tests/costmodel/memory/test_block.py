@@ -1,0 +1,89 @@
+"""One block's bytes: saved, recomputed and deferred, with hand arithmetic where there is any."""
+
+import pytest
+
+from costmodel.memory.block.backward_facts import backward_facts
+from costmodel.memory.block.backward_walk import DeferredWeight, backward_walk
+from costmodel.memory.block.block_bytes import block_bytes
+from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.recomputed import kept_storages, selective_bytes
+from costmodel.memory.ops.saved import saved_tensors
+from planner.ops.recompute_choice import ops_made_again
+from planner.ops.weight_products import deferrable_products
+from tests.builders import tiny_models
+from tests.captures import capture_module
+
+
+@pytest.fixture(scope="module")
+def layer():
+    model = tiny_models()["gpt"]
+    graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
+    return max(graph.classes, key=lambda c: len(c.ops)).bind(2)
+
+
+def test_recomputation_keeps_less_and_runs_again(layer):
+    """Full recomputation keeps block inputs only; selective some results; none what ops save."""
+    recomputed = ops_made_again(layer, layer, None)
+    none, some, full = (
+        block_bytes(layer, device_type="cpu", recompute=choice, recomputed=recomputed)
+        for choice in ("none", "selective", "full")
+    )
+    assert full.kept_bytes == 0 < some.kept_bytes < none.kept_bytes
+    assert none.recomputed_bytes == none.recompute_rise_bytes == 0
+    assert 0 < some.recomputed_bytes < full.recomputed_bytes
+    assert full.recompute_rise_bytes >= full.recomputed_bytes
+    assert all(edge.is_kept for edge in full.inputs if edge.requires_grad)
+    saved = saved_tensors(layer, device_type="cpu")
+    roots, extra = kept_storages(layer, saved, recomputed)
+    assert selective_bytes(layer, saved, recomputed).kept_bytes == sum(roots.values()) + sum(
+        extra.values()
+    )
+
+
+def test_the_first_backward_makes_the_gradients_that_stay(layer):
+    saved = saved_tensors(layer, device_type="cpu")
+    facts = backward_facts(layer, saved, deferrable_products(layer))
+    first = backward_walk(facts, first=True, held=frozenset())
+    later = backward_walk(facts, first=False, held=frozenset())
+    trained = {name for name in layer.params if layer.tensor[name].requires_grad}
+    assert first.made == later.made == trained
+    assert first.rise_bytes >= later.rise_bytes
+    # Gradients stay to the end: with sums this wide, the end is the highest point.
+    wide = backward_walk(facts, first=True, held=frozenset(), gradient_factor=100)
+    trained_bytes = sum(layer.tensor[name].bytes_at(1) for name in trained)
+    assert wide.rise_bytes > 90 * trained_bytes > first.rise_bytes
+
+
+def test_deferred_weight_gradients_wait_with_their_operands(layer):
+    saved = saved_tensors(layer, device_type="cpu")
+    products = deferrable_products(layer)
+    facts = backward_facts(layer, saved, products)
+    split = backward_walk(facts, first=True, held=frozenset(), split=True)
+    assert len(split.deferred) == len(products) > 0
+    weights = {ref.name for _, ref, *_ in products.values()}
+    assert not weights & split.made
+    waiting = deferred_storages(split.deferred)
+    assert all(size > 0 for size in waiting.values())
+
+
+def weight(name, *held, adds=True):
+    return DeferredWeight(
+        held=held, weight_bytes=100, bias_bytes=10, adds=adds, whole_bytes=300, weight=name
+    )
+
+
+def test_a_weight_job_by_hand():
+    """Two products of one input x (8 bytes): the last deferred first; x is freed by the other."""
+    pair = [weight("a", ("x", 8), ("grad a", 4)), weight("b", ("x", 8), ("grad b", 4))]
+    # First microbatch: b makes 110 bytes that stay and frees its 4; then a makes 110 more.
+    assert weight_job(pair, first=True, gradient_factor=1) == (110 - 4 + 110, 220)
+    # Later: weights add in place (beta = 1), only a bias gradient of 10 is made beside.
+    assert weight_job(pair, first=False, gradient_factor=1) == (10, 0)
+    # In bf16 a gradient of 110 is made and cast to 220 of fp32, of which nothing stays later.
+    assert weight_job(pair, first=False, gradient_factor=2) == (220, 0)
+
+
+def test_the_gradient_of_a_view_is_made_whole():
+    """A product with a view of a weight makes 300 of the whole weight, and adds that."""
+    view = [weight("a", adds=False)]
+    assert weight_job(view, first=False, gradient_factor=1) == (310 + 300, 0)

@@ -1,0 +1,117 @@
+"""One rank: what is resident, what FSDP2 holds, what travels, and what a microbatch keeps."""
+
+from fractions import Fraction
+
+import pytest
+
+from costmodel import CostCache
+from costmodel.memory.exact.fsdp_walk import ShardedBytes
+from costmodel.memory.exact.messages import Arrival, Receives, Traffic, find_traffic
+from costmodel.memory.exact.microbatch import before_any_job
+from costmodel.memory.exact.plan_memory import plan_memory
+from costmodel.memory.exact.resident import PARTS, resident_parts
+from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, ForwardBytes
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
+from costmodel.memory.exact.stage.jobs import JobVariant
+from costmodel.memory.exact.stage.placed_stage import PlacedStages
+from costmodel.memory.parts import MemoryParts, with_overheads
+from costmodel.time.plan_price import price_plan
+from planner.runtime.step.wiring import build_edges
+from planner.schedule.jobs import JobKind
+from planner.schedule.of_plan import schedule_of
+from profiles import load_profile
+from tests.costmodel.memory.plans import gpt_graph, plan_of
+
+H100 = load_profile("h100-sxm5-80gb")
+
+
+def test_overheads_are_a_part_of_live_bytes_and_the_context():
+    parts = with_overheads(MemoryParts(parameter_bytes=1000, host_bytes=77), H100)
+    assert parts.allocator_bytes == 1000 * H100.allocator_overhead_fraction
+    assert parts.context_bytes == H100.context_bytes
+    assert (parts.tensor_bytes, parts.host_bytes) == (1000, 77)
+
+
+def test_parts_of_a_rank_sum_to_its_memory():
+    """Every part names a field; a rank's parameters and AdamW's two moments are there."""
+    graph = gpt_graph()
+    costs = CostCache(graph, H100)
+    plan = plan_of(graph)
+    price = price_plan(plan, costs)
+    (parts,) = plan_memory(price, costs, schedule_of(plan))
+    assert {part.field for part in PARTS.values()} <= set(MemoryParts.__dataclass_fields__)
+    params = float(price.loads[0].param_bytes)
+    assert parts.optimizer_bytes == 2 * params + 4 * float(price.loads[0].num_params)
+    assert parts.parameter_bytes >= params
+    assert resident_parts.__doc__
+
+
+UNIT = Unit(
+    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100,
+    has_input_gradient=True, last_part=Fraction(1, 4),
+)  # fmt: skip
+
+
+def sharded(zero_stage):
+    return ShardedStage(
+        blocks=(UNIT, UNIT), shared=None, zero_stage=zero_stage, replicas=2,
+        shards_on_host=False, copies_to_reduce=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero_stage", "left"), [(1, 200), (2, 200), (3, 0)])
+def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
+    """The message and the copies of a block's 100 bytes; ZeRO 3 frees a block when it has run."""
+    held = ShardedBytes(sharded(zero_stage))
+    idle = BlockSample(0, 0, 0, 0)
+    peak = held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    assert held.state.live_bytes == left
+    # The second block's copies and message, the first block's message, and its copies but for 3.
+    assert peak == (300 if zero_stage == 3 else 400)
+
+
+def test_a_last_backward_under_zero_leaves_shards_of_gradients():
+    held = ShardedBytes(sharded(3))
+    idle = BlockSample(0, 0, 0, 0)
+    held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    backward = BackwardBytes(samples=(idle, idle), rise_bytes=0, new_gradient_bytes=0, deferred=())
+    peak = held.backward(backward, is_last=True)
+    assert held.state.live_bytes == held.state.gradient_bytes == 2 * 50
+    assert peak > 2 * 100
+
+
+def test_a_receive_brings_those_sent_before_it():
+    """Receives from a rank are posted in the order in which it sends."""
+    early, late = (Arrival(0, 1, name, False, 0) for name in ("a", "b"))
+    receives = Receives(Traffic(orders={0: [early, late]}))
+    assert receives.expect(0, late) == [early, late]
+    assert receives.expect(0, early) == []
+    assert receives.expect(7, early) == [early], "a rank without an order: in the order of need"
+
+
+def test_traffic_is_kept_only_where_messages_are():
+    graph = gpt_graph()
+    plan = plan_of(graph, pp=2, num_microbatches=2)
+    schedule, edges = schedule_of(plan), build_edges(graph, plan)
+    home = schedule.stage_to_pp_rank.__getitem__
+    gone, kept = (
+        find_traffic(schedule.jobs, edges, home, 0, keeps_sent=keeps) for keeps in (False, True)
+    )
+    assert not gone.taken_at
+    assert len(kept.taken_at) == 2 * sum(edge.producer == 0 for edge in edges)
+
+
+def test_a_microbatch_holds_nothing_after_its_last_job():
+    graph = gpt_graph()
+    costs = CostCache(graph, H100)
+    plan = plan_of(graph, pp=2, num_microbatches=2)
+    placed = PlacedStages(plan, costs, build_edges(graph, plan))
+    ((_, key, unseen),) = before_any_job({0: placed.jobs(0)}, keeps_sent=False).values()
+    forward, backward = (
+        JobVariant(kind, key, "walk", is_first=False, num_deferred=0, is_last=False)
+        for kind in (JobKind.FORWARD, JobKind.FULL_BACKWARD)
+    )
+    there, microbatch = unseen.after(forward)
+    gone, _ = microbatch.after(backward)
+    assert there.kept_bytes == -gone.kept_bytes > 0
+    assert unseen.after(forward)[1] is microbatch, "an equal job is not simulated twice"

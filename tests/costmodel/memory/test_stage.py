@@ -1,0 +1,112 @@
+"""One stage's jobs by hand: two blocks of known sizes, with and without ZeRO."""
+
+from fractions import Fraction
+
+import pytest
+
+from costmodel.memory.block.backward_walk import BackwardWalk, Given
+from costmodel.memory.block.block_bytes import BlockBytes, Edge
+from costmodel.memory.exact.stage.backward import backward_job
+from costmodel.memory.exact.stage.blocks import BlockSample
+from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
+from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
+from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
+from costmodel.memory.exact.stage.walk import StageWalk
+from planner.schedule import build_schedule
+from tests.costmodel.memory.plans import plan_of
+
+VALUE, KEPT, RISE = 10, 50, 80
+"""Bytes of each value between blocks, kept inside a block, and of a block's height."""
+
+
+def block_of(index, copies=(None,), params=()):
+    """A block that takes value index and makes value index + 1, and keeps what it takes."""
+    sizes = BlockBytes(
+        input_names=("x",),
+        output_names=("y",),
+        inputs=(Edge(VALUE, True, True),),
+        outputs=(Edge(VALUE, True, False),),
+        params=dict.fromkeys(params, 100),
+        param_rows=dict.fromkeys(params, 3),
+        kept_bytes=KEPT,
+        recomputed_bytes=0,
+        forward_rise_bytes=RISE,
+        recompute_rise_bytes=0,
+        backward=lambda **how: BackwardWalk(
+            30, frozenset(params), (), {"x": Given(VALUE, None, False)}
+        ),
+    )
+    return PlacedBlock(
+        kind=BlockKind(bytes=sizes, copies=copies),
+        inputs=(f"v{index}",),
+        outputs=(f"v{index + 1}",),
+        params={name: name for name in params},
+    )
+
+
+def stage_of(*blocks, **options):
+    given = {"arriving": {"v0": VALUE}, "side": {}, "leaving": frozenset({f"v{len(blocks)}"})}
+    return StageWalk(blocks=blocks, **{**given, "sent_copies": {}, **options})
+
+
+def test_a_forward_keeps_what_blocks_keep_and_the_values_between():
+    """v0 arrived and v2 leaves: others hold those too. v1 is kept by the second block."""
+    forward = stage_of(block_of(0), block_of(1)).forward
+    assert forward.samples == (
+        BlockSample(0, RISE, KEPT + VALUE, 0),
+        BlockSample(KEPT + VALUE, KEPT + VALUE + RISE, 2 * KEPT + 2 * VALUE, KEPT + VALUE),
+    )
+    assert forward.kept_bytes == 2 * KEPT + VALUE
+    assert forward.kept == {"v0": VALUE}
+    assert forward.rise_bytes == KEPT + VALUE + RISE
+
+
+def test_a_copied_input_is_counted_while_its_block_keeps_it():
+    copy = Copy(num_bytes=20, making_bytes=35, returning_bytes=5, passes_on=True)
+    forward = stage_of(block_of(0, copies=(copy,))).forward
+    (sample,) = forward.samples
+    assert (sample.start_bytes, sample.beside_bytes) == (20, 35)
+    assert forward.kept_bytes == KEPT + 20
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_backward_frees_what_the_forward_kept(first):
+    """Above its start: nothing is left but the gradient of v0 and, the first time, parameters'."""
+    stage = stage_of(block_of(0, params=("w",)), block_of(1))
+    backward = stage.backward({"v2": VALUE}, first=first)
+    assert backward == backward_job(
+        stage, {"v2": VALUE}, first=first, num_deferred=0, flush=False, sharded=False,
+        kept_by_others=frozenset(),
+    )  # fmt: skip
+    gradients = 100 if first else 0
+    assert backward.new_gradient_bytes == gradients
+    assert backward.samples[0].peak_bytes == backward.rise_bytes == 30
+    assert backward.samples[-1].end_bytes == gradients + VALUE - 2 * KEPT - VALUE
+
+
+def test_units_are_padded_to_equal_shards():
+    """3 rows of 100 bytes over 2 ranks: 4 rows of 33 bytes; sums are fp32 in bf16."""
+    stage = stage_of(block_of(0, params=("w",)), block_of(1), gradient_factor=2)
+    found = sharded_stage(stage, 2, plan_of(dp=2, zero_stage=3), "cuda")
+    assert found.blocks == (
+        Unit(
+            gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
+            has_input_gradient=True, last_part=Fraction(1),
+        ),
+        None,
+    )  # fmt: skip
+    assert found.shared is None
+    assert found.shard_bytes == 132
+
+
+def test_the_last_microbatch_and_the_first_gradients_are_variants_of_their_own():
+    walk, last = stage_of(block_of(0)), stage_of(block_of(0))
+    jobs = StageJobs(
+        walk=walk, last=last, first_deferred=walk, all_deferred=walk, incoming=(), outgoing=(),
+        accumulates=False, sends_first=False, on_host=False, loss_bytes=0,
+    )  # fmt: skip
+    row = build_schedule("1f1b", pp=1, vpp=1, num_microbatches=3).jobs[0]
+    variants = list(job_variants(row, {0: jobs}, {0: 0}))
+    assert [v.walk for v in variants] == ["walk"] * 4 + ["last"] * 2
+    assert [v.is_first for v in variants[1::2]] == [True, False, False]
+    assert [v.is_last for v in variants[1::2]] == [False, False, True]

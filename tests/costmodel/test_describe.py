@@ -1,0 +1,36 @@
+"""A simulated timetable printed for people."""
+
+from rich.console import Console
+
+from costmodel.compare import JobComparison, RunComparison
+from costmodel.describe import describe_run, describe_timeline
+from costmodel.time.simulate import JobSeconds, simulate
+from planner.schedule import build_schedule
+
+
+def printed(parts) -> str:
+    console = Console(width=120, no_color=True)
+    with console.capture() as capture:
+        console.print(*parts)
+    return capture.get()
+
+
+def test_a_rank_s_waiting_is_printed_as_its_bubble():
+    """1F1B of 2 ranks and 3 microbatches of 1 s + 2 s: each rank works 9 of 12 s."""
+    schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=3)
+    seconds = JobSeconds.equal(2, forward_s=1.0, backward_s=2.0)
+    text = printed(describe_timeline(simulate(schedule, seconds), seconds))
+    assert text.count("25.0%") == 1 + 2  # of the step, and of each rank
+    assert "12" in text
+
+
+def test_a_run_is_printed_beside_its_prediction():
+    """Predicted over measured, of jobs and of the step."""
+    job = JobComparison(stage=0, kind="F", predicted_s=1.0, measured_s=2.0, count=3)
+    comparison = RunComparison(
+        jobs=(job,), predicted_step_s=3.0, measured_step_s=4.0,
+        predicted_bubble_fraction=0.25, measured_bubble_fraction=0.5, num_steps=7,
+    )  # fmt: skip
+    text = printed(describe_run(comparison))
+    for part in ("0.50", "0.75", "7 steps", "25.0% predicted", "50.0% measured"):
+        assert part in text

@@ -1,0 +1,81 @@
+"""What bounds are made of, by hand arithmetic: copies, exchange, shares, activations in flight."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from planner.layout.axes import Degrees
+from planner.schedule import JobKind, build_schedule
+from planner.schedule.trips import trips
+from search import SearchRequest
+from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
+from search.bounds.exchange import LeastExchange
+from search.bounds.memory_bounds import kept_in_flight
+from search.bounds.quick_price import copied_rows
+from search.bounds.step_bounds import one_microbatch, share_of_work
+from search.candidates import Candidates
+from tests.search.machine import Machine
+from tests.search.test_bounds import captured
+
+
+def test_copies_lengthen_the_jobs_that_are_shorter():
+    """F0 F1 F2 F3 B0 B1 B2 B3: what F i keeps leaves beside job i + 1 and returns beside job i + 3,
+    so a copy of 5 s lengthens F1, F2, F3 (3 s each) by 2 s and B0, B1, B2 (4 s each) by 1 s."""
+    row = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4).jobs[0]
+    copied = CopiedRow.of(row, trips(row, [0]))
+    job_s = {kind: [s] for kind, s in seconds_by_kind(3.0, 4.0, 0.0).items()}
+    assert job_s[JobKind.FORWARD] == [3.0]
+    assert extra_s(copied.whole, job_s, [5.0], [5.0]) == 3 * 2.0 + 3 * 1.0
+    assert extra_s(copied.whole, job_s, [2.0], [2.0]) == 0.0
+    # Between the first forward and the first backward are F1, F2 and F3.
+    assert extra_s(copied.filling, job_s, [5.0], [5.0]) == 3 * 2.0
+    assert copied_rows("fthenb", 2, 1, 4)[0] == copied
+
+
+def test_some_rank_does_its_share():
+    """2 microbatches of 3 s and 4 s once, on 2 ranks: 5 s."""
+    costs = SimpleNamespace(
+        microbatch_s=lambda config: 3.0,
+        exchange=lambda config: SimpleNamespace(once_s=lambda pp: 4.0),
+        early_sends=lambda config: SimpleNamespace(after_first_s=0.5),
+    )
+    config = SimpleNamespace(num_microbatches=2, pp=2)
+    assert share_of_work(costs, config) == 5.0
+    assert one_microbatch(costs, config) == 2.5
+    assert one_microbatch(costs, SimpleNamespace(num_microbatches=2, pp=1)) == 3.0
+
+
+def test_activations_in_flight_are_spread_at_best():
+    """12 bytes of a microbatch over stages that hold 1 and 2: 8 and 4 bytes kept, 8 on either rank;
+    and 1 byte of context."""
+    table = SimpleNamespace(
+        profile=SimpleNamespace(context_bytes=1.0), on_host=SimpleNamespace(live=float)
+    )
+    costs = SimpleNamespace(table=table, chain_kept_bytes=lambda recompute: 12.0)
+    assert kept_in_flight(costs, SimpleNamespace(recompute="none"), (1, 2)) == 9.0
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_no_stages_exchange_less(zero, pp):
+    """X1: what replicas exchange in and after jobs, of random boundaries."""
+    request = SearchRequest(num_devices=8, global_batch=16)
+    candidates = Candidates.of(captured("gpt"), Machine(devices_per_node=4), request)
+    table = candidates.tables(1, 1)[0]
+    least = LeastExchange(table=table, degrees=Degrees(dp=8 // pp), zero=zero)
+    ranks = table.with_replicas(dp=8 // pp, cp=1, zero=zero, choices=("none",))
+    rng = np.random.default_rng(zero)
+    for _ in range(20):
+        inner = np.sort(rng.choice(np.arange(1, table.num_blocks), pp - 1, replace=False))
+        runs = ranks.runs((0, *inner.tolist(), table.num_blocks))
+        each = float((runs.per_forward_s + runs.per_backward_s).sum())
+        sizes = zip(runs.param_bytes.tolist(), runs.num_params.tolist(), strict=True)
+        once = float(runs.after_s.sum()) + sum(ranks.optimizer_s(*size) for size in sizes)
+        if zero == 3:
+            assert 0 < least.each_s(pp) <= each * (1 + 1e-9)
+        else:
+            # What is exchanged once a step may be counted with a job.
+            once += each
+            assert least.each_s(pp) == 0.0
+        assert 0 < least.once_s(pp) <= once * (1 + 1e-9)
