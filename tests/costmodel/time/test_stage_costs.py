@@ -128,7 +128,7 @@ def test_a_quick_price_is_the_estimate(graph, costs, seed):
     """M17: also where skips reach past a stage, and where a parameter is tied."""
     plan = random_plan(graph, seed)
     configuration = Configuration(
-        dp=plan.dp, cp=1, tp=plan.tp, pp=plan.pp, vpp=1,
+        degrees=plan.degrees, pp=plan.pp, vpp=1,
         microbatch_size=plan.microbatch_size, num_microbatches=plan.num_microbatches,
         schedule=plan.schedule, zero=plan.zero_stage, recompute="mixed",
     )  # fmt: skip
