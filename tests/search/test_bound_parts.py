@@ -64,7 +64,7 @@ def test_no_stages_exchange_less(zero, pp):
     candidates = Candidates.of(captured("gpt"), Machine(devices_per_node=4), request)
     table = candidates.tables(1, 1)[0]
     least = LeastExchange(table=table, degrees=Degrees(dp=8 // pp), zero=zero)
-    ranks = table.with_replicas(dp=8 // pp, cp=1, zero=zero, choices=("none",))
+    ranks = table.with_replicas(degrees=least.degrees, zero=zero, choices=("none",))
     rng = np.random.default_rng(zero)
     for _ in range(20):
         inner = np.sort(rng.choice(np.arange(1, table.num_blocks), pp - 1, replace=False))
