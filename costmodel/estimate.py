@@ -35,6 +35,7 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
+from costmodel.topology import check_priced
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
@@ -129,21 +130,23 @@ def estimate(
     `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
     between calls, on the profile it was made with (`in_training(profile, plan.world_size)`
     where not given), and says whether gradients are clipped. Raises ScheduleError when the
-    plan's schedule can't be built.
+    plan's schedule can't be built, LayoutError for a mesh axis that is not priced.
     """
+    check_priced(plan.degrees)
     costs = costs or CostCache(graph, in_training(profile, plan.world_size))
     profile = costs.profile
     price = price_plan(plan, costs)
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, profile, table)
     timeline = simulate(table, price.job_seconds, at_least=at_least)
-    # dp * tp is the same on every stage.
-    flop = float((price.times.forward_flop + price.times.backward_flop).sum()) * plan.dp * plan.tp
+    # All stages have meshes of as many ranks.
+    flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
+    flop = float(flop_of_ranks) * plan.degrees.num_ranks
     return Estimate(
         time=_time_parts(price, costs, timeline, table, at_least),
         memory=plan_memory(price, costs, timeline.schedule),
         timeline=timeline,
-        flop=flop * plan.num_microbatches * plan.cp,
+        flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
         source=profile.source,
     )

@@ -14,7 +14,7 @@ from costmodel.links import Links
 from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage, map_storages
 from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Shard
+from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.runtime.step.wiring import block_placements
 
@@ -53,7 +53,7 @@ def frozen_bytes(
     """
     mine = [index for index, stage in enumerate(plan.stages) if stage.pp_rank == pp_rank]
     given: set[frozenset[str]] = set()
-    placed: dict[str, Placement] = {}
+    placed: dict[str, Placements] = {}
     for stage in mine:
         for index in plan.stages[stage].blocks:
             given.add(links.given[index])
@@ -61,10 +61,10 @@ def frozen_bytes(
                 names = graph.blocks[index].params
                 _, params, _ = block_placements(graph, plan, index, stage)
                 for at in links.untrained[index]:
-                    placed.setdefault(names[at], params[at]["tp"])
-    tp = plan.stage_tp(mine[0])
+                    placed.setdefault(names[at], params[at])
+    degrees = plan.stage_degrees(mine[0])
     total = sum(
-        graph.tensor[name].bytes_at(1) // (tp if isinstance(placement, Shard) else 1)
-        for name, placement in placed.items()
+        graph.tensor[name].bytes_at(1) // placements.parts(degrees)
+        for name, placements in placed.items()
     )
     return total + values.num_bytes(frozenset().union(*given), fixed=True)

@@ -1,54 +1,108 @@
-"""Where the ranks of each mesh axis lie: ranks are pp-major, so tp groups are neighbours."""
+"""Where the ranks of each mesh axis lie on the nodes of a cluster.
+
+The order of the axes is that of ranks (`planner.layout.axes.AXES`): the last axis has neighbours,
+and ranks along an axis are as far apart as all axes inside it have ranks together (its stride).
+Pipeline ranks follow each other outside all axes. For example
+
+    dp 2, cp 2, tp 2 on nodes of 4:   tp stride 1, cp stride 2, dp stride 4, pp stride 8
+    node 0: ranks 0 1 2 3             so tp and cp groups stay in a node, dp groups leave it
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from planner.cluster import ClusterSpec
+from planner.errors import LayoutError
+from planner.layout.axes import Degrees, axis_names, lowered_axes, members
 from profiles import Group
+
+PRICED = ("tp", "cp")
+"""The axes that a block's program is priced on (`costmodel.cache.CostCache.local`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """A mesh axis that blocks are split over: how many ranks, and where they lie."""
+    """A mesh axis that blocks are lowered on: how many ranks, and where they lie."""
 
     size: int
     group: Group
 
 
 def axis_group(cluster: ClusterSpec, *, size: int, stride: int) -> Group:
-    """Return the group of `size` ranks that are `stride` apart.
-
-    rank = ((pp_rank*dp + dp_rank)*cp + cp_rank)*tp + tp_rank, so strides are: tp 1, cp tp,
-    dp cp*tp, pp dp*cp*tp.
-    """
+    """Return the group of `size` ranks that are `stride` apart."""
     per_node = max(1, min(size, cluster.devices_per_node // stride))
     return Group(ranks_per_node=per_node, num_nodes=-(-size // per_node))
 
 
+def group_along(cluster: ClusterSpec, degrees: Degrees, name: str) -> Group:
+    """Return the group of the ranks along an axis, or along "batch" or "data" together.
+
+    Axes next to each other make one run of equal strides. Where another axis lies between, the
+    ranks of a node are a part of every run.
+    """
+    wanted = members(name)
+    runs: list[tuple[int, int]] = []  # (size, stride) of each, innermost first
+    stride, is_next = 1, False
+    for axis in reversed(axis_names()):
+        size = degrees[axis]
+        if size == 1:
+            continue
+        if axis in wanted and is_next:
+            runs[-1] = (runs[-1][0] * size, runs[-1][1])
+        elif axis in wanted:
+            runs.append((size, stride))
+        is_next = axis in wanted
+        stride *= size
+    per_node = 1
+    for size, apart in runs:
+        per_node *= axis_group(cluster, size=size, stride=apart).ranks_per_node
+    return Group(ranks_per_node=per_node, num_nodes=-(-degrees.along(name) // per_node))
+
+
+def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
+    """Return the axes that a block's program may be lowered on, by name."""
+    return {
+        axis.name: Axis(size=degrees[axis.name], group=group_along(cluster, degrees, axis.name))
+        for axis in lowered_axes()
+    }
+
+
+def check_priced(degrees: Degrees) -> None:
+    """Raise LayoutError for a mesh with an axis that blocks are lowered on and not priced on."""
+    for axis in lowered_axes():
+        if axis.name not in PRICED and degrees[axis.name] > 1:
+            raise LayoutError(
+                f"{axis.name}={degrees[axis.name]}: blocks are priced on {' and '.join(PRICED)} "
+                f"only; such a plan can be trained and not estimated, so use {axis.name}=1"
+            )
+
+
 def split_axes(cluster: ClusterSpec, *, tp: int, cp: int = 1) -> dict[str, Axis]:
     """Return the axes a block's program may be lowered on, by name."""
-    return {
-        "tp": Axis(size=tp, group=axis_group(cluster, size=tp, stride=1)),
-        "cp": Axis(size=cp, group=axis_group(cluster, size=cp, stride=tp)),
-    }
+    return lowered_groups(cluster, Degrees(cp=cp, tp=tp))
 
 
 def tp_group(cluster: ClusterSpec, *, tp: int) -> Group:
     """Return the tensor-parallel group."""
-    return axis_group(cluster, size=tp, stride=1)
+    return group_along(cluster, Degrees(tp=tp), "tp")
 
 
 def dp_group(cluster: ClusterSpec, *, dp: int, cp: int, tp: int) -> Group:
     """Return the group gradients are summed over: dp and cp together."""
-    return axis_group(cluster, size=dp * cp, stride=tp)
+    return group_along(cluster, Degrees(dp=dp, cp=cp, tp=tp), "data")
 
 
 def hop_group(cluster: ClusterSpec, *, dp: int, cp: int, tp: int, pp: int) -> Group:
+    """Return the pair of ranks of neighbouring stages; the slowest pair stands for all."""
+    return pipeline_group(cluster, Degrees(dp=dp, cp=cp, tp=tp), pp=pp)
+
+
+def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     """Return the pair of ranks of neighbouring stages; the slowest pair stands for all.
 
-    With several stages in a node most hops stay inside, but a pipeline moves at the pace of
-    its slowest link, so a hop is between nodes as soon as the pipeline spans nodes.
+    With several stages in a node most transfers stay inside, but a pipeline moves at the pace of
+    its slowest link, so a transfer is between nodes as soon as the pipeline spans nodes.
     """
-    crosses = cluster.spans_nodes(pp, stride=dp * cp * tp)
+    crosses = cluster.spans_nodes(pp, stride=degrees.num_ranks)
     return Group(ranks_per_node=1, num_nodes=2) if crosses else Group(ranks_per_node=2, num_nodes=1)

@@ -13,7 +13,6 @@ from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
 from costmodel.memory.bound import RankBound
 from planner.graph import ModelGraph
-from planner.layout.axes import Degrees
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
@@ -313,7 +312,7 @@ class Candidates:
                 device=self.profile.cluster.device,
                 devices_per_node=self.profile.cluster.devices_per_node,
             ),
-            degrees=Degrees(dp=configuration.dp, cp=configuration.cp, tp=configuration.tp),
+            degrees=configuration.degrees,
             pp=configuration.pp,
             vpp=configuration.vpp,
             microbatch_size=configuration.microbatch_size,

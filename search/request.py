@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from planner.errors import LayoutError
+from planner.layout.axes import find_axis
 from planner.plan import Plan, Precision, Recompute
 from planner.schedule import find_schedule
 from search.on_host import OFFLOADS, Offload
@@ -81,6 +82,8 @@ class SearchRequest:
     """What is in host memory; ``auto`` offloads only where nothing fits without."""
     meshes: Meshes = "same"
     """Whether all stages share one dp and tp, or each may have its own."""
+    axes: tuple[tuple[str, int], ...] = ()
+    """Sizes of mesh axes that have no field here, as (axis, size)."""
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -100,6 +103,12 @@ class SearchRequest:
                 raise LayoutError(
                     f"`{name}` {value} was given; it counts something, so it must be 1 or more, "
                     "or left out to be searched"
+                )
+        for axis, size in self.axes:
+            if find_axis(axis).name in CHOICES or size < 1:
+                raise LayoutError(
+                    f"`axes` {axis}={size} was given; a size is 1 or more, and an axis that has "
+                    "a field here is fixed by it"
                 )
         if self.zero not in (None, 0, 1, 2, 3):
             raise LayoutError(f"`zero` {self.zero} was given; ZeRO stages are 0, 1, 2 and 3")
@@ -162,11 +171,16 @@ class SearchRequest:
         """Return what to try of a choice: the fixed value, those allowed, or all `searched`;
         without the forbidden ones. A fixed or allowed value need not be among `searched`.
         """
-        fixed = getattr(self, choice)
+        fixed: Any = self.fixed(choice)
         tried: Iterable[Value] = searched if fixed is None else (fixed,)
         if fixed is None and (named := self.allowed(choice)):
             tried = [cast("Value", text if choice in _NAMED else int(text)) for text in named]
         return [value for value in tried if (choice, str(value)) not in self.forbid]
+
+    def fixed(self, choice: str) -> int | None:
+        """Return the number given for a choice or a mesh axis; None means that it is searched."""
+        own = dict(self.axes)
+        return own[choice] if choice in own else getattr(self, choice, None)
 
     def allowed(self, choice: str) -> list[str]:
         """Return the values that `allow` names of a choice; none means all."""
@@ -174,7 +188,7 @@ class SearchRequest:
 
     def names(self, choice: str, value: object) -> bool:
         """Whether a value is named by the request: fixed or allowed."""
-        return getattr(self, choice) == value or str(value) in self.allowed(choice)
+        return self.fixed(choice) == value or str(value) in self.allowed(choice)
 
 
 def _check_named_value(field_name: str, choice: str, value: str) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
+from costmodel.topology import check_priced
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.sequences import check_hands_on_sequences
+from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
+from search.mesh_sizes import divisors
 from search.request import SearchRequest
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:
@@ -28,22 +25,26 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"{cluster.max_devices} devices; use `num_devices` {cluster.max_devices} or fewer, or "
             "another `profile`"
         )
-    if request.cp is not None and request.cp > 1:
-        check_hands_on_sequences(graph, "cp", request.cp)
-    fixed = {name: getattr(request, name) for name in ("dp", "cp", "tp", "pp")}
+    sides = (*axis_names(), "pp")
+    fixed = {name: request.fixed(name) for name in sides}
+    check_priced(Degrees(**{name: fixed[name] or 1 for name in axis_names()}))
+    for axis in lowered_axes():
+        if (fixed[axis.name] or 1) > 1:
+            axis.check(graph, axis.name, fixed[axis.name] or 1)
     given = {name: value for name, value in fixed.items() if value is not None}
     product = 1
     for value in given.values():
         product *= value
     text = " * ".join(f"{name}={value}" for name, value in given.items())
+    rule = f"{' * '.join(sides)} must equal {n}"
     if n % product:
         raise LayoutError(
             f"{text} does not divide `num_devices` {n}, and degrees are never changed silently; "
-            f"dp * cp * tp * pp must equal {n}, so use divisors of {n}: {listed(divisors(n))}"
+            f"{rule}, so use divisors of {n}: {listed(divisors(n))}"
         )
-    if fixed["dp"] and fixed["tp"] and fixed["pp"] and product != n:
+    if fixed["pp"] and all(fixed[a.name] for a in AXES if a.in_every_file) and product != n:
         raise LayoutError(
-            f"{text} uses {product} of `num_devices` {n}; dp * cp * tp * pp must equal {n}, so "
+            f"{text} uses {product} of `num_devices` {n}; {rule}, so "
             f"leave one of them out or use `num_devices` {product}"
         )
     for name in fixed:
@@ -65,33 +66,34 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"pp={request.pp or 1} * vpp={request.vpp or 1} makes {stages} stages, but the model "
             f"has {blocks} blocks and a stage holds at least one; use pp * vpp <= {blocks}"
         )
-    per_dp = request.global_batch
-    if request.dp is not None:
-        if request.global_batch % request.dp:
-            raise LayoutError(
-                f"dp={request.dp} does not divide `global_batch` {request.global_batch}; every "
-                f"replica takes the same number of samples, so use dp in "
-                f"{listed(divisors(request.global_batch))} or another batch"
-            )
-        per_dp //= request.dp
-    size = request.microbatch_size
-    if size is not None and per_dp % size:
-        whose = f"the {per_dp} samples of a replica" if request.dp else f"the batch of {per_dp}"
+    cuts = {axis.name: fixed[axis.name] for axis in batch_axes() if fixed[axis.name]}
+    parts = prod(size or 1 for size in cuts.values())
+    if request.global_batch % parts:
         raise LayoutError(
-            f"`microbatch_size` {size} does not divide {whose}; use {listed(divisors(per_dp))}"
+            f"{' * '.join(f'{name}={size}' for name, size in cuts.items())} does not divide "
+            f"`global_batch` {request.global_batch}; every replica takes the same number of "
+            f"samples, so use {' * '.join(cuts)} in {listed(divisors(request.global_batch))} or "
+            "another batch"
+        )
+    per_part = request.global_batch // parts
+    size = request.microbatch_size
+    if size is not None and per_part % size:
+        whose = f"the {per_part} samples of a replica" if cuts else f"the batch of {per_part}"
+        raise LayoutError(
+            f"`microbatch_size` {size} does not divide {whose}; use {listed(divisors(per_part))}"
         )
     if request.schedule is not None:
         spec = find_schedule(request.schedule)
         pp = request.pp or min(2, blocks)
         vpp = request.vpp or spec.min_vpp
-        most = per_dp // (size or 1)
+        most = per_part // (size or 1)
         if reason := spec.why_not(pp=pp, vpp=vpp, num_microbatches=most):
             raise LayoutError(f"{reason} (the batch gives at most {most} microbatches)")
-    elif request.pp is not None and per_dp // (size or 1) < request.pp:
+    elif request.pp is not None and per_part // (size or 1) < request.pp:
         raise LayoutError(
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
-            f"at most {per_dp // (size or 1)} per replica; use a larger `global_batch`, a smaller "
-            f"`microbatch_size` or a smaller `pp`"
+            f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
+            "smaller `microbatch_size` or a smaller `pp`"
         )
 
 

@@ -1,9 +1,9 @@
-"""The space of configurations: every (dp, tp, pp, vpp, microbatch size, ...) that divides.
+"""The space of configurations: every (mesh, pp, vpp, microbatch size, ...) that divides.
 
 A configuration fixes everything but the stage boundaries and the placements inside blocks.
 Degrees are any divisors, not only powers of two, and what the user fixed is honoured
-exactly. Tensor-parallel groups stay inside a node, ranks hold at most `MOST_VPP` stages, and cp
-leaves each rank `LEAST_POSITIONS` of a sequence, unless asked otherwise by `tp`, `vpp` or `cp`.
+exactly (`mesh_sizes` has the meshes). Ranks hold at most `MOST_VPP` stages unless asked otherwise
+by `vpp`.
 
 A `Shape` is a set of configurations that differ in schedule, vpp and ZeRO stage alone; they
 share most bounds, so a search opens a shape only when it may hold the best.
@@ -18,29 +18,35 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.sequences import check_hands_on_sequences, longest_sequence
+from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
 from planner.plan import Recompute
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
+from search.mesh_sizes import MeshSizes, Reasons, divisors
 from search.request import RECOMPUTE_CHOICES, SearchRequest
-from search.request_checks import divisors, listed, validate_request
+from search.request_checks import listed, validate_request
 
 MOST_VPP = 8
-LEAST_POSITIONS = 8192
-"""Of a sequence, left to each cp rank unless cp is asked for: what Llama 3 405B left at 131,072
-tokens, with no cp at 8,192 (The Llama 3 Herd of Models, table 4)."""
 SEARCHED_ZERO = (0, 1, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """One point of the space. `recompute` is one for all stages, ``mixed`` (any by stage), or
-    those that stages choose between, joined by ``|``. `stage_tps` is empty where all stages
-    have this dp and tp, else each stage's tp.
+    """One point of the space.
+
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        vpp: stages of each pipeline rank.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        schedule: name of the pipeline schedule.
+        zero: stage of ZeRO.
+        recompute: a choice for all stages, ``mixed`` (any by stage), or those that stages choose
+            between, joined by ``|``.
+        stage_tps: empty where all stages have this mesh, else each stage's tp.
     """
 
-    dp: int
-    cp: int
-    tp: int
+    degrees: Degrees
     pp: int
     vpp: int
     microbatch_size: int
@@ -56,9 +62,24 @@ class Configuration:
         return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
+    def dp(self) -> int:
+        """Parts of a microbatch: over all axes that cut the batch."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
+
+    @property
     def is_sharded(self) -> bool:
         """Whether ZeRO has replicas to shard over."""
-        return self.zero > 0 and self.dp * self.cp > 1
+        return self.zero > 0 and self.degrees.along("data") > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -70,10 +91,14 @@ class Configuration:
     @property
     def label(self) -> str:
         """Short name such as ``dp2 tp4 pp8 mbs1x16 1f1b zero1 recompute-none``."""
-        tps = "/".join(map(str, self.stage_tps)) or self.tp
-        parts = [f"dp{self.dp}", f"tp{tps}", f"pp{self.pp}"]
-        if self.cp > 1:
-            parts.append(f"cp{self.cp}")
+        sizes: dict[str, object] = dict(self.degrees)
+        if self.stage_tps:
+            sizes["tp"] = "/".join(map(str, self.stage_tps))
+        always = [axis.name for axis in AXES if axis.in_every_file]
+        others = [name for name in sizes if name not in always and self.degrees[name] > 1]
+        parts = [f"{name}{sizes[name]}" for name in always]
+        parts.append(f"pp{self.pp}")
+        parts += [f"{name}{sizes[name]}" for name in others]
         if self.vpp > 1:
             parts.append(f"vpp{self.vpp}")
         parts.append(f"mbs{self.microbatch_size}x{self.num_microbatches}")
@@ -84,17 +109,40 @@ class Configuration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage."""
+    """Configurations of equal degrees and microbatches: one for each option and ZeRO stage.
 
-    dp: int
-    cp: int
-    tp: int
+    Attributes:
+        degrees: sizes of the mesh of a stage.
+        pp: pipeline ranks.
+        microbatch_size: samples of a microbatch in each part that the batch axes cut.
+        num_microbatches: microbatches of a step.
+        options: (schedule, stages of each pipeline rank) to choose from.
+        zeros: stages of ZeRO to choose from.
+        recompute: as in `Configuration`.
+    """
+
+    degrees: Degrees
     pp: int
     microbatch_size: int
     num_microbatches: int
     options: tuple[tuple[str, int], ...]
     zeros: tuple[int, ...]
     recompute: str
+
+    @property
+    def dp(self) -> int:
+        """Parts of a microbatch: over all axes that cut the batch."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
 
     @property
     def num_configurations(self) -> int:
@@ -106,15 +154,11 @@ class Shape:
         for schedule, vpp in self.options:
             for zero in self.zeros:
                 yield Configuration(
-                    dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp, vpp=vpp,
+                    degrees=self.degrees, pp=self.pp, vpp=vpp,
                     microbatch_size=self.microbatch_size,
                     num_microbatches=self.num_microbatches,
                     schedule=schedule, zero=zero, recompute=self.recompute,
                 )  # fmt: skip
-
-
-Reasons = dict[str, str]
-"""Rules that left out degrees or schedules, each with its first example; grows in place."""
 
 
 def recompute_choices(recompute: str) -> tuple[Recompute, ...]:
@@ -133,15 +177,17 @@ def list_shapes(
 ) -> list[Shape]:
     """Return every shape that divides; raise LayoutError when there is none.
 
-    `can_split(tp)` says whether any op of the model has a sharded strategy at that degree.
+    `can_split` says whether any op of the model has a sharded strategy at that size.
     """
     validate_request(request, graph, cluster)
-    if request.tp is not None and request.tp > 1 and not can_split(request.tp):
-        tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
-        raise LayoutError(
-            f"tp={request.tp} divides no tensor dimension of model {graph.name!r} that an op can "
-            f"be split along; use tp in {listed(tried)}"
-        )
+    for axis in split_axes():
+        size = request.fixed(axis.name) or 1
+        if size > 1 and not can_split(size):
+            tried = [d for d in divisors(request.num_devices) if d == 1 or can_split(d)]
+            raise LayoutError(
+                f"{axis.name}={size} divides no tensor dimension of model {graph.name!r} that an "
+                f"op can be split along; use {axis.name} in {listed(tried)}"
+            )
     reasons: Reasons = {}
     found = list(_shapes(request, graph, cluster, can_split, reasons))
     if not found:
@@ -180,76 +226,40 @@ def _shapes(
     if not allowed:
         reasons.setdefault("forbidden", "every kind of recompute is forbidden")
         return
-    for dp, cp, tp, pp in _degrees(request, graph, cluster, can_split, reasons):
+    sizes = MeshSizes(
+        request=request, graph=graph, cluster=cluster, can_split=can_split, reasons=reasons
+    )
+    cuts = " * ".join(axis.name for axis in batch_axes())
+    for degrees, pp in sizes.all():
         if pp > len(graph.blocks):
             reasons.setdefault("too few blocks", f"pp={pp} is more than {len(graph.blocks)} blocks")
             continue
-        if request.global_batch % dp:
+        parts = degrees.along("batch")
+        if request.global_batch % parts:
             reasons.setdefault(
-                "dp divides the batch", f"dp={dp} does not divide the batch {request.global_batch}"
+                f"{cuts} divides the batch",
+                f"{cuts}={parts} does not divide the batch {request.global_batch}",
             )
             continue
-        per_dp = request.global_batch // dp
-        for size in request.values("microbatch_size", divisors(per_dp)):
-            if per_dp % size:
+        per_part = request.global_batch // parts
+        for size in request.values("microbatch_size", divisors(per_part)):
+            if per_part % size:
                 continue
-            key = (pp, per_dp // size)
+            key = (pp, per_part // size)
             if key not in options_of:
                 options_of[key] = tuple(
                     option
                     for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
-            zeros = tuple(request.values("zero", SEARCHED_ZERO if dp * cp > 1 else (0,)))
+            zeros = tuple(
+                request.values("zero", SEARCHED_ZERO if degrees.along("data") > 1 else (0,))
+            )
             if options_of[key] and zeros:
                 yield Shape(
-                    dp=dp, cp=cp, tp=tp, pp=pp, microbatch_size=size, num_microbatches=key[1],
+                    degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
                     options=options_of[key], zeros=zeros, recompute=recompute,
                 )  # fmt: skip
-
-
-def _degrees(
-    request: SearchRequest,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    can_split: Callable[[int], bool],
-    reasons: Reasons,
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (dp, cp, tp, pp)."""
-    n = request.num_devices
-    most_cp = longest_sequence(graph) // LEAST_POSITIONS
-    cps = [cp for cp in divisors(n) if cp == 1 or cp <= most_cp]
-    for tp in request.values("tp", divisors(n)):
-        if n % tp:
-            continue
-        if not request.names("tp", tp) and tp > 1:
-            if tp > cluster.devices_per_node:
-                reasons.setdefault(
-                    "tp stays in a node", f"tp={tp} spans nodes, which only a fixed `tp` may"
-                )
-                continue
-            if not can_split(tp):
-                reasons.setdefault("tp splits an op", f"tp={tp} divides no dimension of the model")
-                continue
-        for cp in request.values("cp", cps):
-            if n % (tp * cp):
-                continue
-            if cp > 1 and (reason := _why_not_cp(graph, cp)):
-                reasons.setdefault("cp divides sequences", reason)
-                continue
-            for pp in request.values("pp", divisors(n // tp // cp)):
-                dp = n // tp // cp // pp
-                if n % (tp * cp * pp) == 0 and dp in request.values("dp", (dp,)):
-                    yield dp, cp, tp, pp
-
-
-def _why_not_cp(graph: ModelGraph, cp: int) -> str:
-    """Say why cp cannot divide the sequences of a model; nothing when it can."""
-    try:
-        check_hands_on_sequences(graph, "cp", cp)
-    except LayoutError as error:
-        return str(error)
-    return ""
 
 
 def _schedules(

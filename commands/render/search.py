@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from planner.layout.axes import own_axes
 from planner.plan import Plan
 from planner.units import format_bytes, format_seconds
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
@@ -124,8 +125,9 @@ def _choices(plan: Plan) -> str:
     axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
     degrees = " ".join(f"{axis}={degree}" for axis, degree in axes if degree > 1) or "one device"
     if any(stage.own_sizes for stage in plan.stages):
-        tps = ", ".join(str(plan.stage_tp(stage)) for stage in range(len(plan.stages)))
-        degrees += f" (tp of stages: {tps})"
+        for axis in own_axes():
+            sizes = [plan.stage_degrees(s)[axis.name] for s in range(len(plan.stages))]
+            degrees += f" ({axis.name} of stages: {', '.join(map(str, sizes))})"
     recompute = {stage.recompute for stage in plan.stages}
     away = ["optimizer"] * plan.optimizer_on_host
     away += ["activations"] * any(stage.activations_on_host for stage in plan.stages)

@@ -21,7 +21,7 @@ from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
-from costmodel.topology import hop_group
+from costmodel.topology import pipeline_group
 from planner.plan import ClassLayout, Plan
 from planner.plan.replication import Replication
 
@@ -66,7 +66,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     """Return the prices of a plan's stages."""
     stages = range(len(plan.stages))
     by_tp = _costs_by_tp(plan, costs)
-    own = [by_tp[plan.stage_tp(s)] for s in stages]
+    own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
     receive_s = _receive_seconds(plan, by_tp)
     jobs = {
         tp: costs_of_mesh.job_seconds(
@@ -83,7 +83,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         load=load,
         meshes=tuple(own),
         exposed=pick([stage.exposed for stage in own]),
-        job_seconds=pick([jobs[plan.stage_tp(s)] for s in stages]),
+        job_seconds=pick([jobs[plan.stage_degrees(s)["tp"]] for s in stages]),
         updates=tuple(
             own[mine[0]].prices.update(
                 float(load.param_bytes[mine].sum()), float(load.num_params[mine].sum())
@@ -99,7 +99,7 @@ def _costs_by_tp(plan: Plan, costs: CostCache) -> dict[int, StageCosts]:
     by_tp = {}
     cuts = [*(stage.first_block for stage in plan.stages), plan.stages[-1].last_block + 1]
     for s in range(len(plan.stages)):
-        tp = plan.stage_tp(s)
+        tp = plan.stage_degrees(s)["tp"]
         if tp not in by_tp:
             split = Split(
                 tp=tp,
@@ -129,11 +129,9 @@ def _receive_seconds(plan: Plan, by_tp: Mapping[int, StageCosts]) -> tuple[Float
     Ranks of a node gather what they were sent in pieces: those of the stage's own tp, on the way
     back those of the stage before.
     """
-    hop = hop_group(
-        next(iter(by_tp.values())).runs.chain.costs.profile.cluster,
-        dp=plan.dp, cp=plan.cp, tp=plan.tp, pp=plan.pp,
-    )  # fmt: skip
-    tps = [plan.stage_tp(s) for s in range(len(plan.stages))]
+    cluster = next(iter(by_tp.values())).runs.chain.costs.profile.cluster
+    hop = pipeline_group(cluster, plan.degrees, pp=plan.pp)
+    tps = [plan.stage_degrees(s)["tp"] for s in range(len(plan.stages))]
     before = [tps[0], *tps[:-1]]
     by_pair = {
         (tp, to_tp): by_tp[tp].runs.receive_s(hop, to_tp=to_tp)

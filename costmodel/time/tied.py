@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from costmodel.topology import axis_group
 from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Shard
+from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.wiring import block_placements, param_placements
@@ -65,11 +65,11 @@ def tied_sum_bytes(
         here = [stage for stage in stages if plan.stages[stage].pp_rank == pp_rank]
         if not here:
             continue
-        stage, tp = here[0], plan.stage_tp(here[0])
+        stage = here[0]
         block = next(i for i in graph.shared_params[name] if i in plan.stages[stage].blocks)
         _, params, _ = block_placements(graph, plan, block, stage)
-        placed = params[graph.blocks[block].params.index(name)]["tp"]
-        size = graph.tensor[name].bytes_at(1) // (tp if isinstance(placed, Shard) else 1)
+        placed = params[graph.blocks[block].params.index(name)]
+        size = graph.tensor[name].bytes_at(1) // placed.parts(plan.stage_degrees(stage))
         total += size * (1 if len(here) == len(stages) else 2)
     return total
 
@@ -78,11 +78,11 @@ def check_copies(plan: Plan, graph: ModelGraph) -> None:
     """Raise LayoutError where blocks of one pp rank that share a parameter place it differently."""
     firsts = [stage.first_block for stage in plan.stages]
     for name, users in graph.shared_params.items():
-        found: dict[int, Placement] = {}
+        found: dict[int, Placements] = {}
         for index in users:
             stage = bisect_right(firsts, index) - 1
             _, params, _ = block_placements(graph, plan, index, stage)
-            placed = params[graph.blocks[index].params.index(name)]["tp"]
+            placed = params[graph.blocks[index].params.index(name)]
             rank = plan.stages[stage].pp_rank
             if found.setdefault(rank, placed) != placed:
                 param_placements(graph, plan, rank)  # raises
@@ -111,13 +111,9 @@ def _shared(plan: Plan, graph: ModelGraph) -> Iterator[tuple[int, int, float]]:
         rank = plan.stages[stage].pp_rank
         before, its_rank = last_user.get(name, (index, rank))
         if its_rank != rank:
-            tp = plan.stage_tp(stage)
-            layout = plan.layout(
-                graph.blocks[index].class_index, axis="tp", degrees=plan.stage_degrees(stage)
-            )
-            sharded = layout is not None and layout.params[position].startswith("S")
+            placed = block_placements(graph, plan, index, stage)[1][position]
             size = Replication.of(plan, stage).gradient_bytes(
-                graph.tensor[name].bytes_at(1) // (tp if sharded else 1)
+                graph.tensor[name].bytes_at(1) // placed.parts(plan.stage_degrees(stage))
             )
             known = shared.get((before, index), (0, 0, 0.0))[2]
             shared[before, index] = (its_rank, rank, known + size)

@@ -29,12 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Replicate, Shard
-from planner.layout.sequences import SEQUENCE_DIM, check_hands_on_sequences
+from planner.layout.sequences import SEQUENCE_DIM, check_hands_on_sequences, most_parts
 
 
 def _any_model(graph: ModelGraph, axis: str, size: int) -> None:
@@ -66,6 +67,12 @@ class Axis:
     the difference, since all stages have the same number of ranks."""
     takes_rest: bool = False
     """Whether it gets the ranks that a stage's own sizes leave; true for one axis."""
+    searched: bool = False
+    """Whether a search tries sizes of it on its own; else it is 1 unless its size is given."""
+    within_node: bool = False
+    """Whether such sizes keep its groups inside a node: its collectives are in every block."""
+    most: Callable[[ModelGraph], int] | None = None
+    """The largest of such sizes for a model; None for any."""
     in_every_file: bool = False
     """Whether every plan file names it. A file older than an axis does not: the size is then 1."""
 
@@ -85,15 +92,18 @@ AXES: tuple[Axis, ...] = (
         cuts_batch=True,
         whole_params=True,
         takes_rest=True,
+        searched=True,
         in_every_file=True,
     ),
     Axis(
         name="cp",
-        divides="positions of every sequence",
+        divides="sequences",
         cuts_batch=False,
         whole_params=True,
         boundary=Shard(SEQUENCE_DIM),
         check=check_hands_on_sequences,
+        searched=True,
+        most=most_parts,
     ),
     Axis(
         name="tp",
@@ -101,6 +111,8 @@ AXES: tuple[Axis, ...] = (
         cuts_batch=False,
         whole_params=False,
         own_by_stage=True,
+        searched=True,
+        within_node=True,
         in_every_file=True,
     ),
 )
@@ -189,13 +201,14 @@ class Degrees(Mapping[str, int]):
     axis.
     """
 
-    __slots__ = ("_hash", "_sizes")
+    __slots__ = ("_hash", "_joint", "_sizes")
 
     def __init__(self, **sizes: int) -> None:
         names = axis_names()
         if unknown := sizes.keys() - set(names):
             find_axis(min(unknown))  # raises
         self._sizes = {name: sizes.get(name, 1) for name in names}
+        self._joint = {name: prod(self._sizes[a] for a in members(name)) for name in JOINT}
         self._hash = hash(tuple(self._sizes.items()))
 
     def __getitem__(self, axis: str) -> int:
@@ -230,7 +243,7 @@ class Degrees(Mapping[str, int]):
 
     def along(self, name: str) -> int:
         """Return the number of ranks along an axis or along "batch" or "data"."""
-        return prod(self._sizes[axis] for axis in members(name))
+        return self._joint[name] if name in self._joint else self._sizes[name]
 
     def with_sizes(self, **sizes: int) -> Degrees:
         """Return a mesh with some sizes changed."""
@@ -241,15 +254,18 @@ class Degrees(Mapping[str, int]):
 
         Raises LayoutError where the own sizes do not divide the ranks.
         """
-        if not own:
-            return self
-        rest = rest_axis().name
-        sizes = {**self._sizes, **dict(own), rest: 1}
-        sizes[rest], left = divmod(self.num_ranks, prod(sizes.values()))
-        if left:
-            given = " ".join(f"{name}={size}" for name, size in own)
-            raise LayoutError(f"{given} does not divide the {self.num_ranks} ranks of a stage")
-        return Degrees(**sizes)
+        return _with_own(self, own) if own else self
+
+
+@lru_cache(maxsize=1024)  # estimates of plans whose stages have sizes of their own call it often
+def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
+    rest = rest_axis().name
+    sizes = {**degrees, **dict(own), rest: 1}
+    sizes[rest], left = divmod(degrees.num_ranks, prod(sizes.values()))
+    if left:
+        given = " ".join(f"{name}={size}" for name, size in own)
+        raise LayoutError(f"{given} does not divide the {degrees.num_ranks} ranks of a stage")
+    return Degrees(**sizes)
 
 
 def _unpickled(sizes: dict[str, int]) -> Degrees:

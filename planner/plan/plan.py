@@ -277,14 +277,6 @@ class Plan(Record):
         """The sizes of a stage's mesh."""
         return self.degrees.with_own(self.stages[stage_index].own_sizes)
 
-    def stage_tp(self, stage_index: int) -> int:
-        """The tp degree of a stage."""
-        return self.stage_degrees(stage_index)["tp"]
-
-    def stage_dp(self, stage_index: int) -> int:
-        """The dp degree of a stage."""
-        return self.stage_degrees(stage_index)["dp"]
-
     def stage_microbatch_size(self, stage_index: int) -> int:
         """Samples of one microbatch in each part that the batch axes of a stage cut."""
         return self.microbatch_samples // self.stage_degrees(stage_index).along("batch")

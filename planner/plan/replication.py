@@ -31,8 +31,8 @@ class Replication:
     """How the ranks that hold the same part of a model share it."""
 
     replicas: int
-    """Ranks that hold the same parameters: dp * cp. Each trains on its own samples (dp) or
-    positions (cp), so all of them sum gradients."""
+    """Ranks that hold the same parameters, along the axes "data" of `planner.layout.axes`. Each
+    trains on its own samples (dp) or positions (cp), so all of them sum gradients."""
     zero_stage: int
     """0: every rank keeps everything. 1: optimizer state, 2: gradients too, 3: weights too are
     sharded over the replicas."""
@@ -43,9 +43,9 @@ class Replication:
 
     @classmethod
     def of(cls, plan: Plan, stage: int) -> Replication:
-        """Return the replication of a plan's stage, which may have a dp degree of its own."""
+        """Return the replication of a plan's stage, which may have sizes of its own."""
         return cls(
-            replicas=plan.stage_dp(stage) * plan.cp,
+            replicas=plan.stage_degrees(stage).along("data"),
             zero_stage=plan.zero_stage,
             precision=plan.precision,
             optimizer_on_host=plan.optimizer_on_host,

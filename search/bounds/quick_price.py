@@ -17,7 +17,7 @@ from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.simulate import JobTable, simulate
 from costmodel.time.tied import exchange_seconds
-from costmodel.topology import hop_group
+from costmodel.topology import pipeline_group
 from planner.plan import Recompute
 from planner.schedule import build_schedule, stage_to_pp_rank
 from planner.schedule.trips import Trip, trips
@@ -87,7 +87,7 @@ def _simulated_rank_ends(
     config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
-    hop = hop_group(table.profile.cluster, dp=config.dp, cp=config.cp, tp=config.tp, pp=config.pp)
+    hop = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
     timeline = simulate(
         job_table(config.schedule, config.pp, config.vpp, config.num_microbatches),
         stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(hop)),

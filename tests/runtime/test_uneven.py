@@ -254,5 +254,5 @@ def test_microbatches_are_balanced_and_ids_are_checked():
     for bad in (-1, 4):
         with pytest.raises(IndexError, match=r"microbatch -?\d is not one of 0..3"):
             split.microbatch(bad)
-        with pytest.raises(IndexError, match=r"dp rank -?\d is not one of 0..3"):
+        with pytest.raises(IndexError, match=r"part -?\d is not one of 0..3"):
             split.part(0, 4, bad)

@@ -75,7 +75,7 @@ def _fullest(
         rank.pp_rank,
         # gloo does not tell when a message has left, so its sender keeps it.
         keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
-        tp=plan.stage_tp,
+        tp=lambda stage: plan.stage_degrees(stage)["tp"],
     )
     # Which activations wait long enough for an offload is found in the whole row, and other
     # ranks' rows are whole.

@@ -52,7 +52,7 @@ class RankState:
     @property
     def replicas(self) -> int:
         """Ranks with the same parameters."""
-        return self.plan.stage_dp(min(self.stages)) * self.plan.cp
+        return self.plan.stage_degrees(min(self.stages)).along("data")
 
     @property
     def factor(self) -> int:

@@ -67,8 +67,7 @@ class PlacedStages:
             links.signatures[first : stage.last_block + 1],
             producer[self._costs.graph.loss] in stage.blocks,
             ends,
-            plan.stage_tp(stage_index),
-            plan.stage_dp(stage_index),
+            plan.stage_degrees(stage_index),
             plan.stage_microbatch_size(stage_index),
             stage.recompute,
             stage.recompute_last,
@@ -107,7 +106,7 @@ def _stage_jobs(
     outgoing: Sequence[Edge],
 ) -> StageJobs:
     stage = plan.stages[stage_index]
-    replicas = plan.stage_dp(stage_index) * plan.cp
+    replicas = plan.stage_degrees(stage_index).along("data")
     sharded = plan.zero_stage > 0 and replicas > 1
     walk = _walk(plan, costs, stage_index, incoming, outgoing, stage.recompute)
     last = walk

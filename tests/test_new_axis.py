@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from costmodel import estimate
 from planner.errors import LayoutError, PlanError
 from planner.layout import axes
 from planner.layout.axes import Axis, Degrees, register_axis
@@ -22,7 +23,9 @@ from planner.layout.placements import Placements, moves_between
 from planner.plan import Plan, load_plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.mesh import build_mesh
+from search import SearchRequest, find_plan
 from tests.runtime.scenarios import Outcome, capture, train_beside_one_process
+from tests.search.machine import Machine
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -133,6 +136,67 @@ def test_a_coarse_cut_changes_while_nothing_finer_cuts_the_dim():
         ("hp", "R", "S(0)"),
         ("cp", "R", "S(1)"),
     ]
+
+
+# -- priced -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("choices", [{}, {"zero_stage": 1}, {"zero_stage": 3}, {"pp": 2}], ids=str)
+def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(choices):
+    """The same ranks take the same samples, and sum gradients over the same group; stages send
+    between nodes of four.
+    """
+    graph, machine = capture("gpt", torch.float32), Machine(devices_per_node=4)
+    both, alone = (
+        estimate(graph, machine, default_plan(graph, **sizes, **choices))
+        for sizes in ({"rp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
+    )
+    assert both.to_dict() == alone.to_dict()
+    single = estimate(graph, machine, default_plan(graph, tp=2, **choices))
+    assert both.step_s > single.step_s, "the sum over four ranks takes its time"
+
+
+def test_an_axis_without_a_price_is_refused():
+    with more_axes():
+        graph = capture("gpt", torch.float32)
+        with pytest.raises(LayoutError, match="hp=2: blocks are priced on tp and cp only"):
+            estimate(graph, Machine(), default_plan(graph, hp=2))
+
+
+# -- searched ---------------------------------------------------------------------------------
+
+
+def search(**choices: Any) -> Plan:
+    graph = capture("gpt", torch.float32)
+    found = find_plan(graph, Machine(), SearchRequest(num_devices=4, global_batch=8, **choices))
+    assert found.plan is not None
+    return found.plan
+
+
+def test_a_search_honours_its_size():
+    """The best plan is as good as with one cut, and its file trains (`planner.apply`)."""
+    with more_axes():
+        found, alone = search(axes=(("rp", 2),), tp=1), search(tp=1)
+        assert found.degrees["rp"] == 2
+        assert found.degrees.along("batch") == alone.degrees.along("batch") == 4
+        assert found.estimate["step_s"] == alone.estimate["step_s"]
+        assert Plan.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_search_that_is_not_given_its_size_takes_one():
+    assert search().degrees["rp"] == 1
+
+
+@pytest.mark.usefixtures("registered")
+def test_sizes_that_do_not_go_together_are_refused():
+    with pytest.raises(LayoutError, match=r"rp=3 does not divide `num_devices` 4"):
+        search(axes=(("rp", 3),))
+    with pytest.raises(LayoutError, match=r"rp \* dp \* cp \* hp \* tp \* pp must equal 4"):
+        search(axes=(("rp", 2),), dp=4)
+    with pytest.raises(LayoutError, match="an axis that has a field here is fixed by it"):
+        search(axes=(("dp", 2),))
 
 
 # -- trained ----------------------------------------------------------------------------------

@@ -1,0 +1,48 @@
+"""Where groups of ranks lie on nodes, by hand and against every rank."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from costmodel.topology import axis_group, group_along, lowered_groups, pipeline_group
+from planner.layout.axes import Degrees
+from profiles import Group
+from tests.search.machine import Machine
+
+
+def cluster_of(devices_per_node: int):
+    return Machine(devices_per_node=devices_per_node).cluster
+
+
+def test_each_axis_is_as_far_apart_as_those_inside_it():
+    """dp 2, cp 2, tp 2 on nodes of 4: ranks 0 1 | 2 3 are node 0."""
+    degrees, cluster = Degrees(dp=2, cp=2, tp=2), cluster_of(4)
+    assert group_along(cluster, degrees, "tp") == Group(ranks_per_node=2)
+    assert group_along(cluster, degrees, "cp") == Group(ranks_per_node=2)
+    assert group_along(cluster, degrees, "dp") == Group(ranks_per_node=1, num_nodes=2)
+    assert group_along(cluster, degrees, "data") == Group(ranks_per_node=2, num_nodes=2)
+    assert {name: axis.size for name, axis in lowered_groups(cluster, degrees).items()} == {
+        "tp": 2,
+        "cp": 2,
+    }
+
+
+def test_a_pipeline_that_spans_nodes_sends_between_them():
+    """Two pp ranks of four ranks each: inside a node of 8, between nodes of 4."""
+    degrees = Degrees(dp=2, tp=2)
+    assert pipeline_group(cluster_of(8), degrees, pp=2) == Group(ranks_per_node=2)
+    assert pipeline_group(cluster_of(4), degrees, pp=2) == Group(ranks_per_node=1, num_nodes=2)
+
+
+@pytest.mark.parametrize("name", ["dp", "cp", "tp", "data", "batch"])
+def test_a_group_has_the_ranks_that_share_a_node(name):
+    """Where sizes divide a node: as counted over the ranks of a mesh."""
+    for dp, cp, tp in product((1, 2, 4), repeat=3):
+        degrees, cluster = Degrees(dp=dp, cp=cp, tp=tp), cluster_of(8)
+        stride = {"dp": cp * tp, "cp": tp, "tp": 1, "data": tp, "batch": cp * tp}[name]
+        ranks = [index * stride for index in range(degrees.along(name))]
+        found = group_along(cluster, degrees, name)
+        assert found.ranks_per_node == sum(rank < 8 for rank in ranks)
+        assert found == axis_group(cluster, size=len(ranks), stride=stride)
