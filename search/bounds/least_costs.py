@@ -125,7 +125,7 @@ class LeastCosts:
                 num_microbatches=config.num_microbatches,
                 splits_backward=True,
                 recompute=choice,
-                replicas=config.dp * config.cp,
+                replicas=config.degrees.along("data"),
                 zero=config.zero,
                 profile=self.table.profile,
                 precision=self.table.precision,

@@ -61,7 +61,7 @@ def quick_step_s(
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
-            ranks_apart = abs(second - first) * config.dp * config.cp * config.tp
+            ranks_apart = abs(second - first) * config.degrees.num_ranks
             seconds = exchange_seconds(
                 table.profile,
                 num_bytes=ranks.replication.gradient_bytes(size),
@@ -70,7 +70,7 @@ def quick_step_s(
             ready[first] += seconds
             ready[second] += seconds
     clips = [update.clip for update in updates] if table.costs.clips_gradients else []
-    world = config.dp * config.cp * config.tp * config.pp
+    world = config.degrees.num_ranks * config.pp
     norm_sum_s = norm_sum_seconds(table.profile, world) if clips else 0.0
     optimizer_s = [update.optimizer_s for update in updates]
     last, clipping_s = last_rank(ready, optimizer_s, clips, norm_sum_s=norm_sum_s)

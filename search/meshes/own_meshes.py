@@ -161,7 +161,7 @@ def as_held(configuration: Configuration) -> Configuration:
     """
     return (
         replace(configuration, zero=0)
-        if configuration.dp * configuration.cp == 1
+        if configuration.degrees.along("data") == 1
         else configuration
     )
 

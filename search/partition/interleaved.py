@@ -255,7 +255,7 @@ class InterleavedStages:
             load=StageLoad(param_bytes=self._param_bytes),
             num_microbatches=configuration.num_microbatches,
             recompute="none",
-            replicas=configuration.dp * configuration.cp,
+            replicas=configuration.degrees.along("data"),
             zero=configuration.zero,
             profile=self.table.profile,
             precision=self.table.precision,
