@@ -21,9 +21,9 @@ from planner.graph import ModelGraph
 from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
 from planner.plan import Recompute
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
-from search.mesh_sizes import MeshSizes, Reasons, divisors
 from search.request import RECOMPUTE_CHOICES, SearchRequest
-from search.request_checks import listed, validate_request
+from search.space.mesh_sizes import MeshSizes, Reasons, divisors
+from search.space.request_checks import listed, validate_request
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
