@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 
 from costmodel import Estimate
 from planner.plan import Plan
-from search.space import Configuration
+from search.space.shapes import Configuration
 
 BEATEN = "bound: cannot beat the best"
 

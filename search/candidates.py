@@ -20,14 +20,14 @@ from profiles import Profile
 from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
 from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.in_flight import in_flight_of, live_stages_of
 from search.on_host import NOTHING, OnHost, offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.partition.interleaved import InterleavedStages
 from search.request import SearchRequest
-from search.space import Configuration, Shape, list_shapes, recompute_choices
+from search.space.in_flight import in_flight_of, live_stages_of
+from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
 

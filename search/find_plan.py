@@ -39,7 +39,7 @@ from search.report.infeasible import explain_infeasible, find_leanest
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
 from search.search_state import SearchState
-from search.space import Shape
+from search.space.shapes import Shape
 from search.synthesis import SYNTHESISED, with_synthesised_table
 from search.warm_start import WarmStart
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from costmodel import Estimate
 from planner.plan import Plan
 from search.partition.chain_problem import TooLarge
-from search.space import Configuration
+from search.space.shapes import Configuration
 from search.stages.stage_table import TableKey
 
 NodeKey = tuple[Configuration, TableKey]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from planner.across import (  # noqa: F401 - importing a module registers its handlers
-    losses,
-    order,
-    rows,
-    take_and_put,
-)
+from planner.across import losses, order, rows, take_and_put  # noqa: F401 - importing a module registers its handlers
 from planner.across.buffers import written
 from planner.across.by_rules import by_rules
 from planner.across.state import State

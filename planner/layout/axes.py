@@ -21,7 +21,7 @@ Two properties of an axis decide how everything else treats it:
   and ZeRO may shard over it. Along any other axis a parameter lies as the layouts say.
 
 Code loops over axes by these properties (`batch_axes`, `lowered_axes`, `data_axes`) and does not
-name an axis. `docs/contributing-axes.md` tells how to add an axis. The pipeline (pp, vpp) is not
+name an axis. `docs/contributing.md` tells how to add an axis. The pipeline (pp, vpp) is not
 an axis of this table: it divides the list of blocks and has a schedule.
 """
 

@@ -8,7 +8,7 @@ every family. It works on the graph alone, free of torch, so a search can run wh
 installed.
 
 Read `record` first, then `call` and `kernel` (what the functions of a record are given), `letters`
-(most sharding rules in a line) and one of `families`. `docs/contributing-ops.md` adds a family.
+(most sharding rules in a line) and one of `families`. `docs/contributing.md` adds a family.
 """
 
 import planner.ops.families  # noqa: F401 - registers every family

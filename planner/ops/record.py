@@ -2,7 +2,7 @@
 
 Lowering, the search, the cost model, the memory model and the capture read these records and
 have no table of ops of their own. A family registers its record in its file of
-`planner.ops.families`; `docs/contributing-ops.md` has the recipe.
+`planner.ops.families`; `docs/contributing.md` has the recipe.
 """
 
 from __future__ import annotations

@@ -13,15 +13,7 @@ from planner.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes
 from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
 from planner.layout.propagate import propagate_on
-from planner.plan import (
-    ClusterRef,
-    ModelRef,
-    Plan,
-    Recompute,
-    StagePlan,
-    ZeroStage,
-    batch_spec,
-)
+from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan, ZeroStage, batch_spec
 from planner.schedule import DEFAULT_SCHEDULE, stage_to_pp_rank
 
 

@@ -7,11 +7,12 @@ table (memory, waits, where weight gradients go) stands on the schedule's `Sched
 schedule is one file. Torch-free.
 
 Comes in: a name, pp, vpp and the number of microbatches. Goes out: a `Schedule`, the rows of jobs.
-Read in this order: `jobs` (Job, Schedule), `one_f_one_b` (a builder), `registry` (ScheduleSpec),
-`job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`, `synthesize`.
+Read in this order: `jobs` (Job, Schedule), `named.one_f_one_b` (a builder), `registry` (ScheduleSpec),
+`job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`,
+`synthesis`.
 """
 
-from planner.schedule import dualpipe_v, fold, fthenb, interleaved, naive, one_f_one_b, zb_h1, zb_v  # noqa: F401  (each registers its schedules)
+from planner.schedule import named  # noqa: F401  (each module registers its schedules)
 from planner.schedule.communication import (
     Transfer,
     chain_edges,
@@ -47,7 +48,12 @@ from planner.schedule.registry import (
     searched_schedules,
     stage_to_pp_rank,
 )
-from planner.schedule.synthesize import Pipeline, Synthesis, lower_bound_s, synthesize_schedule
+from planner.schedule.synthesis.synthesize import (
+    Pipeline,
+    Synthesis,
+    lower_bound_s,
+    synthesize_schedule,
+)
 from planner.schedule.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 

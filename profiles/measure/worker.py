@@ -143,9 +143,7 @@ class Worker:
         )
 
     def _time_zero_work(self, task: Mapping[str, Any]) -> Any:
-        from profiles.measure.timing.zero_timing import (
-            time_zero_work,  # loads the runtime, and so memory
-        )
+        from profiles.measure.timing.zero_timing import time_zero_work
 
         return self._beside_paces(
             partial(

@@ -15,7 +15,7 @@ from search.bounds import step_bounds  # noqa: F401  (fills the catalogue)
 from search.bounds.catalogue import MEMORY_BOUNDS, STEP_BOUNDS, Formula
 from search.bounds.least_costs import LeastCosts
 from search.bounds.memory_bounds import kept_in_flight
-from search.space import Configuration, Shape
+from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from search.bounds.least_costs import LeastCosts
-from search.space import Configuration
+from search.space.shapes import Configuration
 
 Formula = Callable[[LeastCosts, Configuration], float]
 """From a table's least costs and a configuration to seconds or bytes; 0 where it says nothing."""

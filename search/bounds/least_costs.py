@@ -18,7 +18,7 @@ from planner.plan import Recompute
 from search.bounds.exchange import LeastExchange
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.partition.chain_problem import Floats
-from search.space import Configuration, recompute_choices
+from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from costmodel.time.stage_costs.load import StageLoad
 from search.bounds.catalogue import memory_bound
 from search.bounds.least_costs import LeastCosts
-from search.space import Configuration, recompute_choices
+from search.space.shapes import Configuration, recompute_choices
 
 
 @memory_bound

@@ -23,7 +23,7 @@ from planner.schedule import build_schedule, stage_to_pp_rank
 from planner.schedule.trips import Trip, trips
 from search.bounds.copied_jobs import CopiedRow
 from search.partition.chain_problem import Cut
-from search.space import Configuration
+from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
 

@@ -16,7 +16,7 @@ from planner.schedule import RoundTrips, find_schedule
 from search.bounds.catalogue import schedule_bound, step_bound
 from search.bounds.least_costs import LeastCosts
 from search.bounds.pipeline_line import pipeline_line
-from search.space import Configuration
+from search.space.shapes import Configuration
 
 
 @step_bound

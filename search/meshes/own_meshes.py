@@ -24,7 +24,7 @@ from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
 from search.partition.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
 from search.partition.chain_windows import Part, Window
-from search.space import Configuration
+from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
 

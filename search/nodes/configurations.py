@@ -19,13 +19,13 @@ from planner.plan import Plan
 from planner.schedule import find_schedule
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.ilp.joint import solve_by_joint_program
-from search.in_flight import in_flight_of
 from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, TooLarge
 from search.search_state import Outcomes, SearchState
-from search.space import Configuration, Shape
+from search.space.in_flight import in_flight_of
+from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
 from search.warm_start import NodeKey
 

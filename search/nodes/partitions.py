@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
-from search.in_flight import in_flight_of
 from search.partition.chain_problem import ChainProblem, Cut, TooLarge
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.search_state import PARTITIONS, Outcomes, SearchState
-from search.space import Configuration
+from search.space.in_flight import in_flight_of
+from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
 _MOST_ATTEMPTS = 48

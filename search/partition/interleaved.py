@@ -22,7 +22,7 @@ from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.partition.chain_problem import Floats, TooLarge
 from search.partition.interleaved_bound import StageSeconds, least_end_s
-from search.space import Configuration, recompute_choices
+from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 

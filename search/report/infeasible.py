@@ -11,7 +11,7 @@ from planner.units import GIB, format_bytes
 from search.candidates import Candidates, with_estimate
 from search.partition.chain_dp import smallest_peak
 from search.request import SearchRequest
-from search.space import Configuration, Shape
+from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
 
 

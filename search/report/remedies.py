@@ -22,7 +22,7 @@ from search.find_plan import find_plan, search_among
 from search.on_host import offload_fallbacks
 from search.report.infeasible import can_fit, round_up
 from search.request import SearchRequest, SearchResult
-from search.request_checks import divisors
+from search.space.request_checks import divisors
 
 Progress = Callable[[float, str], None]
 Recapture = Callable[[Precision], ModelGraph]

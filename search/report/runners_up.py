@@ -15,7 +15,7 @@ from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import Cut
 from search.request import RunnerUp
 from search.search_state import SearchState
-from search.space import Configuration, Shape
+from search.space.shapes import Configuration, Shape
 
 MOST_RUNNERS_UP = 5
 _NEAR = 1.5

@@ -25,7 +25,7 @@ from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
 from search.on_host import NOTHING, OnHost
 from search.op_layout.layouts import Layouts, LayoutSolver
-from search.space import Shape
+from search.space.shapes import Shape
 from search.stages.stage_table import StageTable
 
 Key = tuple[int, int, int]

@@ -1,4 +1,4 @@
-"""The recipe of docs/contributing-ops.md, performed: a family of ops from one record.
+"""The recipe of docs/contributing.md, performed: a family of ops from one record.
 
 The op is of a library that the planner has never seen. With its record it is sharded, lowered,
 priced, counted in memory, recomputed, and known to compute each sample alone.

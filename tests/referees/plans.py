@@ -12,7 +12,7 @@ from planner.graph import ModelGraph
 from search import SearchRequest, SearchResult
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
-from search.space import Configuration, recompute_choices
+from search.space.shapes import Configuration, recompute_choices
 from tests.referees.cuts import all_cuts
 
 

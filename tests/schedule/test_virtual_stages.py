@@ -16,7 +16,7 @@ from planner.schedule import (
     time_schedule,
     validate_schedule,
 )
-from planner.schedule.interleaved import group_sizes
+from planner.schedule.named.interleaved import group_sizes
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

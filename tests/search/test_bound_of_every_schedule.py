@@ -8,20 +8,13 @@ from torch import nn
 
 from costmodel import CostCache
 from planner.errors import ScheduleError
-from planner.schedule import (
-    SCHEDULES,
-    Job,
-    RoundTrips,
-    forward,
-    full_backward,
-    register_schedule,
-)
+from planner.schedule import SCHEDULES, Job, RoundTrips, forward, full_backward, register_schedule
 from search import find_plan
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
 from search.request import SearchRequest
-from search.space import list_configurations
+from search.space.shapes import list_configurations
 from tests.captures import capture_module
 from tests.search.machine import Machine
 

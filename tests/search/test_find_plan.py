@@ -16,7 +16,7 @@ from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import cut_peak, solve_chain
 from search.partition.chain_paths import Paths
-from search.space import list_configurations
+from search.space.shapes import list_configurations
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

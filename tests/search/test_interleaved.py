@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from planner.layout.axes import Degrees
-from search.in_flight import in_flight_of, live_stages_of
 from search.partition.interleaved_bound import StageSeconds, least_end_s
-from search.request_checks import divisors, listed
-from search.space import Configuration
+from search.space.in_flight import in_flight_of, live_stages_of
+from search.space.request_checks import divisors, listed
+from search.space.shapes import Configuration
 
 
 def configuration(schedule: str, *, pp: int, vpp: int, num_microbatches: int) -> Configuration:

@@ -11,10 +11,10 @@ from planner.units import GIB
 from search import SearchRequest
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.candidates import Candidates
-from search.in_flight import live_stages_of
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
-from search.space import recompute_choices
+from search.space.in_flight import live_stages_of
+from search.space.shapes import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.search.machine import Machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from planner.layout.axes import Degrees
 from search import SearchRequest
-from search.mesh_sizes import MeshSizes, divisors
+from search.space.mesh_sizes import MeshSizes, divisors
 from tests.search.machine import Machine
 from tests.sharding.models import captured
 

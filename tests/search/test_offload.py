@@ -21,7 +21,7 @@ from search.partition.chain_dp import cut_value, solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
 from search.report.explain import explain_saving, fullest_rank, memory_parts
-from search.space import recompute_choices
+from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
 from tests.referees.cuts import all_cuts

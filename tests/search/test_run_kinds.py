@@ -7,7 +7,7 @@ from planner.layout.axes import Degrees
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_windows import Window
-from search.space import recompute_choices
+from search.space.shapes import recompute_choices
 from search.stages.run_kinds import Repetition
 from tests.builders import tiny_models
 from tests.captures import capture_module

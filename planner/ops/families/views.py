@@ -8,16 +8,7 @@ from math import prod
 
 from planner.graph import Op
 from planner.layout.placement import OpSharding, Shard
-from planner.ops.call import (
-    Call,
-    LocalForm,
-    P,
-    Placed,
-    R,
-    Shape,
-    normal_dim,
-    normal_dims,
-)
+from planner.ops.call import Call, LocalForm, P, Placed, R, Shape, normal_dim, normal_dims
 from planner.ops.kernel import KernelCall, View, same_memory, saves_nothing
 from planner.ops.letters import Letters, broadcast, by_letters
 from planner.ops.record import Across, OpFamily, ShardRule, aten, packet_of, register

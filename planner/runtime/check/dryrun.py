@@ -22,12 +22,7 @@ from torch import nn
 from planner.errors import PlanError
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.runtime.check.ledger import (
-    CountedHost,
-    Ledger,
-    MemorySample,
-    count_shards_as_host,
-)
+from planner.runtime.check.ledger import CountedHost, Ledger, MemorySample, count_shards_as_host
 
 if TYPE_CHECKING:
     from planner.runtime.start.mesh import Mesh

@@ -25,14 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
-from planner.layout.axes import (
-    Degrees,
-    batch_axes,
-    data_axes,
-    lowered_axes,
-    members,
-    split_axes,
-)
+from planner.layout.axes import Degrees, batch_axes, data_axes, lowered_axes, members, split_axes
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices

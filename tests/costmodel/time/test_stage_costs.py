@@ -22,7 +22,7 @@ from profiles import load_profile
 from search.bounds.quick_price import quick_step_s
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows
-from search.space import Configuration
+from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 from tests.builders import tiny_models
 from tests.captures import capture_module

@@ -15,10 +15,10 @@ from itertools import product
 from math import ceil
 
 from planner.errors import ScheduleError
-from planner.schedule.improve import improve_schedule
 from planner.schedule.jobs import Job, JobKind, Schedule
-from planner.schedule.list_scheduler import ListScheduler, Rule
 from planner.schedule.registry import SCHEDULES, build_schedule
+from planner.schedule.synthesis.improve import improve_schedule
+from planner.schedule.synthesis.list_scheduler import ListScheduler, Rule
 from planner.schedule.timetable import StageTimes, time_schedule
 
 _NUM_STARTS = 3

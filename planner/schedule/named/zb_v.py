@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from planner.schedule.jobs import Job
+from planner.schedule.named.v_rows import VRow
 from planner.schedule.placements import fold_placement
 from planner.schedule.registry import register_schedule
-from planner.schedule.v_rows import VRow
 
 
 def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from planner.graph import ModelGraph
 from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
-from search.mesh_sizes import divisors
 from search.request import SearchRequest
+from search.space.mesh_sizes import divisors
 
 
 def validate_request(request: SearchRequest, graph: ModelGraph, cluster: ClusterSpec) -> None:

@@ -2,8 +2,8 @@
 
 from rich.console import Console
 
+from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, RunComparison
-from costmodel.describe import describe_run, describe_timeline
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.schedule import build_schedule
 

@@ -21,9 +21,9 @@ from planner.graph import ModelGraph
 from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
 from planner.plan import Recompute
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
-from search.mesh_sizes import MeshSizes, Reasons, divisors
 from search.request import RECOMPUTE_CHOICES, SearchRequest
-from search.request_checks import listed, validate_request
+from search.space.mesh_sizes import MeshSizes, Reasons, divisors
+from search.space.request_checks import listed, validate_request
 
 MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
@@ -57,6 +57,11 @@ class Configuration:
     stage_tps: tuple[int, ...] = ()
 
     @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
+        return self.schedule, self.pp, self.vpp, self.num_microbatches
+
+    @property
     def dp(self) -> int:
         """Parts of a microbatch: over all axes that cut the batch."""
         return self.degrees.along("batch")
@@ -70,11 +75,6 @@ class Configuration:
     def tp(self) -> int:
         """Parts of parameters and heads."""
         return self.degrees["tp"]
-
-    @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
-        return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
     def is_sharded(self) -> bool:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from planner.schedule import find_schedule, in_flight, in_flight_per_stage
 from search.bounds.quick_price import job_table
-from search.space import Configuration
+from search.space.shapes import Configuration
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

@@ -1,0 +1,6 @@
+"""The space of plans: which degrees, microbatch sizes, schedules and ZeRO stages are legal.
+
+In: a request, a model and a cluster. Out: shapes, which a search splits into configurations. Read
+`shapes` first, then `mesh_sizes` (sizes of the mesh axes), `request_checks` (choices that cannot go
+together) and `in_flight` (microbatches that a configuration keeps alive).
+"""
