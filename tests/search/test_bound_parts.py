@@ -68,10 +68,10 @@ def test_no_stages_exchange_less(zero, pp):
     rng = np.random.default_rng(zero)
     for _ in range(20):
         inner = np.sort(rng.choice(np.arange(1, table.num_blocks), pp - 1, replace=False))
-        runs = ranks.runs((0, *inner.tolist(), table.num_blocks))
-        each = float((runs.per_forward_s + runs.per_backward_s).sum())
-        sizes = zip(runs.param_bytes.tolist(), runs.num_params.tolist(), strict=True)
-        once = float(runs.after_s.sum()) + sum(ranks.optimizer_s(*size) for size in sizes)
+        cut = ranks.cut((0, *inner.tolist(), table.num_blocks))
+        each = float((cut.exposed.forward_s + cut.exposed.backward_s).sum())
+        sizes = zip(*(figures.tolist() for figures in cut.runs.params), strict=True)
+        once = float(cut.after_s.sum()) + sum(ranks.optimizer_s(*size) for size in sizes)
         if zero == 3:
             assert 0 < least.each_s(pp) <= each * (1 + 1e-9)
         else:
