@@ -15,8 +15,9 @@ from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
 from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
-from costmodel.topology import split_axes
+from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
+from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
@@ -108,7 +109,7 @@ class CostCache:
             self._blocks[key] = price_program(
                 local,
                 self.profile,
-                axes=split_axes(self.profile.cluster, tp=tp, cp=cp),
+                axes=lowered_groups(self.profile.cluster, Degrees(cp=cp, tp=tp)),
                 remade=ops_made_again(whole, local, recomputed),
                 kernels=self.kernels,
             )

@@ -78,26 +78,6 @@ def check_priced(degrees: Degrees) -> None:
             )
 
 
-def split_axes(cluster: ClusterSpec, *, tp: int, cp: int = 1) -> dict[str, Axis]:
-    """Return the axes a block's program may be lowered on, by name."""
-    return lowered_groups(cluster, Degrees(cp=cp, tp=tp))
-
-
-def tp_group(cluster: ClusterSpec, *, tp: int) -> Group:
-    """Return the tensor-parallel group."""
-    return group_along(cluster, Degrees(tp=tp), "tp")
-
-
-def dp_group(cluster: ClusterSpec, *, dp: int, cp: int, tp: int) -> Group:
-    """Return the group gradients are summed over: dp and cp together."""
-    return group_along(cluster, Degrees(dp=dp, cp=cp, tp=tp), "data")
-
-
-def hop_group(cluster: ClusterSpec, *, dp: int, cp: int, tp: int, pp: int) -> Group:
-    """Return the pair of ranks of neighbouring stages; the slowest pair stands for all."""
-    return pipeline_group(cluster, Degrees(dp=dp, cp=cp, tp=tp), pp=pp)
-
-
 def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:
     """Return the pair of ranks of neighbouring stages; the slowest pair stands for all.
 

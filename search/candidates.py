@@ -132,8 +132,7 @@ class Candidates:
         )
         splits = order.splits_backward
         stages = table.with_replicas(
-            dp=configuration.dp,
-            cp=configuration.cp,
+            degrees=configuration.degrees,
             zero=configuration.zero,
             choices=choices,
             num_microbatches=configuration.num_microbatches,
@@ -148,10 +147,8 @@ class Candidates:
                 if splits
                 else table.ahead_s(is_sharded=configuration.is_sharded, choices=choices)
             ),
-            hop_s=table.hop_s(dp=configuration.dp, cp=configuration.cp, pp=configuration.pp),
-            back_hop_s=table.back_hop_s(
-                dp=configuration.dp, cp=configuration.cp, pp=configuration.pp
-            ),
+            hop_s=table.hop_s(configuration.degrees, pp=configuration.pp),
+            back_hop_s=table.back_hop_s(configuration.degrees, pp=configuration.pp),
             in_flight=in_flight_of(configuration),
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
@@ -180,7 +177,7 @@ class Candidates:
         """Return how many blocks' parameters a rank can hold at most under the limit."""
         if limit == float("inf"):
             return None
-        key = (table.key, configuration.dp, configuration.cp, configuration.zero, limit)
+        key = (table.key, configuration.degrees, configuration.zero, limit)
         if key not in self._longest:
             sizes = table.blocks.param_bytes
             shared = sum(size for _, _, size in table.ties)

@@ -9,8 +9,14 @@ from math import log2
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.run_row import RunRow
 from costmodel.table.transformer import BUSIEST_RANK, Seconds
-from costmodel.topology import axis_group, dp_group, hop_group, tp_group
+from costmodel.topology import axis_group, group_along, pipeline_group
+from planner.layout.axes import Degrees
 from profiles import Group, Profile
+
+
+def _degrees(run: RunRow) -> Degrees:
+    """Return the mesh of a stage of a run."""
+    return Degrees(dp=run.dp, cp=run.cp, tp=run.tp)
 
 
 def layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: Seconds) -> float:
@@ -19,7 +25,7 @@ def layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: S
     """
     if run.tp == 1:
         return 0.0
-    group = tp_group(profile.cluster, tp=run.tp)
+    group = group_along(profile.cluster, _degrees(run), "tp")
     num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden // run.cp
     if run.sequence_parallel:
         one = _collective(profile, rates, "all_gather", num_bytes, group)
@@ -41,7 +47,7 @@ def layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: S
     """
     if run.cp == 1:
         return 0.0
-    group = axis_group(profile.cluster, size=run.cp, stride=run.tp)
+    group = group_along(profile.cluster, _degrees(run), "cp")
     shape = run.shape
     width = shape.qkv_width - shape.attention_width
     num_bytes = 2 * run.micro_batch * shape.seq_len * width / run.tp
@@ -85,20 +91,20 @@ def hop_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     """Return what a microbatch takes from a stage to the next."""
     if run.pp == 1:
         return 0.0
-    group = hop_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp, pp=run.pp)
+    group = pipeline_group(profile.cluster, _degrees(run), pp=run.pp)
     num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden / run.cp
     sent = _collective(profile, rates, "send_recv", num_bytes / run.tp, group)
     if run.tp > 1 and not run.sequence_parallel:
         # Each tp rank sends its part of what they all hold, and they gather it again
         # (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-        tp = tp_group(profile.cluster, tp=run.tp)
+        tp = group_along(profile.cluster, _degrees(run), "tp")
         sent += _collective(profile, rates, "all_gather", num_bytes, tp)
     return sent
 
 
 def gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     """Return one all-gather of a layer's 16-bit weights over the dp ranks."""
-    group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
+    group = group_along(profile.cluster, _degrees(run), "data")
     if group.num_nodes > 1 and not run.stack.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
     num_bytes = 2 * run.shape.held_params(run.ep) / run.tp
@@ -118,11 +124,11 @@ def end_of_step_seconds(
     if run.zero_stage:
         # Between them, dp ranks have all experts.
         owned = (shape.held_params() * per_rank + shape.embedding_params) / run.tp
-        owned /= run.dp * run.cp
-    group = dp_group(profile.cluster, dp=run.dp, cp=run.cp, tp=run.tp)
+        owned /= _degrees(run).along("data")
+    group = group_along(profile.cluster, _degrees(run), "data")
     optimizer = rates.pass_seconds(run.stack.optimizer_pass_bytes * owned, 20)
     dp_s = 0.0
-    if run.dp * run.cp > 1 and run.zero_stage < 3:
+    if _degrees(run).along("data") > 1 and run.zero_stage < 3:
         num_bytes = run.stack.reduced_bytes * params
         if run.zero_stage == 0:
             dp_s = _collective(profile, rates, "all_reduce", num_bytes, group)
@@ -134,7 +140,7 @@ def end_of_step_seconds(
             dp_s = rates.exposed_seconds(dp_s, behind_s=compute_s)
     if run.pp > 1:
         # The embedding is on the first and on the last rank; their gradients are summed.
-        tied = axis_group(profile.cluster, size=2, stride=run.dp * run.cp * run.tp)
+        tied = axis_group(profile.cluster, size=2, stride=_degrees(run).num_ranks)
         num_bytes = run.stack.reduced_bytes * run.shape.embedding_params / run.tp
         dp_s += _collective(profile, rates, "all_reduce", num_bytes, tied)
     return dp_s, optimizer

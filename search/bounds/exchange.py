@@ -23,7 +23,8 @@ from functools import cached_property
 import numpy as np
 
 from costmodel.time.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
-from costmodel.topology import dp_group
+from costmodel.topology import group_along
+from planner.layout.axes import Degrees
 from planner.plan.replication import Replication, gradient_factor
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
@@ -32,11 +33,10 @@ from search.stages.stage_table import StageTable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LeastExchange:
-    """Least seconds of a table's stages under dp, cp and ZeRO; remembers answers by pp."""
+    """Least seconds of a table's stages under a mesh and ZeRO; remembers answers by pp."""
 
     table: StageTable
-    dp: int
-    cp: int
+    degrees: Degrees
     zero: int
     _each: dict[int, float] = field(default_factory=dict)
     _once: dict[int, float] = field(default_factory=dict)
@@ -94,11 +94,11 @@ class LeastExchange:
     @property
     def is_sharded(self) -> bool:
         """Whether ZeRO has replicas to shard over."""
-        return Replication(replicas=self.dp * self.cp, zero_stage=self.zero).is_sharded
+        return Replication(replicas=self.degrees.along("data"), zero_stage=self.zero).is_sharded
 
     @property
     def _is_alone(self) -> bool:
-        return self.dp * self.cp == 1
+        return self.degrees.along("data") == 1
 
     @property
     def _param_bytes(self) -> Floats:
@@ -123,7 +123,7 @@ class LeastExchange:
         if self._is_alone:
             return 0.0 * self._param_bytes
         most = factor * float(self._param_bytes.max())
-        copies = copies_s_per_byte(self.table.profile, self.dp * self.cp)
+        copies = copies_s_per_byte(self.table.profile, self.degrees.along("data"))
         return (self._rate(kind, most) + copies) * factor * self._param_bytes
 
     @cached_property
@@ -137,7 +137,7 @@ class LeastExchange:
 
     def _rate(self, kind: str, most_bytes: float) -> float:
         profile = self.table.profile
-        group = dp_group(profile.cluster, dp=self.dp, cp=self.cp, tp=self.table.tp)
+        group = group_along(profile.cluster, self.degrees, "data")
         return profile.least_collective_s_per_byte(kind, group, most_bytes=most_bytes)
 
     @cached_property
@@ -145,5 +145,5 @@ class LeastExchange:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
-        ranks = self.table.with_replicas(dp=self.dp, cp=self.cp, zero=self.zero, choices=("none",))
+        ranks = self.table.with_replicas(degrees=self.degrees, zero=self.zero, choices=("none",))
         return ranks.optimizer_s(held, num_tensors)

@@ -66,10 +66,10 @@ class LeastCosts:
 
     def exchange(self, config: Configuration) -> LeastExchange:
         """Return what stages exchange with their replicas at least."""
-        key = "exchange", config.dp, config.cp, config.zero
+        key = "exchange", config.degrees, config.zero
         if key not in self._answers:
             self._answers[key] = LeastExchange(
-                table=self.table, dp=config.dp, cp=config.cp, zero=config.zero
+                table=self.table, degrees=config.degrees, zero=config.zero
             )
         exchange: LeastExchange = self._answers[key]
         return exchange

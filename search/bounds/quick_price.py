@@ -31,7 +31,7 @@ def quick_step_s(
     config: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
-    ranks = table.with_replicas(dp=config.dp, cp=config.cp, zero=config.zero, choices=choices)
+    ranks = table.with_replicas(degrees=config.degrees, zero=config.zero, choices=choices)
     stages = ranks.cut(cut.cuts)
     recomputed = tuple(choices[choice] for choice in cut.choices)
     key = (
@@ -39,7 +39,7 @@ def quick_step_s(
         config.pp,
         config.vpp,
         config.num_microbatches,
-        config.dp,
+        config.degrees,
         config.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.

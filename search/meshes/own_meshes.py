@@ -173,9 +173,7 @@ def least_back_hop_s(member: Member, members: Sequence[Member]) -> Floats:
     configuration = member.configuration
     return np.min(
         [
-            member.table.back_hop_s(
-                dp=configuration.dp, cp=configuration.cp, pp=configuration.pp, to_tp=other.tp
-            )
+            member.table.back_hop_s(configuration.degrees, pp=configuration.pp, to_tp=other.tp)
             for other in members
         ],
         axis=0,

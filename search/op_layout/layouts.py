@@ -21,9 +21,10 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.topology import tp_group
+from costmodel.topology import group_along
 from planner.errors import ProfileError
 from planner.graph import ModelGraph, Program
+from planner.layout.axes import Degrees
 from planner.layout.placement import Placement, Shard, parse_placement
 from planner.ops.registry import segment_counts, strategies
 from planner.plan import ClassLayout
@@ -212,7 +213,7 @@ class LayoutSolver:
 
     def _prices_on(self, tp: int) -> Prices:
         if tp not in self._prices:
-            group = tp_group(self.profile.cluster, tp=tp)
+            group = group_along(self.profile.cluster, Degrees(tp=tp), "tp")
             self._prices[tp] = Prices(ops=self._op_seconds, group=group, axis_size=tp)
         return self._prices[tp]
 

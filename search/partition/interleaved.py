@@ -144,13 +144,13 @@ class InterleavedStages:
         own, those of gradients from a stage starting at each block.
         """
         ranks = self.table.with_replicas(
-            dp=configuration.dp, cp=configuration.cp, zero=configuration.zero, choices=("none",)
+            degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
         )
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
         param_bytes, num_params = self._runs.params
-        degrees = {"dp": configuration.dp, "cp": configuration.cp, "pp": configuration.pp}
+        degrees, pp = configuration.degrees, configuration.pp
         if back_hop_s is None:
-            back_hop_s = self.table.back_hop_s(**degrees)
+            back_hop_s = self.table.back_hop_s(degrees, pp=pp)
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
@@ -159,7 +159,7 @@ class InterleavedStages:
             forward_s=costs.forward_s,
             backward_s=costs.backward_s(recomputed),
             ahead_s=self.ahead_s(configuration),
-            hop_s=self.table.hop_s(**degrees)[self._first] * moves,
+            hop_s=self.table.hop_s(degrees, pp=pp)[self._first] * moves,
             back_hop_s=back_hop_s[self._first] * moves,
             tail_s=self.by_rank(costs.after_s) + update,
         )

@@ -21,7 +21,7 @@ from planner.layout.axes import Axis, Degrees, batch_axes, lowered_axes, rest_ax
 from search.request import SearchRequest
 
 Reasons = dict[str, str]
-"""Rules that left out degrees or schedules, each with its first example; grows in place."""
+"""Rules that left out meshes or schedules, each with its first example; grows in place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Floats
 from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs
+from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
 from search.partition.chain_problem import LeastNeeds, Line
@@ -105,14 +106,12 @@ class RankBand:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankStages:
-    """`chain_dp.Stages` of a table under dp, cp and ZeRO."""
+    """`chain_dp.Stages` of a table under a mesh and ZeRO."""
 
     table: StageTable
     """Costs of all runs of blocks."""
-    dp: int
-    """Data-parallel degree."""
-    cp: int
-    """Context-parallel degree."""
+    degrees: Degrees
+    """Sizes of the mesh of a stage."""
     zero: int
     """ZeRO stage."""
     choices: tuple[Recompute, ...]
@@ -126,7 +125,7 @@ class RankStages:
     def replication(self) -> Replication:
         """How ranks of a stage share its weights."""
         return Replication(
-            replicas=self.dp * self.cp,
+            replicas=self.degrees.along("data"),
             zero_stage=self.zero,
             precision=self.table.precision,
             optimizer_on_host=self.table.on_host.optimizer,
@@ -151,7 +150,8 @@ class RankStages:
     @cached_property
     def batch_bytes(self) -> int:
         """Bytes of the global batch, which every rank is given whole."""
-        samples = self.dp * self.table.microbatch_size * self.num_microbatches
+        parts = self.degrees.along("batch")
+        samples = parts * self.table.microbatch_size * self.num_microbatches
         graph = self.table.graph
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 

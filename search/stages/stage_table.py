@@ -21,8 +21,9 @@ from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
 from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts
-from costmodel.topology import hop_group
+from costmodel.topology import pipeline_group
 from planner.graph import ModelGraph
+from planner.layout.axes import Degrees
 from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Profile
@@ -230,16 +231,16 @@ class StageTable:
         labels[tied] = -1 - np.arange(len(tied))
         return Repetition(labels)
 
-    def hop_s(self, *, dp: int, cp: int, pp: int) -> Floats:
+    def hop_s(self, degrees: Degrees, *, pp: int) -> Floats:
         """Seconds of one transfer into a stage that starts at block i (n + 1)."""
-        hop = hop_group(self.profile.cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
+        hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
         return self.chain.messages.hop_s(hop)[0]
 
-    def back_hop_s(self, *, dp: int, cp: int, pp: int, to_tp: int | None = None) -> Floats:
+    def back_hop_s(self, degrees: Degrees, *, pp: int, to_tp: int | None = None) -> Floats:
         """Seconds of the gradient's transfer back from it (n + 1), no more than `hop_s`; the stage
         before, which gathers what came in pieces, may have a tp of its own.
         """
-        hop = hop_group(self.profile.cluster, dp=dp, cp=cp, tp=self.tp, pp=pp)
+        hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
         return self.chain.messages.hop_s(hop, to_tp=to_tp)[1]
 
     def copies_s(self, loads: StageLoad, choice: Recompute) -> tuple[Floats, Floats]:
@@ -274,8 +275,7 @@ class StageTable:
     def with_replicas(
         self,
         *,
-        dp: int,
-        cp: int,
+        degrees: Degrees,
         zero: int,
         choices: tuple[Recompute, ...],
         num_microbatches: int = 1,
@@ -284,8 +284,7 @@ class StageTable:
         """Return the stages as ranks hold them under these degrees."""
         return RankStages(
             table=self,
-            dp=dp,
-            cp=cp,
+            degrees=degrees,
             zero=zero,
             choices=choices,
             num_microbatches=num_microbatches,

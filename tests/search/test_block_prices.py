@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from costmodel.time.program import price_program
-from costmodel.topology import split_axes
+from costmodel.topology import lowered_groups
+from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from search.op_layout.block_problem import BlockProblem, read_layouts
 from search.op_layout.eliminate import solve_by_elimination
@@ -21,7 +22,7 @@ MACHINE = Machine(context_bytes=0.0, devices_per_node=4)
 
 def lowered_seconds(problem: BlockProblem, choice: list[int]) -> float:
     """Return the cost model's price of all blocks of a problem, lowered as chosen."""
-    layouts, axes = read_layouts(problem, choice), split_axes(MACHINE.cluster, tp=TP)
+    layouts, axes = read_layouts(problem, choice), lowered_groups(MACHINE.cluster, Degrees(tp=TP))
     total = 0.0
     for index, program in problem.programs:
         price = price_program(lower(program, layouts[index], axis_size=TP), MACHINE, axes=axes)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from planner.layout.axes import Degrees
 from planner.schedule import JobKind, build_schedule
 from planner.schedule.trips import trips
 from search import SearchRequest
@@ -62,7 +63,7 @@ def test_no_stages_exchange_less(zero, pp):
     request = SearchRequest(num_devices=8, global_batch=16)
     candidates = Candidates.of(captured("gpt"), Machine(devices_per_node=4), request)
     table = candidates.tables(1, 1)[0]
-    least = LeastExchange(table=table, dp=8 // pp, cp=1, zero=zero)
+    least = LeastExchange(table=table, degrees=Degrees(dp=8 // pp), zero=zero)
     ranks = table.with_replicas(dp=8 // pp, cp=1, zero=zero, choices=("none",))
     rng = np.random.default_rng(zero)
     for _ in range(20):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from planner.layout.axes import Degrees
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.in_flight import in_flight_of, live_stages_of
 from search.space.request_checks import divisors, listed
@@ -13,7 +14,7 @@ from search.space.shapes import Configuration
 
 def configuration(schedule: str, *, pp: int, vpp: int, num_microbatches: int) -> Configuration:
     return Configuration(
-        dp=1, cp=1, tp=1, pp=pp, vpp=vpp, microbatch_size=1,
+        degrees=Degrees(), pp=pp, vpp=vpp, microbatch_size=1,
         num_microbatches=num_microbatches, schedule=schedule, zero=0, recompute="none",
     )  # fmt: skip
 

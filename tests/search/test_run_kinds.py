@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from planner.layout.axes import Degrees
 from search import SearchRequest
 from search.candidates import Candidates
 from search.partition.chain_windows import Window
@@ -59,7 +60,9 @@ def test_costs_of_kinds_are_those_of_runs(zero):
     candidates = Candidates.of(graph, Machine(devices_per_node=4), request)
     shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.dp == 2)
     table = candidates.tables(2, shape.microbatch_size)[0]
-    stages = table.with_replicas(dp=2, cp=1, zero=zero, choices=recompute_choices("mixed"))
+    stages = table.with_replicas(
+        degrees=Degrees(dp=2, tp=table.tp), zero=zero, choices=recompute_choices("mixed")
+    )
     window = Window.all_runs(table.num_blocks, table.num_blocks)
     folded = stages.band(window)
     assert folded.kinds.start.size < window.valid.sum()

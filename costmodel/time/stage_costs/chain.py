@@ -21,8 +21,9 @@ from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad, block_load
 from costmodel.time.stage_costs.messages import Messages
 from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes, block_times
-from costmodel.topology import split_axes
+from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph
+from planner.layout.axes import Degrees
 from planner.plan import ClassLayout
 
 
@@ -146,7 +147,7 @@ class ChainCosts:
     def _entries(self) -> Iterator[tuple[Floats, Floats]]:
         """Yield, for tp and for cp, the seconds of bringing each block's inputs to their place."""
         split = self.split
-        axes = split_axes(self.costs.profile.cluster, tp=split.tp, cp=split.cp)
+        axes = lowered_groups(self.costs.profile.cluster, Degrees(cp=split.cp, tp=split.tp))
         for axis, own, other, other_size in (
             ("tp", self.by_class, self.by_class_on_cp, split.cp),
             ("cp", self.by_class_on_cp, self.by_class, split.tp),

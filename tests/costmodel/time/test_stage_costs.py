@@ -15,7 +15,7 @@ from costmodel.time.stage_costs.replicas import replica_prices
 from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.time.update import adamw_seconds, rank_update
-from costmodel.topology import hop_group
+from costmodel.topology import pipeline_group
 from planner.plan import Plan
 from planner.plan.replication import Replication, gradient_factor
 from profiles import load_profile
@@ -99,10 +99,10 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
     plan, choices = random_plan(graph, seed), CHOICES
     price = price_plan(plan, costs)
     table = table_of(plan, costs)
-    ranks = table.with_replicas(dp=plan.dp, cp=1, zero=plan.zero_stage, choices=choices)
+    ranks = table.with_replicas(degrees=plan.degrees, zero=plan.zero_stage, choices=choices)
     cut = ranks.cut(cuts_of(plan))
     recompute = [stage.recompute for stage in plan.stages]
-    hop = hop_group(costs.profile.cluster, dp=plan.dp, cp=1, tp=plan.tp, pp=plan.pp)
+    hop = pipeline_group(costs.profile.cluster, plan.degrees, pp=plan.pp)
     assert price.job_seconds == cut.job_seconds(recompute, receive_s=cut.runs.receive_s(hop))
     for field in fields(DataParallelSeconds):
         mine, theirs = (getattr(part, field.name) for part in (price.exposed, cut.exposed))
@@ -128,7 +128,7 @@ def test_a_quick_price_is_the_estimate(graph, costs, seed):
     """M17: also where skips reach past a stage, and where a parameter is tied."""
     plan = random_plan(graph, seed)
     configuration = Configuration(
-        dp=plan.dp, cp=1, tp=plan.tp, pp=plan.pp, vpp=1,
+        degrees=plan.degrees, pp=plan.pp, vpp=1,
         microbatch_size=plan.microbatch_size, num_microbatches=plan.num_microbatches,
         schedule=plan.schedule, zero=plan.zero_stage, recompute="mixed",
     )  # fmt: skip
