@@ -7,8 +7,8 @@ table (memory, waits, where weight gradients go) stands on the schedule's `Sched
 schedule is one file. Torch-free.
 
 Comes in: a name, pp, vpp and the number of microbatches. Goes out: a `Schedule`, the rows of jobs.
-Read in this order: `jobs` (Job, Schedule), `named.one_f_one_b` (a builder), `registry` (ScheduleSpec),
-`job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`,
+Read in this order: `jobs` (Job, Schedule), `named.one_f_one_b` (a builder), `registry`
+(ScheduleSpec), `job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`,
 `synthesis`.
 """
 

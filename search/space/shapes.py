@@ -57,11 +57,6 @@ class Configuration:
     stage_tps: tuple[int, ...] = ()
 
     @property
-    def pipeline(self) -> tuple[str, int, int, int]:
-        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
-        return self.schedule, self.pp, self.vpp, self.num_microbatches
-
-    @property
     def dp(self) -> int:
         """Parts of a microbatch: over all axes that cut the batch."""
         return self.degrees.along("batch")
@@ -75,6 +70,11 @@ class Configuration:
     def tp(self) -> int:
         """Parts of parameters and heads."""
         return self.degrees["tp"]
+
+    @property
+    def pipeline(self) -> tuple[str, int, int, int]:
+        """What its job table follows from: schedule, pp, vpp and number of microbatches."""
+        return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
     def is_sharded(self) -> bool:
