@@ -187,7 +187,7 @@ class Profile:
             "sharded_adamw" if sharded else "adamw", num_bytes=param_bytes, num_tensors=num_tensors
         )
 
-    @property
+    @cached_property
     def host(self) -> HostSpec:
         """What the host of a node is taken to be."""
         return host_of(self.cluster.device)
