@@ -28,11 +28,11 @@ def layer_tp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: S
     group = group_along(profile.cluster, _degrees(run), "tp")
     num_bytes = 2 * run.micro_batch * run.shape.seq_len * run.shape.hidden // run.cp
     if run.sequence_parallel:
-        one = _collective(profile, rates, "all_gather", num_bytes, group)
-        one += _collective(profile, rates, "reduce_scatter", num_bytes, group)
+        forward_s = _collective(profile, rates, "all_gather", num_bytes, group)
+        forward_s += _collective(profile, rates, "reduce_scatter", num_bytes, group)
     else:
-        one = _collective(profile, rates, "all_reduce", num_bytes, group)
-    total = 2 * one
+        forward_s = _collective(profile, rates, "all_reduce", num_bytes, group)
+    total = 2 * forward_s
     if run.stack.overlaps_tp:
         return rates.exposed_seconds(total, behind_s=0.5 * layer.forward_s)
     return total

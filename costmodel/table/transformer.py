@@ -212,15 +212,15 @@ def _attention_seconds(
             rates.attention_seconds(2.5 * flop, vendor=vendor),
         )
     product = partial(rates.matmul_seconds, dtype="float16", batch=batch * heads)
-    one, two = product(s, s, head_dim), product(s, head_dim, s)
+    scores_s, values_s = product(s, s, head_dim), product(s, head_dim, s)
     scores = batch * heads * s * s
     dropout = 5 if stack.dropout else 0
     # The fused kernel reads the half below the diagonal and writes all. Without it: scale,
     # fill the mask, softmax in fp32 and cast back.
     fused = softmax_is_fused(shape, split)
     there, back, kernels = (3, 4, 2) if fused else (24, 26, 7)
-    forward = one + two + rates.pass_seconds((there + dropout) * scores, kernels)
-    backward = one + 3 * two + rates.pass_seconds((back + dropout) * scores, kernels)
+    forward = scores_s + values_s + rates.pass_seconds((there + dropout) * scores, kernels)
+    backward = scores_s + 3 * values_s + rates.pass_seconds((back + dropout) * scores, kernels)
     return forward, backward
 
 

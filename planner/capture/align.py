@@ -22,19 +22,19 @@ def align(first: Exported, second: Exported) -> RawGraph:
         )
     ops = []
     for raw, other, line in zip(first.ops, second.ops, first.lines, strict=True):
-        one, two = raw.op, other.op
-        if (one.target, one.outputs) != (two.target, two.outputs):
+        small_op, large_op = raw.op, other.op
+        if (small_op.target, small_op.outputs) != (large_op.target, large_op.outputs):
             raise CaptureError(
-                f"op {one.target}{line} differs with the batch size; "
+                f"op {small_op.target}{line} differs with the batch size; "
                 "forward must do the same for every batch size"
             )
         merged = Op(
-            name=one.name,
-            target=one.target,
-            args=_merge_arg(one.args, two.args, one, line),
-            kwargs=_merge_arg(one.kwargs, two.kwargs, one, line),
-            outputs=one.outputs,
-            line=one.line,
+            name=small_op.name,
+            target=small_op.target,
+            args=_merge_arg(small_op.args, large_op.args, small_op, line),
+            kwargs=_merge_arg(small_op.kwargs, large_op.kwargs, small_op, line),
+            outputs=small_op.outputs,
+            line=small_op.line,
         )
         ops.append(RawOp(op=merged, module=raw.module))
     tensors = {}
@@ -54,44 +54,50 @@ def align(first: Exported, second: Exported) -> RawGraph:
     return RawGraph(tensors=tensors, inputs=first.inputs, ops=tuple(ops), loss=first.loss)
 
 
-def _affine(one: Size, two: Size) -> Size:
-    assert isinstance(one, int)
-    assert isinstance(two, int)
-    if one == two:
-        return one
+def _affine(at_small: Size, at_large: Size) -> Size:
+    assert isinstance(at_small, int)
+    assert isinstance(at_large, int)
+    if at_small == at_large:
+        return at_small
     (small, large) = BATCH_SIZES
-    slope = (two - one) // (large - small)
-    return Affine(slope, one - slope * small)
+    slope = (at_large - at_small) // (large - small)
+    return Affine(slope, at_small - slope * small)
 
 
-def _power(one: int, two: int) -> str:
+def _power(at_small: int, at_large: int) -> str:
     """Name the power of the batch size that two values are in proportion to; empty for others.
 
     Two values are on some line, too: 4 and 9 on 5 n - 6, as no size is.
     """
     small, large = BATCH_SIZES
-    if one <= 0:
+    if at_small <= 0:
         return ""
-    if one * large**2 == two * small**2 or one * large * (large - 1) == two * small * (small - 1):
+    if at_small * large**2 == at_large * small**2 or at_small * large * (
+        large - 1
+    ) == at_large * small * (small - 1):
         return "square"
-    return "cube" if one * large**3 == two * small**3 else ""
+    return "cube" if at_small * large**3 == at_large * small**3 else ""
 
 
-def _merge_arg(one: Any, two: Any, op: Op, line: str) -> Any:
-    if isinstance(one, tuple) and isinstance(two, tuple) and len(one) == len(two):
-        return tuple(_merge_arg(a, b, op, line) for a, b in zip(one, two, strict=True))
-    if one == two and type(one) is type(two):
-        return one
-    if type(one) is int and type(two) is int:
-        power = _power(one, two)
+def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str) -> Any:
+    if (
+        isinstance(at_small, tuple)
+        and isinstance(at_large, tuple)
+        and len(at_small) == len(at_large)
+    ):
+        return tuple(_merge_arg(a, b, op, line) for a, b in zip(at_small, at_large, strict=True))
+    if at_small == at_large and type(at_small) is type(at_large):
+        return at_small
+    if type(at_small) is int and type(at_large) is int:
+        power = _power(at_small, at_large)
         if power:
             raise CaptureError(
-                f"an argument of {op.target}{line} is {one} for {BATCH_SIZES[0]} samples and {two} "
-                f"for {BATCH_SIZES[1]}, so it grows as the {power} of their number; write -1 for a "
+                f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
+                f"{at_large} for {BATCH_SIZES[1]}, so it grows as the {power} of their number; write -1 for a "
                 "size, divide twice by a number of samples"
             )
-        return _affine(one, two)
+        return _affine(at_small, at_large)
     raise CaptureError(
-        f"an argument of {op.target}{line} is {one} for {BATCH_SIZES[0]} samples and {two} for "
-        f"{BATCH_SIZES[1]}; it must not depend on the batch size except as a size"
+        f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
+        f"{at_large} for {BATCH_SIZES[1]}; it must not depend on the batch size except as a size"
     )

@@ -190,8 +190,11 @@ def _even_out(segments: list[_Segment]) -> None:
     belongs to what follows, so that all layers stay one class.
     """
 
-    def siblings(one: _Segment, two: _Segment) -> bool:
-        return one.unit != two.unit and one.unit.rpartition(".")[0] == two.unit.rpartition(".")[0]
+    def siblings(first: _Segment, second: _Segment) -> bool:
+        return (
+            first.unit != second.unit
+            and first.unit.rpartition(".")[0] == second.unit.rpartition(".")[0]
+        )
 
     usual: dict[str, list[str]] = {}
     for segment, following in pairwise(segments):

@@ -132,7 +132,9 @@ class Op:
 
     def bind(self, microbatch_size: int) -> Op:
         """Return the op with every size a number, for one microbatch size."""
-        args, kwargs = (bind_arg(one, microbatch_size) for one in (self.args, self.kwargs))
+        args, kwargs = (
+            bind_arg(argument, microbatch_size) for argument in (self.args, self.kwargs)
+        )
         if args is self.args and kwargs is self.kwargs:
             return self
         return replace(self, args=args, kwargs=kwargs)

@@ -17,7 +17,7 @@ FIRST_SIZES = 3
 def base_probes() -> tuple[OpProbe, ...]:
     """Return the probes of issue overhead, memory rate and matmul rate, always measured."""
     always = float("inf")
-    one = meta("x", (1,))
+    scalar = meta("x", (1,))
     # In place, so that the rate is that of memory, not of getting pages from the system.
     copied = {n: meta(n, (COPY_BYTES // 4,), requires_grad=False) for n in ("x", "z")}
     a = meta("a", (512, 512))
@@ -25,7 +25,7 @@ def base_probes() -> tuple[OpProbe, ...]:
         plain_probe(
             "aten.neg.default",
             Ref("x"),
-            tensors={"x": one},
+            tensors={"x": scalar},
             output=meta("y", (1,)),
             weight=always,
         ),

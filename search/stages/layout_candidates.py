@@ -116,7 +116,7 @@ class LayoutCandidates:
     def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return tables of the layouts of fewest bytes, which no plan need have."""
         found = self.solver.leanest(tp, microbatch_size)
-        tables = (self._table(one.by_class, tp, microbatch_size, cp) for one in found)
+        tables = (self._table(layouts.by_class, tp, microbatch_size, cp) for layouts in found)
         return tuple(table for table in tables if table is not None)
 
     def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[LayoutCandidate, ...]:

@@ -144,10 +144,10 @@ class VerifyReport:
         shares = (found.relative / self.tolerance, found.times / ROUNDINGS)
         return next((share for share in shares if math.isnan(share)), max(shares))
 
-    def _worse(self, one: Difference, other: Difference) -> Difference:
-        if not one.name or math.isnan(self._excess(other)):
+    def _worse(self, difference: Difference, other: Difference) -> Difference:
+        if not difference.name or math.isnan(self._excess(other)):
             return other
-        return other if self._excess(other) > self._excess(one) else one
+        return other if self._excess(other) > self._excess(difference) else difference
 
 
 def verify(

@@ -137,6 +137,7 @@ class StageModule(nn.Module):
         tensors: Mapping[str, Tensor],
         groups: Mapping[str, str],
         keeper: Keeper,
+        device: torch.device,
         away: ActivationsOnHost | None = None,
     ) -> None:
         """`tensors` holds local weights by name, `groups` the names of the groups of
@@ -175,7 +176,7 @@ class StageModule(nn.Module):
             if plan.recompute != "none":
                 recomputed = partial(
                     Recomputed,
-                    device=next(iter(tensors.values())).device,
+                    device=device,
                     keeper=keeper if plan.recompute == "selective" else None,
                     away=away,
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),

@@ -72,7 +72,7 @@ class HostMasters:
 
     def masters(self) -> dict[str, nn.Parameter]:
         """Return the copies, and the parameters that do not train, by name."""
-        return self._named | {fqn: one.master for fqn, one in self.trained.items()}
+        return self._named | {fqn: member.master for fqn, member in self.trained.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,25 +118,27 @@ class HostUpdates:
         for index, bucket in enumerate(self._buckets):
             slot = index % _SLOTS
             present = [
-                (one, at_grad, at_weight)
-                for one, at_grad, at_weight in zip(
+                (member, at_grad, at_weight)
+                for member, at_grad, at_weight in zip(
                     bucket.members, bucket.grads, bucket.weights, strict=True
                 )
-                if one.summed.grad is not None
+                if member.summed.grad is not None
             ]
             coming[slot].wait()
             leaving = self._leaving[slot]
             if leaving is not None:
                 leaving.wait()
             with self._host.working(f"update {index}"):
-                for one, at_grad, _ in present:
-                    one.master.grad = _place(self._grads[slot], at_grad, one.summed)
+                for member, at_grad, _ in present:
+                    member.master.grad = _place(self._grads[slot], at_grad, member.summed)
                 self._optimizer.step()
                 staged = []
-                for one, _, at_weight in present:
-                    one.master.grad = None
-                    staged.append((_place(self._weights[slot], at_weight, one.weight), one.weight))
-                    staged[-1][0].copy_(one.master)
+                for member, _, at_weight in present:
+                    member.master.grad = None
+                    staged.append(
+                        (_place(self._weights[slot], at_weight, member.weight), member.weight)
+                    )
+                    staged[-1][0].copy_(member.master)
             if index + _SLOTS < len(self._buckets):
                 coming[slot] = self._bring_down(index + _SLOTS)
             self._leaving[slot] = self._host.up(staged, f"weights {index}")
@@ -147,9 +149,9 @@ class HostUpdates:
     def _bring_down(self, index: int) -> Ticket:
         bucket = self._buckets[index]
         pairs = [
-            (one.summed.grad, _place(self._grads[index % _SLOTS], at, one.summed))
-            for one, at in zip(bucket.members, bucket.grads, strict=True)
-            if one.summed.grad is not None
+            (member.summed.grad, _place(self._grads[index % _SLOTS], at, member.summed))
+            for member, at in zip(bucket.members, bucket.grads, strict=True)
+            if member.summed.grad is not None
         ]
         return self._host.down(pairs, f"gradients {index}")
 
@@ -168,12 +170,12 @@ def _buckets(trained: Iterable[Trained], most_bytes: int | None) -> Iterator[_Bu
     """Cut what is trained into buckets of at most so many bytes of gradients (None: one bucket)."""
     members: list[Trained] = []
     filled = 0
-    for one in trained:
-        if members and most_bytes is not None and filled + _bytes(one.summed) > most_bytes:
+    for member in trained:
+        if members and most_bytes is not None and filled + _bytes(member.summed) > most_bytes:
             yield _as_bucket(members)
             members, filled = [], 0
-        members.append(one)
-        filled += _bytes(one.summed)
+        members.append(member)
+        filled += _bytes(member.summed)
     if members:
         yield _as_bucket(members)
 
@@ -181,8 +183,8 @@ def _buckets(trained: Iterable[Trained], most_bytes: int | None) -> Iterator[_Bu
 def _as_bucket(members: list[Trained]) -> _Bucket:
     return _Bucket(
         tuple(members),
-        _offsets([one.summed for one in members]),
-        _offsets([one.weight for one in members]),
+        _offsets([member.summed for member in members]),
+        _offsets([member.weight for member in members]),
     )
 
 

@@ -182,6 +182,7 @@ class Engine:
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
+                device=mesh.device,
                 away=self._away,
             )
             self.stages[index] = owners[index] = stage

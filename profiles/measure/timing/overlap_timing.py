@@ -28,17 +28,18 @@ def measure_overlap(clock: Clock) -> dict[str, float]:
     message = torch.ones(OVERLAP_BYTES // 4, device=device)
     width = OVERLAP_WIDTH[device.type]
     a = torch.randn(width, width, device=device)
-    one = partial(torch.mm, a, a)
+    product = partial(torch.mm, a, a)
     reduce = partial(dist.all_reduce, message)
     communication = _median_of(clock, reduce)
-    single = _median_of(clock, one)
+    single = _median_of(clock, product)
     # The same count everywhere, so that the ranks stay in step.
     count_here = torch.tensor([max(4.0, communication / single)], device=device)
     dist.all_reduce(count_here)
     count = round(float(count_here) / dist.get_world_size())
-    compute = _median_of(clock, lambda: [one() for _ in range(count)])
+    compute = _median_of(clock, lambda: [product() for _ in range(count)])
     slowed = [
-        _slowed(clock, one, count, message, compute, communication) for _ in range(OVERLAP_ROUNDS)
+        _slowed(clock, product, count, message, compute, communication)
+        for _ in range(OVERLAP_ROUNDS)
     ]
     middle = OVERLAP_ROUNDS // 2
     return {
@@ -58,7 +59,7 @@ def _median_of(clock: Clock, work: Callable[[], Any]) -> float:
 
 def _slowed(
     clock: Clock,
-    one: Callable[[], Any],
+    product: Callable[[], Any],
     count: int,
     message: torch.Tensor,
     compute: float,
@@ -66,9 +67,9 @@ def _slowed(
 ) -> tuple[float, float]:
     dist.barrier()
     compute_end, communication_end = (
-        _together_on_gpu(one, count, message)
+        _together_on_gpu(product, count, message)
         if clock.device.type == "cuda"
-        else _together_on_cpu(one, count, message)
+        else _together_on_cpu(product, count, message)
     )
     first = min(compute_end, communication_end)
     compute_done = compute - max(0.0, compute_end - first)
@@ -80,13 +81,13 @@ def _slowed(
 
 
 def _together_on_cpu(
-    one: Callable[[], Any], count: int, message: torch.Tensor
+    product: Callable[[], Any], count: int, message: torch.Tensor
 ) -> tuple[float, float]:
     began = time.perf_counter()
     work = dist.all_reduce(message, async_op=True)
     communication_end = 0.0
     for _ in range(count):
-        one()
+        product()
         if not communication_end and work.is_completed():
             communication_end = time.perf_counter() - began
     compute_end = time.perf_counter() - began
@@ -95,7 +96,7 @@ def _together_on_cpu(
 
 
 def _together_on_gpu(
-    one: Callable[[], Any], count: int, message: torch.Tensor
+    product: Callable[[], Any], count: int, message: torch.Tensor
 ) -> tuple[float, float]:
     start, computed, reduced = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     side = torch.cuda.Stream()
@@ -107,7 +108,7 @@ def _together_on_gpu(
         work.wait()  # makes this stream wait, not the host
         reduced.record()
     for _ in range(count):
-        one()
+        product()
     computed.record()
     torch.cuda.synchronize()
     return start.elapsed_time(computed) / 1e3, start.elapsed_time(reduced) / 1e3
