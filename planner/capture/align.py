@@ -93,8 +93,8 @@ def _merge_arg(at_small: Any, at_large: Any, op: Op, line: str) -> Any:
         if power:
             raise CaptureError(
                 f"an argument of {op.target}{line} is {at_small} for {BATCH_SIZES[0]} samples and "
-                f"{at_large} for {BATCH_SIZES[1]}, so it grows as the {power} of their number; write -1 for a "
-                "size, divide twice by a number of samples"
+                f"{at_large} for {BATCH_SIZES[1]}, so it grows as the {power} of their number; "
+                "write -1 for a size, divide twice by a number of samples"
             )
         return _affine(at_small, at_large)
     raise CaptureError(
