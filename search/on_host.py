@@ -17,7 +17,7 @@ def offload_fallbacks(offload: Offload, profile: Profile) -> tuple[tuple[OnHost,
     A plan with nothing on the host comes first and, where there is one, alone: offload adds copies
     to it, and a device's time should not depend on its host's. Room on the device can be worth more
     than the copies all the same (Llama-3-70B on 64 H100, global batch 512: 78.4 s a step with both
-    on the host, 79.1 s with neither), which only `--offload both` finds. A CPU's memory is
+    on the host, 79.1 s with neither), which only `offload` both finds. A CPU's memory is
     the host's already, so there nothing is moved unless the request says so.
     """
     plain, optimizer, activations = NOTHING, OnHost(optimizer=True), OnHost(activations=True)

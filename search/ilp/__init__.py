@@ -7,5 +7,5 @@ choice with what is proved of it. Read in this order:
 - `block_ilp` places the ops of a block, the second solver beside elimination;
 - `block_lp` does so for blocks too wide for elimination: a linear program (GLOP), branched on where
   its optimum is not whole (SCIP);
-- `joint` cuts a chain into stages with recompute and memory, under `--solver ilp`.
+- `joint` cuts a chain into stages with recompute and memory, with `solver` ilp.
 """

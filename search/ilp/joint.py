@@ -1,7 +1,7 @@
 """Stage boundaries, recompute and memory as one integer program for OR-tools' CP-SAT.
 
 The second, independent searcher of the problem `chain_dp` solves: small and mid-size chains,
-under `--solver ilp`.
+with `solver` ilp.
 
 Variables
     x[s, j, k, c]   1 if stage s holds blocks j .. k-1 with recompute choice c

@@ -25,6 +25,7 @@ from profiles import load_profile
 from search import SearchRequest, find_plan
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.costmodel.loads import stage_loads
 from tests.search.machine import Machine
 
 H100 = load_profile("h100-sxm5-80gb")
@@ -97,7 +98,7 @@ def bounds_of(plan, costs, on_host):
             ),
             int(live[stage.pp_rank]),
         )
-        for load, stage in zip(price_plan(plan, costs).loads, plan.stages, strict=True)
+        for load, stage in zip(stage_loads(price_plan(plan, costs)), plan.stages, strict=True)
     ]
 
 
@@ -191,7 +192,7 @@ def test_a_new_part_of_memory_is_two_entries(monkeypatch):
     add_toy_part(monkeypatch)
     exact_after, least_after = counted()
     overhead = 1 + machine.allocator_overhead_fraction
-    for rank, load in enumerate(price_plan(plan, costs).loads):
+    for rank, load in enumerate(stage_loads(price_plan(plan, costs))):
         more = COMPRESSION_FACTOR * load.param_bytes * overhead
         assert exact_after[rank] - exact_before[rank] == pytest.approx(more, rel=1e-6)
         assert least_after[rank] - least_before[rank] == pytest.approx(more, rel=1e-6)

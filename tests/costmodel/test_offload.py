@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks.activation_memory import CpuProfile
@@ -96,7 +94,8 @@ def test_a_slow_link_is_a_part_of_the_step(monkeypatch):
     leaves = plan.model_copy(update={"stages": tuple(stages)})
     profile = load_profile("a100-pcie-80gb")
     without = estimate(graph, profile, plan)
-    slow = replace(profile.host, link_bytes_per_s=profile.host.link_bytes_per_s / 1000)
+    host = profile.host
+    slow = host.model_copy(update={"link_bytes_per_s": host.link_bytes_per_s / 1000})
     monkeypatch.setattr(type(profile), "host", property(lambda self: slow))
     there = estimate(graph, profile, leaves)
     assert without.time.offload_s == 0

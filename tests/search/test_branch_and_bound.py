@@ -84,7 +84,7 @@ def test_a_gap_stops_early_and_the_lower_bound_says_so():
     assert search.best_s == 10.0
     assert search.lower_bound_s == 9.0
     assert search.num_unexplored == 4
-    assert search.stopped_early == "--gap 0.25 reached"
+    assert search.stopped_early == "`max_gap` 0.25 reached"
 
 
 def test_a_time_limit_ends_what_has_a_bound_once_there_is_a_plan():
@@ -96,7 +96,7 @@ def test_a_time_limit_ends_what_has_a_bound_once_there_is_a_plan():
     search.run()
     assert (search.best_s, search.lower_bound_s) == (10.0, 1.0)
     assert search.num_unexplored == 2
-    assert search.stopped_early == "--time-limit -1.0 s passed"
+    assert search.stopped_early == "`time_limit_s` -1.0 s passed"
 
 
 def test_an_earlier_wave_is_searched_first_and_prunes_the_later_one():

@@ -180,7 +180,7 @@ def test_a_cpu_has_no_other_memory_to_move_to():
 
 
 def test_a_host_without_room_refuses(monkeypatch):
-    small = replace(a100().host, memory_bytes=1000.0)
+    small = a100().host.model_copy(update={"memory_bytes": 1000.0})
     monkeypatch.setattr(type(a100()), "host", property(lambda self: small))
     refused = asked(offload="optimizer")
     assert refused.plan is None

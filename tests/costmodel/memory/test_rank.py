@@ -20,6 +20,7 @@ from planner.runtime.step.wiring import build_edges
 from planner.schedule.jobs import JobKind
 from planner.schedule.of_plan import schedule_of
 from profiles import load_profile
+from tests.costmodel.loads import stage_loads
 from tests.costmodel.memory.plans import gpt_graph, plan_of
 
 H100 = load_profile("h100-sxm5-80gb")
@@ -40,8 +41,9 @@ def test_parts_of_a_rank_sum_to_its_memory():
     price = price_plan(plan, costs)
     (parts,) = plan_memory(price, costs, schedule_of(plan))
     assert {part.field for part in PARTS.values()} <= set(MemoryParts.__dataclass_fields__)
-    params = float(price.loads[0].param_bytes)
-    assert parts.optimizer_bytes == 2 * params + 4 * float(price.loads[0].num_params)
+    (load,) = stage_loads(price)
+    params = load.param_bytes
+    assert parts.optimizer_bytes == 2 * params + 4 * load.num_params
     assert parts.parameter_bytes >= params
     assert resident_parts.__doc__
 

@@ -1,11 +1,17 @@
 """A value brought to another placement, by hand: 100 bytes of a (2, 25) tensor on two tp ranks."""
 
 from costmodel.time.copies import copy_between
+from planner.layout.axes import Degrees
 from planner.layout.placement import Shard
-from planner.runtime.step.wiring import Placements
+from planner.layout.placements import Placements
 
-WHOLE, ROWS, COLUMNS = Placements(), Placements(tp=Shard(0)), Placements(tp=Shard(1))
-OPTIONS = {"shape": (2, 25), "tp": 2, "cp": 1}
+WHOLE = Placements()
+ROWS, COLUMNS = (Placements.of({"tp": Shard(dim)}) for dim in (0, 1))
+    Placements(),
+    Placements.of({"tp": Shard(0)}),
+    Placements.of({"tp": Shard(1)}),
+)
+OPTIONS = {"shape": (2, 25), "degrees": Degrees(tp=2)}
 
 
 def test_nothing_moves_where_it_lies_already():
