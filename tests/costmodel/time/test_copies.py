@@ -7,10 +7,6 @@ from planner.layout.placements import Placements
 
 WHOLE = Placements()
 ROWS, COLUMNS = (Placements.of({"tp": Shard(dim)}) for dim in (0, 1))
-    Placements(),
-    Placements.of({"tp": Shard(0)}),
-    Placements.of({"tp": Shard(1)}),
-)
 OPTIONS = {"shape": (2, 25), "degrees": Degrees(tp=2)}
 
 
