@@ -270,3 +270,39 @@ def test_a_model_that_moves_itself_is_built_without_values(cast, monkeypatch):
     )
     capture_source(source)
     assert [weight.is_meta for weight in made] == [True]
+
+
+DEEP = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.rehearsal import rehearse
+
+config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1000, n_head=2, n_positions=8)
+with torch.device("meta"):
+    model = GPT2LMHeadModel(config)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+
+
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+print(len(rehearse(Loss(), model, (ids,), OnMeta()).reached))
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_layers_are_rehearsed():
+    """Autograd's graph of them, freed by its end alone, overflowed the stack of the process."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=280, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 10_000, "parameters that a gradient reaches"
