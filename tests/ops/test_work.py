@@ -75,6 +75,17 @@ def test_flop_forward_and_backward(name):
     assert backward_work(single.op, single.program.tensor, work).flop == backward
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_causal_attention_of_a_shard_of_queries_leaves_no_score_out(grouped):
+    """It runs with an explicit mask: 32 scores, by 8 and 8, with grouped queries or without."""
+    single = CALLS["attention"][0]
+    args = (*single.op.args[:3], 0.0, None, grouped, 1, "cp")
+    op = replace(single.op, target="planner.causal_attention", args=args)
+    work = op_work(op, single.program.tensor)
+    assert work.flop == 1024
+    assert backward_work(op, single.program.tensor, work).flop == 2560
+
+
 def test_an_embedding_reads_the_rows_it_gathers():
     """5 rows of 4 numbers and 5 indices of 8 bytes, not the table of 100 rows."""
     single = one_op("aten.embedding.default", torch.ones(100, 4), torch.zeros(5, dtype=torch.int64))

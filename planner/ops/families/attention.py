@@ -79,11 +79,16 @@ def attention_on_shard(placed: Placed) -> LocalForm:
 # --------------------------------------------------------------------------------- flop, memory
 
 
-def _flop(call: Call) -> float:
-    """Scores (query x key) and their product with the values; a causal mask leaves half."""
+def _flop_of_all_scores(call: Call) -> float:
+    """Scores (query x key) and their product with the values."""
     query, key, value = call.inputs[:3]
     scores = prod(query[:-1]) * key[-2]
-    flop = 2.0 * scores * query[-1] + 2.0 * scores * value[-1]
+    return 2.0 * scores * query[-1] + 2.0 * scores * value[-1]
+
+
+def _flop(call: Call) -> float:
+    """The same; a kernel that is told of a causal mask leaves half of the scores out."""
+    flop = _flop_of_all_scores(call)
     causal = call.arg(5, "is_causal", False)
     return flop / 2 if causal and not isinstance(causal, Ref) else flop
 
@@ -173,6 +178,8 @@ register(
         targets=("planner.causal_attention",),
         shard=(),
         local_form=None,
+        # It runs with an explicit mask, of which a kernel can't leave anything out.
+        flop=_flop_of_all_scores,
         saved=_causal_saved,
         scratch=None,
         random=lambda op: bool(op.args[3]),
