@@ -7,6 +7,7 @@ from costmodel import CostCache
 from costmodel.links import find_links
 from costmodel.side_values import find_side_values
 from costmodel.time.boundary import block_entry_seconds, output_placements, placement_of
+from planner.layout.axes import Degrees
 from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
 from profiles import Group
@@ -77,7 +78,9 @@ def test_a_value_of_no_batch_input_is_made_once():
 def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     """Longer runs take longer; full recomputation adds the forward to the backward."""
     table = StageTable(costs=CostCache(graph, MACHINE), layouts=(), tp=1, microbatch_size=2)
-    stages = table.with_replicas(dp=2, cp=1, zero=3, choices=("none", "full"), num_microbatches=4)
+    stages = table.with_replicas(
+        degrees=Degrees(dp=2), zero=3, choices=("none", "full"), num_microbatches=4
+    )
     assert isinstance(stages, RankStages)
     n = table.num_blocks
     band = stages.band(Window.all_runs(n, n))
