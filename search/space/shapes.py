@@ -29,8 +29,30 @@ MOST_VPP = 8
 SEARCHED_ZERO = (0, 1, 3)
 
 
+class _OnMesh:
+    """Names for sizes of a stage's mesh."""
+
+    __slots__ = ()
+    degrees: Degrees
+
+    @property
+    def dp(self) -> int:
+        """Parts of a microbatch: over all axes that cut the batch."""
+        return self.degrees.along("batch")
+
+    @property
+    def cp(self) -> int:
+        """Parts of every sequence."""
+        return self.degrees["cp"]
+
+    @property
+    def tp(self) -> int:
+        """Parts of parameters and heads."""
+        return self.degrees["tp"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
+class Configuration(_OnMesh):
     """One point of the space.
 
     Attributes:
@@ -55,21 +77,6 @@ class Configuration:
     zero: int
     recompute: str
     stage_tps: tuple[int, ...] = ()
-
-    @property
-    def dp(self) -> int:
-        """Parts of a microbatch: over all axes that cut the batch."""
-        return self.degrees.along("batch")
-
-    @property
-    def cp(self) -> int:
-        """Parts of every sequence."""
-        return self.degrees["cp"]
-
-    @property
-    def tp(self) -> int:
-        """Parts of parameters and heads."""
-        return self.degrees["tp"]
 
     @property
     def pipeline(self) -> tuple[str, int, int, int]:
@@ -108,7 +115,7 @@ class Configuration:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(_OnMesh):
     """Configurations of equal degrees and microbatches: one for each option and ZeRO stage.
 
     Attributes:
@@ -128,21 +135,6 @@ class Shape:
     options: tuple[tuple[str, int], ...]
     zeros: tuple[int, ...]
     recompute: str
-
-    @property
-    def dp(self) -> int:
-        """Parts of a microbatch: over all axes that cut the batch."""
-        return self.degrees.along("batch")
-
-    @property
-    def cp(self) -> int:
-        """Parts of every sequence."""
-        return self.degrees["cp"]
-
-    @property
-    def tp(self) -> int:
-        """Parts of parameters and heads."""
-        return self.degrees["tp"]
 
     @property
     def num_configurations(self) -> int:
