@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
+from costmodel.execution import Execution
 from costmodel.table.rows.named_models import model_of_size, named_model, params_in_name
 from costmodel.table.rows.row_cells import Cells, RowError, real
 from costmodel.table.rows.row_stack import seq_len_of, stack_of_row
 from costmodel.table.rows.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
-from costmodel.table.stacks import FSDP_FLASH, Stack
 from costmodel.table.transformer import Split, TransformerShape
 
 MODEL_BYTES_PER_DEVICE = 40e9
@@ -39,7 +39,7 @@ class RunRow:
     """A run with every blank filled; `assumed` says with what."""
 
     shape: TransformerShape
-    stack: Stack
+    stack: Execution
     dtype: str
     global_batch: int
     micro_batch: int
@@ -143,7 +143,7 @@ def _check_divides(name: str, part: int, of: str, whole: int) -> None:
 
 
 def _batch(
-    cells: Cells, shape: TransformerShape, stack: Stack, *, pp: int, dp: int
+    cells: Cells, shape: TransformerShape, stack: Execution, *, pp: int, dp: int
 ) -> tuple[int, int]:
     """Return samples of a step and of a microbatch (see `_usual_micro_batch`)."""
     micro_batch = cells.given("micro_batch")
@@ -164,14 +164,14 @@ def _batch(
     return batch, micro_batch
 
 
-def _usual_micro_batch(shape: TransformerShape, stack: Stack, *, samples: int, pp: int) -> int:
+def _usual_micro_batch(shape: TransformerShape, stack: Execution, *, samples: int, pp: int) -> int:
     """Return how many of a rank's samples usually go at once.
 
     Of FSDP without a pipeline all, as nothing is split. Else a power of two that divides them, of
     so many tokens as fill a device, fewer of a wide model, and leaves a pipeline two microbatches
     for each of its ranks.
     """
-    if stack is FSDP_FLASH and pp == 1:
+    if stack.zero_stage == 3 and stack.flash_attention and pp == 1:
         return samples
     tokens = USUAL_TOKENS * min(1.0, USUAL_TOKENS / shape.hidden)
     size = 1
@@ -182,12 +182,12 @@ def _usual_micro_batch(shape: TransformerShape, stack: Stack, *, samples: int, p
     return size
 
 
-def _zero_stage(cells: Cells, stack: Stack) -> int:
+def _zero_stage(cells: Cells, stack: Execution) -> int:
     stage = zero_of(cells.raw("zero_stage"))
     return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
 
 
-def _shape(cells: Cells, stack: Stack) -> TransformerShape:
+def _shape(cells: Cells, stack: Execution) -> TransformerShape:
     known = named_model(cells.text("model"))
 
     def usual(name: str, otherwise: int | None) -> int | None:
@@ -248,7 +248,7 @@ def _shape(cells: Cells, stack: Stack) -> TransformerShape:
     )
 
 
-def _layout(cells: Cells, shape: TransformerShape, stack: Stack) -> tuple[int, int, int, int]:
+def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:
     """Return tp, cp, pp, dp; what is blank follows from the number of devices."""
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
     cp = cells.given("cp", least=0) or 1
@@ -330,7 +330,7 @@ def _dtype(cells: Cells) -> str:
     return dtype
 
 
-def _recompute(cells: Cells, stack: Stack) -> str:
+def _recompute(cells: Cells, stack: Execution) -> str:
     # ``none`` is a choice here, where in other columns it says nothing.
     value = cells.raw("recompute")
     known = recompute_of(value)
