@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.cache import CostCache
+from costmodel.execution.executed import ExecutedProfile
 from costmodel.time.communication import DataParallelSeconds
 from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
@@ -68,11 +69,16 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     by_tp = _costs_by_tp(plan, costs)
     own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
     receive_s = _receive_seconds(plan, by_tp)
+    # A runtime that does not overlap transfers waits for each ahead of the job that needs it.
+    waited_s = None
+    if isinstance(costs.profile, ExecutedProfile) and not costs.profile.execution.overlaps_pp:
+        waited_s, receive_s = receive_s, (0 * receive_s[0], 0 * receive_s[1])
     jobs = {
         tp: costs_of_mesh.job_seconds(
             [stage.recompute for stage in plan.stages],
             receive_s=receive_s,
             recompute_last=[stage.recompute_last for stage in plan.stages],
+            waited_s=waited_s,
         )
         for tp, costs_of_mesh in by_tp.items()
     }

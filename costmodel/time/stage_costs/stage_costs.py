@@ -139,11 +139,13 @@ class StageCosts:
         *,
         receive_s: tuple[Floats, Floats],
         recompute_last: Sequence[bool] | None = None,
+        waited_s: tuple[Floats, Floats] | None = None,
     ) -> JobSeconds:
         """Return the jobs of a pipeline whose stages are these runs in order.
 
         `receive_s` are the transfers into each stage and of its gradient back from it;
-        `recompute_last` says whether the step's last microbatch is recomputed, too.
+        `recompute_last` says whether the step's last microbatch is recomputed, too. `waited_s` are
+        transfers as in `receive_s` for which a stage waits with nothing to do.
 
         A full backward sends its input's gradient ahead of deferred weight gradients: those of
         the stage's first block, in the step's last backward all of them
@@ -153,13 +155,18 @@ class StageCosts:
         recomputed_s = self.times.recompute_s(recompute)
         weight_s = self.weight_s
         alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s
+        forward_s = self.forward_s
+        if waited_s is not None and len(alone_s) > 1:
+            # The first stage waits for what it sends forward, the last for what it sends back.
+            forward_s = forward_s + np.append(waited_s[0][1:2], waited_s[0][1:])
+            alone_s = alone_s + np.append(waited_s[1][1:], waited_s[1][-1:])
         input_s = alone_s + recomputed_s
         defers = np.array(recompute) == "none"
         last_s = None
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
         return JobSeconds(
-            forward_s=_numbers(self.forward_s),
+            forward_s=_numbers(forward_s),
             backward_input_s=_numbers(input_s),
             backward_weight_s=_numbers(weight_s),
             receive_forward_s=_numbers(there),
