@@ -30,7 +30,7 @@ from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
-LOSSES = ("cross_entropy_loss", "vocab_cross_entropy")
+LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "cross_entropy_sum")
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
 
@@ -65,6 +65,7 @@ def executed_times(
     is_whole = all(op.name in remade for op in local.ops if op.target != REDISTRIBUTE)
     is_flash = execution.flash_attention
     in_head = products_of_head(local)
+    attention = Seconds(forward_s=0.0, backward_s=0.0)
     for ops in _kernels(local, execution):
         seconds = _seconds(ops, local, profile, saved, in_head)
         forward_s += seconds.forward_s
@@ -74,6 +75,8 @@ def executed_times(
         first = ops[0]
         if first.name in remade and not (is_flash and not is_whole):
             recomputed_s += seconds.forward_s
+        if family_of(first.target).arithmetic == ATTENTION:
+            attention = seconds
         if _is_product(first):
             weight_s += seconds.backward_s / 2
     for op in local.ops:
@@ -82,7 +85,7 @@ def executed_times(
             forward_flop += work.flop
             backward_flop += back.flop
     backward_s += profile.pass_seconds(_forked_bytes(local), 0)
-    comm = _exposed(local, profile, axes, forward_s)
+    comm = _exposed(local, profile, axes, forward_s, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
     if remade and not is_whole and execution.selective_skips_layers:
@@ -344,11 +347,17 @@ class _Comm:
 
 
 def _exposed(
-    local: Program, profile: ExecutedProfile, axes: Mapping[str, Axis], forward_s: float
+    local: Program,
+    profile: ExecutedProfile,
+    axes: Mapping[str, Axis],
+    forward_s: float,
+    attention: Seconds,
 ) -> _Comm:
     """Collectives of a block as far as compute does not hide them, and waits at them."""
     execution = profile.execution
     there_s = back_s = 0.0
+    ring_s = ring_back_s = 0.0
+    cp = axes["cp"].size
     count = 0
     sums = 0
     size = 1
@@ -361,6 +370,11 @@ def _exposed(
             # Gradients of parameters that all ranks have are summed once a step, with the others.
             continue
         forward, backward = redistribute_seconds(op, local.tensor, profile, axes)
+        if op.args[1] == "cp" and local.tensor[op.inputs[0]].shape:
+            ring_s += forward
+            # The backward sees the keys and values of all ranks again, and sends gradients.
+            ring_back_s += forward + backward
+            continue
         there_s += forward
         back_s += backward
         count += forward > 0
@@ -370,6 +384,10 @@ def _exposed(
         behind = 0.5 * forward_s
         there_s = profile.rates.exposed_seconds(there_s, behind_s=behind)
         back_s = profile.rates.exposed_seconds(back_s, behind_s=behind)
+    # Keys and values go round a ring beside the attention to those at hand: all but the last part
+    # of each round may be hidden.
+    there_s += max(ring_s / cp, ring_s - attention.forward_s)
+    back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
     return _Comm(
         forward_s=there_s,
         backward_s=back_s,

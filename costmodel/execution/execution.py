@@ -65,6 +65,9 @@ class Execution:
     """Reductions of gradients do."""
     overlaps_pp: bool
     """Transfers between interleaved stages do."""
+    sends_ahead: bool
+    """A backward sends its input's gradient before it has made its first block's weight gradients;
+    else after the whole backward."""
     uses_all_links: bool
     """Gathers and scatters of ZeRO 3 go over all links of a node, not one."""
     launches_block: bool

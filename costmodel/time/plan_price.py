@@ -70,15 +70,18 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
     receive_s = _receive_seconds(plan, by_tp)
     # A runtime that does not overlap transfers waits for each ahead of the job that needs it.
-    waited_s = None
-    if isinstance(costs.profile, ExecutedProfile) and not costs.profile.execution.overlaps_pp:
-        waited_s, receive_s = receive_s, (0 * receive_s[0], 0 * receive_s[1])
+    waited_s, sends_ahead = None, True
+    if isinstance(costs.profile, ExecutedProfile):
+        sends_ahead = costs.profile.execution.sends_ahead
+        if not costs.profile.execution.overlaps_pp:
+            waited_s, receive_s = receive_s, (0 * receive_s[0], 0 * receive_s[1])
     jobs = {
         tp: costs_of_mesh.job_seconds(
             [stage.recompute for stage in plan.stages],
             receive_s=receive_s,
             recompute_last=[stage.recompute_last for stage in plan.stages],
             waited_s=waited_s,
+            sends_ahead=sends_ahead,
         )
         for tp, costs_of_mesh in by_tp.items()
     }

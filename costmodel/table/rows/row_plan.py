@@ -13,10 +13,18 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.run_row import RowError, RunRow
 from planner.layout.axes import Degrees
-from planner.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan, batch_spec
+from planner.plan import (
+    ClassLayout,
+    ClassRecompute,
+    ClusterRef,
+    ModelRef,
+    Plan,
+    StagePlan,
+    batch_spec,
+)
 from planner.schedule import stage_to_pp_rank
 from planner.templates import Experts, Latent, Transformer, build_transformer
-from planner.templates.splits import tp_layouts
+from planner.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile
 
 SCHEDULES = {
@@ -79,7 +87,21 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         schedule, vpp = "1f1b", 1
     if run.pp == 1:
         schedule, vpp = "1f1b", 1
+    elif schedule == "1f1b" and microbatches < run.pp:
+        # With so few, the order of 1F1B is that of all forwards first.
+        schedule = "fthenb"
     bounds = _bounds(model.layers, run.pp * vpp)
+    on_tp: tuple[ClassLayout, ...] = ()
+    on_cp: tuple[ClassLayout, ...] = ()
+    if run.tp > 1:
+        on_tp = tp_layouts(model, sequence_parallel=run.sequence_parallel)
+    if run.cp > 1:
+        on_cp = cp_layouts(
+            model,
+            tp=run.tp,
+            sequence_parallel=run.sequence_parallel,
+            microbatch_size=run.micro_batch,
+        )
     homes = stage_to_pp_rank(schedule, run.pp, vpp)
     return Plan(
         model=_model_ref(model),
@@ -102,7 +124,7 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
             for s in range(run.pp * vpp)
         ),
         recomputed=_recomputed(model, run.recompute),
-        layouts=tp_layouts(model, sequence_parallel=run.sequence_parallel) if run.tp > 1 else (),
+        layouts=(*on_tp, *on_cp),
     )
 
 

@@ -140,12 +140,14 @@ class StageCosts:
         receive_s: tuple[Floats, Floats],
         recompute_last: Sequence[bool] | None = None,
         waited_s: tuple[Floats, Floats] | None = None,
+        sends_ahead: bool = True,
     ) -> JobSeconds:
         """Return the jobs of a pipeline whose stages are these runs in order.
 
         `receive_s` are the transfers into each stage and of its gradient back from it;
         `recompute_last` says whether the step's last microbatch is recomputed, too. `waited_s` are
-        transfers as in `receive_s` for which a stage waits with nothing to do.
+        transfers as in `receive_s` for which a stage waits with nothing to do. Without
+        `sends_ahead` no gradient is sent before a backward has ended.
 
         A full backward sends its input's gradient ahead of deferred weight gradients: those of
         the stage's first block, in the step's last backward all of them
@@ -161,7 +163,7 @@ class StageCosts:
             forward_s = forward_s + np.append(waited_s[0][1:2], waited_s[0][1:])
             alone_s = alone_s + np.append(waited_s[1][1:], waited_s[1][-1:])
         input_s = alone_s + recomputed_s
-        defers = np.array(recompute) == "none"
+        defers = (np.array(recompute) == "none") & sends_ahead
         last_s = None
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
