@@ -174,12 +174,25 @@ def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts
 
 
 def cost_cache(
-    graph: ModelGraph, profile: Profile, num_devices: int, *, execution: Execution | None = None
+    graph: ModelGraph,
+    profile: Profile,
+    num_devices: int,
+    *,
+    execution: Execution | None = None,
+    clips_gradients: bool = False,
 ) -> CostCache:
-    """Return prices of a graph as a runtime executes it on so many devices of a machine."""
+    """Return prices of a graph as a runtime executes it on so many devices of a machine.
+
+    Raises PlannerError where it is not priced on such a profile.
+    """
     execution = execution or find_execution(OURS)
     kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
-    return CostCache(graph, executed(profile, execution, num_devices), kernels=kernels)
+    return CostCache(
+        graph,
+        executed(profile, execution, num_devices),
+        kernels=kernels,
+        clips_gradients=clips_gradients,
+    )
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from planner.plan.replication import Replication
 from profiles import Group
 
 WEIGHT_BYTES = 2
-"""Weights are in 16 bits."""
+"""Bytes of a weight in bf16."""
 
 
 def executed_exchange(
@@ -30,7 +30,6 @@ def executed_exchange(
     if group.size == 1 or param_bytes == 0:
         return DataParallelSeconds()
     execution = profile.execution
-    params = param_bytes / WEIGHT_BYTES
     if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
     pieces = max(1, num_blocks) if replication.zero_stage == 3 else 1
@@ -38,8 +37,10 @@ def executed_exchange(
     def seconds(kind: str, num_bytes: float) -> float:
         return pieces * profile.collective_seconds(kind, num_bytes / pieces, group).seconds
 
-    reduced = execution.reduced_bytes * params
-    gather_s = seconds("all_gather", WEIGHT_BYTES * params)
+    # Of bf16 weights the record says how wide gradients travel; others travel as they are.
+    is_cast = replication.gradient_factor > 1
+    reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
+    gather_s = seconds("all_gather", param_bytes)
     if replication.zero_stage == 0:
         sum_s = seconds("all_reduce", reduced)
         if execution.overlaps_dp:
