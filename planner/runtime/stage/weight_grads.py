@@ -64,7 +64,9 @@ def _give(tensor: Tensor, grad: Tensor) -> None:
 
 def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor | None:
     """Add a weight's gradient to the sum so far and return None, or return it if there is none."""
-    left, right = (grad, x) if transposed else (x, grad)
+    # The gradient by a factor of a product is the other factor's conjugate: of y = x @ w, x^H @ dy.
+    # (Autograd's convention for complex tensors; `conj` of a real one is the tensor itself.)
+    left, right = (grad, x.conj()) if transposed else (x.conj(), grad)
     if weight.is_leaf and weight.grad is not None:
         weight.grad.addmm_(left.t(), right)
         return None
@@ -140,7 +142,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    return torch.mm(grad, weight if transposed else weight.t()).view(x.shape)
+    factor = weight.conj()
+    return torch.mm(grad, factor if transposed else factor.t()).view(x.shape)
 
 
 class _Product(torch.autograd.Function):
