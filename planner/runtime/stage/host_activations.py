@@ -103,7 +103,13 @@ class Saved:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    """Steps in elements of `dtype`."""
     offset: int
+    """First element in the storage, in elements of `dtype`."""
+    is_conjugate: bool
+    """Reading it conjugates what lies in memory: `x.conj()` copies nothing."""
+    is_negative: bool
+    """Reading it negates what lies in memory, as of the imaginary part of a conjugate."""
 
 
 class Parcel:
@@ -132,8 +138,15 @@ class Parcel:
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
         load.uses += 1
-        offset = int(tensor.storage_offset())
-        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return Saved(
+            load,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Give autograd a tensor back."""
@@ -145,7 +158,9 @@ class Parcel:
         load.uses -= 1
         if not load.uses:
             load.on_device = None
-        return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view = flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view = view.conj() if saved.is_conjugate else view
+        return torch._neg_view(view) if saved.is_negative else view
 
     def leave(self) -> None:
         """Begin to copy everything to the host."""
@@ -187,9 +202,13 @@ class Parcel:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, flat, in its dtype."""
+    """All of a tensor's storage as it lies in memory, flat, in its dtype."""
+    tensor = tensor.detach()
+    # Both take back what is only marked: other tensors of the storage may be without the mark.
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
+    return tensor.as_strided((count,), (1,), 0)
 
 
 class Incoming:
