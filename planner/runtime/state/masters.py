@@ -21,7 +21,9 @@ from planner.plan import Precision
 
 def rest_dtype(meta: TensorMeta, precision: Precision) -> torch.dtype:
     """Return the dtype in which a tensor is kept: fp32 for a bf16 parameter that trains."""
-    if precision == "bf16" and meta.kind == "param" and meta.requires_grad:
+    # (A complex parameter is not cast: bfloat16 has no complex form.)
+    is_short = precision == "bf16" and meta.dtype == "bfloat16"
+    if is_short and meta.kind == "param" and meta.requires_grad:
         return torch.float32
     return getattr(torch, meta.dtype)
 
