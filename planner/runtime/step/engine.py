@@ -22,6 +22,7 @@ from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.replication import Replication
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -95,8 +96,10 @@ class Engine:
         self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
         self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
         self.schedule = schedule_of(plan)
+        own_stages = self.schedule.stages_of(mesh.rank("pp"))
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
-        self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
+        is_sharded = Replication.of(plan, own_stages[0]).is_sharded
+        self._zero_stage = plan.zero_stage if is_sharded else 0
         # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
         self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
