@@ -1,8 +1,8 @@
 """Plans: decisions only, as a versioned JSON file.
 
 In: a search's or a user's decisions. Out: a checked `Plan`, which launches, estimates and
-verifications read. Read `parts` and `plan` first; `files` reads and writes it, `match_model` compares
-it with a model, `defaults` makes a plan without a search, `replication` says how replicas share
+verifications read. Read `parts` and `plan` first; `files` reads and writes it, `match_model`
+compares it with a model, `defaults` makes a plan without a search, `replication` says how replicas share
 weights, and `batch_statistics` what a plan changes in a model that computes across samples.
 """
 
