@@ -64,12 +64,13 @@ def test_children_of_a_list_are_blocks_of_one_class():
 def test_what_only_the_last_layer_has_after_it_goes_to_what_follows():
     """A pooling after the last layer would make it a class of its own."""
     drawn = Drawn()
-    last = layers(drawn)
+    drawn.op("e", "embed", "x", "pe")
+    last = layers(drawn, "e")
     drawn.op("mean", "", last, target="aten.relu.default")
     drawn.op("h", "head", "mean", "ph")
     graph = drawn.graph()
-    assert len({b.class_index for b in graph.blocks[:3]}) == 1
-    assert [op.target for op in graph.classes[graph.blocks[3].class_index].ops] == [
+    assert len({b.class_index for b in graph.blocks[1:4]}) == 1
+    assert [op.target for op in graph.classes[graph.blocks[4].class_index].ops] == [
         "aten.relu.default",
         "aten.add.Tensor",
     ]
