@@ -183,7 +183,7 @@ class Plan(Record):
             ("forwards of all stages", self.pp * self.vpp * self.num_microbatches),
         ):
             if number > MOST:
-                raise ValueError(f"it asks for {number} {what}; {MOST} are the most")
+                raise ValueError(f"it has {number} {what}; {MOST} are the most")
         return self
 
     @model_validator(mode="after")

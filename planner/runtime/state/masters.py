@@ -43,6 +43,7 @@ class MasterParams:
                 continue
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))
+            # In the backward itself: the bf16 gradient is freed before the next one is made.
             param.register_post_accumulate_grad_hook(partial(hand_over, master))
 
     def named_params(self) -> dict[str, nn.Parameter]:

@@ -153,10 +153,14 @@ def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[
                     jobs.append(dist.P2POp(dist.irecv, part, way.src_rank))
                     terms.append((way.box, part))
         sums.append((mine[here], terms))
+    # All at once: NCCL runs what a communicator is given in order, and a send that waits for its
+    # receive would hold up the receive behind it.
     for work in dist.batch_isend_irecv(jobs) if jobs else []:
         work.wait()
     result = []
     for total, (held, terms) in zip(totals, sums, strict=True):
+        # In the order of the pp ranks, on every rank: another order rounds otherwise, and copies
+        # that differ in the last bit drift apart.
         summed = torch.zeros_like(total)
         for box, term in terms:
             summed[slices(box, held)] += term

@@ -38,6 +38,7 @@ def clip_gradients(
             weights = torch.tensor([share for _, share in counted], dtype=torch.float64)
             together = torch.stack(norms).double().square() @ weights.to(norms[0].device)
             squares += together.to(mesh.device)
+    # Over all ranks of the plan, stages too: shares count an element once wherever its copies are.
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt()

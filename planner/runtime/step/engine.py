@@ -240,12 +240,14 @@ class Engine:
         """
         if self._untouched is not None:
             self._untouched.check()
+        # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
         with self._drawn():
             losses = self._executor.train(feed)
+        # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         with self._recorded("REDUCE"):
             if self._statistics is not None:

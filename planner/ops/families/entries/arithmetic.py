@@ -47,7 +47,7 @@ def mul(call: Call) -> Iterator[OpSharding]:
 def where(call: Call) -> Iterator[OpSharding]:
     """Chooses between two tensors; linear in the pair of them."""
     if len(call.inputs) < 2:
-        return  # where(condition) yields indices, whose number is not known
+        return  # where(condition) returns indices, whose number is not known
     yield from pointwise(call)
     if len(call.inputs) == 3 and call.is_floating(call.op.outputs[0]):
         yield OpSharding(inputs=(R, P, P), outputs=(P,))

@@ -109,8 +109,8 @@ def _local_logits(call: KernelCall, *, forward: bool) -> int:
     """
     logits, labels = call.op.inputs[:2]
     element = max(4, call.element_bytes(logits))
-    wide, samples = call.numel(logits) * element, call.numel(labels)
-    return 2 * wide + samples * (9 * element + 1) if forward else wide + 2 * samples * element
+    whole, samples = call.numel(logits) * element, call.numel(labels)
+    return 2 * whole + samples * (9 * element + 1) if forward else whole + 2 * samples * element
 
 
 # ---------------------------------------------------------------------------------------- records
