@@ -7,14 +7,12 @@ import torch
 from planner.layout.placements import WHOLE
 from planner.plan.defaults import default_plan
 from planner.runtime.state.gather import gather
-from tests.builders import gpt_batch
-from tests.captures import capture_module
 from tests.runtime.alone import mesh_of
-from tests.runtime.scenarios import TiedGPT
+from tests.runtime.scenarios import capture
 
 
 def test_a_tied_parameter_is_returned_under_each_of_its_names():
-    graph = capture_module(TiedGPT(), gpt_batch(2), gpt_batch(3), name="tied")
+    graph = capture("tied-gpt")
     plan = default_plan(graph)
     held = {
         meta.name: torch.full(meta.shape_at(1), float(i)) for i, meta in enumerate(graph.params)

@@ -15,17 +15,15 @@ from planner.layout.placement import Replicate, Shard
 from planner.layout.placements import WHOLE as WHOLE_MODEL
 from planner.plan.defaults import default_plan
 from planner.runtime.state.tied import _box, tied_copies
-from tests.builders import gpt_batch
-from tests.captures import capture_module
 from tests.runtime.alone import mesh_of
-from tests.runtime.scenarios import TiedGPT
+from tests.runtime.scenarios import capture
 
 WEIGHT = TensorMeta(name="w", shape=(10, 4), dtype="float32", kind="param", requires_grad=True)
 
 
 @pytest.fixture(scope="module")
 def graph():
-    return capture_module(TiedGPT(), gpt_batch(2), gpt_batch(3), name="tied")
+    return capture("tied-gpt")
 
 
 def boxes(graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2) -> list:
