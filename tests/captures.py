@@ -10,6 +10,7 @@ import atexit
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import types
@@ -129,12 +130,15 @@ def _code(function: Any) -> Any:
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     # __class__ is what super() takes; a function that holds itself would not end.
     closed = [_setting(each) for each in held if each is not function]
-    return function.__module__, function.__qualname__, _bytes(function.__code__), closed
+    # A model file is the same model in each test's own folder.
+    module = re.sub(r"(?<=^planner_user_)(.*)_\w{8}$", r"\1", function.__module__)
+    return module, function.__qualname__, _bytes(function.__code__), closed
 
 
 def _bytes(code: types.CodeType) -> Any:
     constants = [_bytes(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return code.co_code, constants
+    line = Path(code.co_filename).name, code.co_firstlineno  # an op's line is kept with it
+    return line, code.co_code, code.co_names, constants
 
 
 def _batch(batch: Any) -> Any:
