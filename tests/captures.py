@@ -94,7 +94,7 @@ def _described(module: torch.nn.Module) -> list[Any]:
                 seen.setdefault(id(part), path),
                 _code(type(part).forward),
                 [
-                    (n, t.shape, t.dtype, t.requires_grad, seen.setdefault(id(t), f"{path}.{n}"))
+                    (n, *_tensor(t), seen.setdefault(id(t), f"{path}.{n}"))
                     for n, t in tensors
                     if t is not None
                 ],
@@ -105,6 +105,12 @@ def _described(module: torch.nn.Module) -> list[Any]:
 
 
 _HELD = ("_parameters", "_buffers", "_modules")
+
+
+def _tensor(tensor: torch.Tensor) -> Any:
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise _Indescribable
+    return type(tensor).__name__, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
 def _setting(value: Any) -> Any:

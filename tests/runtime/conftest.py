@@ -5,6 +5,14 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from tests import captures
+
+
+@pytest.fixture(autouse=True)
+def _shared_captures(monkeypatch):
+    """`planner.apply` exports an equal model once a session, here as in ranks."""
+    monkeypatch.setattr("planner.capture.capture_module", captures.capture_module)
+
 
 @pytest.fixture(autouse=True)
 def _own_process_group():
