@@ -13,7 +13,8 @@ import commands.dryrun
 import commands.show
 import commands.verify
 import commands.why
-from commands.common import options, prediction
+from commands.common import options
+from commands.common.prediction import predict
 from commands.common.question import Question, parse_choices
 from commands.compare import compare
 from commands.estimate import estimate
@@ -100,8 +101,8 @@ def test_forms_of_estimate_do_not_mix(given, says):
 def test_a_prediction_is_the_cost_model_s(plan, monkeypatch, choices):
     """Priced in training, under the named profile, with the step that was asked for."""
     graph, machine = capture_tiny("mlp"), load_profile("h100-sxm5-80gb")
-    monkeypatch.setattr(prediction, "graph_of_plan", lambda plan, model: graph)
-    found = prediction.predict(plan, MODEL, "h100-sxm5-80gb", doing="estimating", **choices)
+    monkeypatch.setattr("commands.common.prediction.graph_of_plan", lambda plan, model: graph)
+    found = predict(plan, MODEL, "h100-sxm5-80gb", doing="estimating", **choices)
     costs = CostCache(
         graph,
         in_training(machine, 2),

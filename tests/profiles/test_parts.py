@@ -10,12 +10,17 @@ import torch
 from planner.errors import ProfileError
 from planner.graph import Op, Ref, TensorMeta
 from profiles import catalog
-from profiles.lookup import collective_model, memory
+from profiles.lookup.collective_model import wire_share
+from profiles.lookup.memory import ROUNDS, allocator_overheads
 from profiles.measure import session
 from profiles.measure.probes import probe_of
-from profiles.measure.timing import calls, collective_timing, overlap_timing, step_timing
+from profiles.measure.timing.calls import Arena, Calls, Functions
 from profiles.measure.timing.clock import Clock
-from profiles.records import Group, WaitFit
+from profiles.measure.timing.collective_timing import time_collective
+from profiles.measure.timing.overlap_timing import _slowed
+from profiles.measure.timing.step_timing import _WORK
+from profiles.profile import PASSES
+from profiles.records import Group, StepFit, WaitFit
 from tests.profiles import samples
 
 CPU = torch.device("cpu")
@@ -74,12 +79,28 @@ def test_ranks_wait_for_each_other_at_collectives():
     assert samples.profile().wait_seconds(2.0, 3) == 0.0
 
 
+def test_unmeasured_work_of_a_step_is_passes_over_memory():
+    """At 10 GB/s: AdamW crosses memory 7 times; what was measured is taken instead."""
+    profile = samples.profile()
+    assert PASSES["adamw"] == 7
+    found = profile.optimizer_seconds(param_bytes=1e9, num_tensors=3)
+    assert found.seconds == pytest.approx(0.7)
+    assert profile.step_seconds("zero_reduce", num_bytes=1e9).seconds == 0
+    fit = StepFit(
+        work="adamw", s_per_tensor=0.25, s_per_byte=1e-9, relative_error=0.1,
+        origin="fitted", detail="-",
+    )  # fmt: skip
+    measured = samples.profile(step_fits=(fit,))
+    found = measured.optimizer_seconds(param_bytes=1e9, num_tensors=3)
+    assert found.seconds == pytest.approx(1.75)
+
+
 @pytest.mark.parametrize(
     ("kind", "share"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 1.0)],
 )
 def test_share_of_a_tensor_on_each_link_of_a_ring_of_four(kind, share):
-    assert collective_model.wire_share(kind, 4) == share
+    assert wire_share(kind, 4) == share
 
 
 def test_no_message_of_a_group_is_cheaper_by_byte_than_the_least():
@@ -107,10 +128,10 @@ def test_memory_held_is_compared_with_live_tensors(monkeypatch):
         weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - count))
         return tensor
 
-    monkeypatch.setitem(memory.LIVE_BYTES, "cpu", 2**22)
-    monkeypatch.setattr(memory.torch, "ones", ones)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: 1.25 * alive[0])
-    assert memory.allocator_overheads(CPU) == pytest.approx([0.25] * memory.ROUNDS)
+    monkeypatch.setattr("profiles.lookup.memory.LIVE_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr("profiles.lookup.memory.used_bytes", lambda device: 1.25 * alive[0])
+    assert allocator_overheads(CPU) == pytest.approx([0.25] * ROUNDS)
 
 
 # Probes
@@ -147,10 +168,10 @@ def test_a_probe_is_of_forms_and_not_of_names():
 
 def test_calls_take_their_inputs_from_memory_in_turn():
     """So that weights are as cold as in training; `stay_warm` is the opposite."""
-    arena = calls.Arena(CPU)
+    arena = Arena(CPU)
     arena.num_bytes = 4096
     op, tensors = linear()
-    made = calls.Calls.of(probe_of(op, tensors).to_json(), arena, calls.Functions(CPU))
+    made = Calls.of(probe_of(op, tensors).to_json(), arena, Functions(CPU))
     weights = [call[0][1].data_ptr() for call in made._calls]
     assert len(set(weights)) == 4096 // 512  # each input begins at 256 bytes
     results = made.forward(3)
@@ -210,9 +231,10 @@ def test_each_sample_of_a_collective_is_a_mean(monkeypatch):
     def tick() -> None:
         clock.ticks += 1
 
-    monkeypatch.setattr(collective_timing, "_collective", lambda *args: tick)
-    monkeypatch.setattr(collective_timing, "_agreed", lambda seconds, *args: seconds)
-    timed = collective_timing.time_collective("all_reduce", 8, None, clock=clock, seconds=20)
+    timing = "profiles.measure.timing.collective_timing"
+    monkeypatch.setattr(f"{timing}._collective", lambda *args: tick)
+    monkeypatch.setattr(f"{timing}._agreed", lambda seconds, *args: seconds)
+    timed = time_collective("all_reduce", 8, None, clock=clock, seconds=20)
     assert timed == {"seconds": [1.0] * 10}
     assert clock.ticks == 1 + 20
 
@@ -226,17 +248,18 @@ def test_each_sample_of_a_collective_is_a_mean(monkeypatch):
     ],
 )
 def test_slowdown_is_of_the_time_both_ran(monkeypatch, ends, slowed):
-    monkeypatch.setattr(overlap_timing.dist, "barrier", lambda: None)
-    monkeypatch.setattr(overlap_timing, "_together_on_cpu", lambda *args: ends)
-    found = overlap_timing._slowed(Clock(CPU), None, 1, None, 1.0, 1.0)
+    timing = "profiles.measure.timing.overlap_timing"
+    monkeypatch.setattr(f"{timing}.dist.barrier", lambda: None)
+    monkeypatch.setattr(f"{timing}._together_on_cpu", lambda *args: ends)
+    found = _slowed(Clock(CPU), None, 1, None, 1.0, 1.0)
     assert found == pytest.approx(slowed)
 
 
 def test_work_of_a_step_is_what_its_name_says():
     """A cast writes bfloat16 weights; sums take gradients at every call."""
-    cast = step_timing._WORK["cast"](2, 16, CPU)()
+    cast = _WORK["cast"](2, 16, CPU)()
     assert [weight.dtype for weight in cast] == [torch.bfloat16] * 2
-    accumulate = step_timing._WORK["accumulate"](1, 4, CPU)
+    accumulate = _WORK["accumulate"](1, 4, CPU)
     accumulate()
     (total,) = accumulate()
     assert total.tolist() == [2.0] * 4

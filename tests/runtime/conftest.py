@@ -10,8 +10,9 @@ from tests import captures
 
 @pytest.fixture(autouse=True)
 def _shared_captures(monkeypatch):
-    """`planner.apply` exports an equal model once a session, here as in ranks."""
-    monkeypatch.setattr("planner.capture.capture_module", captures.capture_module)
+    """`planner.apply` and `verify` export an equal model once a session, here as in ranks."""
+    for module in ("planner.capture", "planner.capture.module"):
+        monkeypatch.setattr(f"{module}.capture_module", captures.capture_module)
 
 
 @pytest.fixture(autouse=True)
