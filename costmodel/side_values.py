@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodel.links import Links
-from costmodel.memory.ops.saved import HELD_ANYWAY
-from costmodel.memory.ops.storage import Storage, map_storages
+from costmodel.memory.saved import HELD_ANYWAY, Storage, map_storages
 from planner.graph import ModelGraph
 from planner.layout.placements import Placements
 from planner.plan import Plan

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import prod
 
-from costmodel.memory.ops.saved import SavedTensors
+from costmodel.memory.saved import StorageMap
 from planner.graph import Op, Program
 from planner.layout.lowering import ONCE
 from planner.layout.placement import Replicate, parse_placement
@@ -110,13 +110,14 @@ class Gradients:
 _SUMS = frozenset({"add", "sub", "clone", "contiguous"})
 
 
-def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
+def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
     """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
     output = op.outputs[0]
     # All ranks but the first pass zeros of their own on where a gradient is counted once.
     if len(op.outputs) > 1 or op.target == ONCE:
         return False
-    source, result = program.tensor[name], program.tensor[output]
+    tensor = storages.program.tensor
+    source, result = tensor[name], tensor[output]
     same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
     if op.target == REDISTRIBUTE:
         src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
@@ -128,7 +129,7 @@ def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
         return source.dtype == result.dtype  # a slice of it
     if packet_of(op.target) in _SUMS:
         return same_size and source.dtype == result.dtype
-    return output in saved.storages.views and same_size
+    return output in storages.views and same_size
 
 
 def leaves_gaps(op: Op, program: Program) -> bool:

@@ -15,8 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from costmodel.memory.block.backward_walk import DeferredWeight
-from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.deferred_weights import DeferredWeight, deferred_storages, weight_job
 from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
 from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs
 from planner.schedule.jobs import JobKind

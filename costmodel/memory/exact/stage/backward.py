@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from costmodel.memory.block.backward_walk import BackwardWalk, DeferredWeight
-from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.backward_walk import BackwardWalk
+from costmodel.memory.block.deferred_weights import (
+    DeferredWeight,
+    deferred_storages,
+    weight_job,
+)
 from costmodel.memory.block.gradients import Gradients
 from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, StageBlocks
 from costmodel.memory.exact.stage.placed_block import PlacedBlock
@@ -85,7 +89,7 @@ class _BackwardTally:
         indices = range(len(self._stage.blocks) - 1, -1, -1)
         samples = tuple(self._run_block(index) for index in indices)
         live = self._live + self._grads.live
-        deferred = [d._replace(is_begun=d.weight in self._made) for d in self._deferred]
+        deferred = [d._replace(has_gradient=d.weight in self._made) for d in self._deferred]
         if flush:
             rise, more = weight_job(
                 deferred, first=self._first, gradient_factor=self._stage.gradient_factor

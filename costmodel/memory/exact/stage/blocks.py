@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.block.backward_walk import DeferredWeight
+from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.exact.stage.placed_block import Copy, PlacedBlock
 
 

@@ -11,8 +11,7 @@ from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
 from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.exact.stage.walk import StageWalk
-from costmodel.memory.ops.saved import HELD_ANYWAY
-from costmodel.memory.ops.storage import Storage
+from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.time.copies import copy_between
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
