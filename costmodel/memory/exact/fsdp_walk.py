@@ -14,15 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+from costmodel.memory.exact.stage.stage_walk import BackwardBytes, ForwardBytes
 
 
 class FsdpState(NamedTuple):
-    """What FSDP2 holds of a stage between two jobs.
-
-    Units are named by their block's position; the shared one by the number of blocks.
-    """
+    """What FSDP2 holds of a stage between two jobs. Units go by key of `ShardedStage.units`."""
 
     gathered: frozenset[int] = frozenset()
     """Units whose weights are gathered."""
@@ -42,17 +39,6 @@ class FsdpState(NamedTuple):
     """Its gradients alone."""
 
 
-class SimulatedJob(NamedTuple):
-    """A job that was simulated from some state on."""
-
-    peak_bytes: int
-    """Its height, activations counted."""
-    state: FsdpState
-    """What is held after it."""
-    job: ForwardBytes | BackwardBytes
-    """The job itself: as long as it is here, no other object gets its id."""
-
-
 class ShardedBytes:
     """What FSDP2 holds of one stage now. Mutable: it is a tally.
 
@@ -65,44 +51,34 @@ class ShardedBytes:
         self._ran_back = False
         self.state = FsdpState()
 
-    def forward(self, job: ForwardBytes) -> int:
-        """Play a forward and return its height, activations counted, above its start."""
-        self._in_flight += 1
-        key = id(job), self.state
-        known = self._stage.simulated.get(key)
-        if known is None:
-            tally = _FsdpTally(self._stage, self.state)
-            tally.forward(job)
-            known = self._remember(key, tally, job)
-        self.state = known.state
-        return known.peak_bytes
-
-    def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
-        """Play a backward and return its height, activations counted, above its start; `is_last`
-        is the stage's last one of a step.
+    def run(self, job: ForwardBytes | BackwardBytes, *, is_last: bool = False) -> int:
+        """Simulate a job and return its height, activations counted, above its start; `is_last` is
+        the stage's last backward of a step.
         """
-        # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing ran.
-        is_first = self._in_flight == 1 and not self._ran_back
-        self._ran_back = (self._ran_back or is_first) and not is_last
-        self._in_flight -= 1
-        key = id(job), self.state, is_last, is_first
-        known = self._stage.simulated.get(key)
-        if known is None:
+        is_first = False
+        if isinstance(job, ForwardBytes):
+            self._in_flight += 1
+        else:
+            # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing
+            # ran.
+            is_first = self._in_flight == 1 and not self._ran_back
+            self._ran_back = (self._ran_back or is_first) and not is_last
+            self._in_flight -= 1
+        key = job, self.state, is_last, is_first
+        simulated = self._stage.simulated
+        if key not in simulated:
             tally = _FsdpTally(self._stage, self.state)
-            tally.backward(job, is_last=is_last, is_first=is_first)
-            known = self._remember(key, tally, job)
-        self.state = known.state
-        return known.peak_bytes
-
-    def _remember(
-        self, key: tuple, tally: _FsdpTally, job: ForwardBytes | BackwardBytes
-    ) -> SimulatedJob:
-        known = self._stage.simulated[key] = SimulatedJob(tally.peak, tally.state(), job)
-        return known
+            if isinstance(job, ForwardBytes):
+                tally.forward(job)
+            else:
+                tally.backward(job, is_last=is_last, is_first=is_first)
+            simulated[key] = tally.peak, tally.state()
+        peak_bytes, self.state = simulated[key]
+        return peak_bytes
 
 
 class _Units:
-    """A set of units and the bytes they take together, kept as they come and go."""
+    """A set of units and the bytes they take together. Mutable."""
 
     def __init__(self, sizes: Mapping[int, int], members: frozenset[int]) -> None:
         self._sizes = sizes
@@ -113,19 +89,19 @@ class _Units:
         return index in self.members
 
     def add(self, index: int) -> None:
-        """Hold a unit, if it is not held."""
+        """Add a unit."""
         if index not in self.members:
             self.members.add(index)
             self.num_bytes += self._sizes[index]
 
     def discard(self, index: int) -> None:
-        """Let a unit go, if it is held."""
+        """Remove a unit, if it is there."""
         if index in self.members:
             self.members.remove(index)
             self.num_bytes -= self._sizes[index]
 
     def clear(self) -> None:
-        """Let all go."""
+        """Remove all."""
         self.members.clear()
         self.num_bytes = 0
 
@@ -135,8 +111,7 @@ class _FsdpTally:
 
     def __init__(self, stage: ShardedStage, state: FsdpState) -> None:
         self._stage = stage
-        self._shared = len(stage.blocks)
-        self._units = stage.units
+        self._shared, self._units = stage.shared, stage.units
         units = self._units.items()
         gathered = {index: unit.gathered_bytes for index, unit in units}
         gradients = {index: unit.gradient_bytes for index, unit in units}
@@ -184,7 +159,7 @@ class _FsdpTally:
         self.peak = max(self.peak, self._base + self._live_bytes + more)
 
     def forward(self, job: ForwardBytes) -> None:
-        """Play a forward."""
+        """Simulate a forward."""
         self._before_forward(self._shared)
         for index, sample in enumerate(job.samples):
             self._base = sample.start_bytes
@@ -199,18 +174,24 @@ class _FsdpTally:
 
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
-            self._prefetched.add(index)
-            self._gathered.add(index)
-            self._note()
-            self._prefetched.discard(index)
+            # The message and the parameters copied from it are alive together. The message lives
+            # on until the next unit's parameters are copied.
+            self._gather(index)
             self._forward_message = index
 
+    def _gather(self, index: int) -> None:
+        self._prefetched.add(index)
+        self._gathered.add(index)
+        self._note()
+        self._prefetched.discard(index)
+
     def _after_forward(self, index: int) -> None:
+        # ZeRO 3 frees weights after each block; the shared unit serves blocks to come.
         if self._stage.zero_stage == 3 and index != self._shared:
             self._gathered.discard(index)
 
     def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
-        """Play a backward; `is_first` is that of the stage's first forward in a step."""
+        """Simulate a backward; `is_first` is that of the stage's first forward in a step."""
         last = len(job.samples) - 1
         waiting: list[int] = []
         for back, sample in enumerate(job.samples):
@@ -247,10 +228,8 @@ class _FsdpTally:
         if index not in self._units:
             return
         if index not in self._gathered:
-            self._prefetched.add(index)
-            self._gathered.add(index)
-            self._note()
-            self._prefetched.discard(index)
+            self._gather(index)
+        # The unit that runs backward next is prefetched: FSDP2 expects the reverse of the forward.
         before = self._stage.ran_before[index]
         if before not in self._gathered and not (is_first and before >= index):
             self._prefetched.add(before)
@@ -260,6 +239,7 @@ class _FsdpTally:
         unit = self._units[index]
         is_fresh = index in self._fresh
         if self._stage.zero_stage == 1 and not is_last:
+            # ZeRO 1 reduces once a step: whole gradients are summed, in fp32 if they are bf16.
             if unit.sum_bytes == unit.gradient_bytes:
                 self._summed.add(index)
             elif is_fresh and index not in self._summed:
@@ -271,6 +251,7 @@ class _FsdpTally:
             self._fresh.discard(index)
         if self._stage.zero_stage == 3 or is_last:
             self._gathered.discard(index)
+        # Gradients are copied into the message of the reduce-scatter; the message before is freed.
         self._sum_message = index
         self._note()
         reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from costmodel.memory.block.deferred_weights import DeferredWeight, deferred_storages, weight_job
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.exact.stage.backward import backward_job
 from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs
+from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BackwardVariant, ForwardBytes
 from planner.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]
@@ -57,7 +58,7 @@ class LinkedStages:
             for message in stage.incoming:
                 if self.is_local(message):
                     maker = stages[message.other_stage]
-                    name = next(m.name for m in maker.outgoing if m.tensor == message.tensor)
+                    name = next(m.name for m in maker.outgoing if m.edge == message.edge)
                     self._made[index, message.name] = "value", message.other_stage, name
 
     def is_local(self, message: Message) -> bool:
@@ -200,20 +201,20 @@ class MicrobatchBytes:
         for message in arriving:
             if not linked.is_local(message):
                 taken_bytes += message.sent_bytes
-                kept_bytes += self._hold(_gradient(s, message), message.sent_bytes)
+                kept_bytes += self._hold(("gradient", message.edge), message.sent_bytes)
         own_bytes, kept, leaves = self._kept.pop(s)
-        done = walk.backward(
-            {message.name: message.sent_bytes for message in arriving},
+        how = BackwardVariant(
+            received=tuple(message.name for message in arriving),
             first=variant.is_first,
             num_deferred=variant.num_deferred,
             flush=not is_split,
-            sharded=stage.sharded is not None,
             kept_by_others=frozenset(
                 name
                 for name, key in kept.items()
                 if name not in stage.walk.arriving and self._holders[key] > 1
             ),
         )
+        done = backward_job(walk, how)
         height_bytes = kept_bytes
         if is_split:
             waiting: list[tuple[Storage, int]] = [
@@ -230,14 +231,15 @@ class MicrobatchBytes:
         for key in (*kept.values(), *leaves):
             kept_bytes -= self._release(key)
         for message in arriving:
-            kept_bytes -= self._release(_gradient(s, message))
+            kept_bytes -= self._release(("gradient", message.edge))
         sent: list[tuple[Message, Storage]] = []
         for message in stage.incoming:
-            if message.requires_grad and linked.is_local(message):
-                key = "gradient", message.other_stage, s, message.tensor
+            if not message.requires_grad:
+                continue
+            key = "gradient", message.edge
+            if linked.is_local(message):
                 kept_bytes += self._hold(key, message.taken_bytes)
-            elif message.requires_grad:
-                key = "sent", s, message.name
+            else:
                 kept_bytes += self._send(key, message.taken_bytes)
                 sent.append((message, key))
         return Effect(
@@ -290,8 +292,3 @@ def before_any_job(
                 stage.alone.append((index, MicrobatchBytes(only)))
             found[index] = index, *stage.alone[0]
     return found
-
-
-def _gradient(stage: int, message: Message) -> Storage:
-    """The gradient of what a stage sent."""
-    return "gradient", stage, message.other_stage, message.tensor

@@ -10,10 +10,10 @@ from costmodel.memory.exact.messages import Arrival, Receives, Traffic, find_tra
 from costmodel.memory.exact.microbatch import before_any_job
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.exact.resident import PARTS, resident_parts
-from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
 from costmodel.memory.exact.stage.jobs import JobVariant
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
+from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
 from planner.runtime.step.wiring import build_edges
@@ -56,7 +56,7 @@ UNIT = Unit(
 
 def sharded(zero_stage):
     return ShardedStage(
-        blocks=(UNIT, UNIT), shared=None, zero_stage=zero_stage, replicas=2,
+        units={0: UNIT, 1: UNIT}, shared=2, zero_stage=zero_stage, replicas=2,
         shards_on_host=False, copies_to_reduce=False,
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
     """The message and the copies of a block's 100 bytes; ZeRO 3 frees a block when it has run."""
     held = ShardedBytes(sharded(zero_stage))
     idle = BlockSample(0, 0, 0, 0)
-    peak = held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    peak = held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
     assert held.state.live_bytes == left
     # The second block's copies and message, the first block's message, and its copies but for 3.
     assert peak == (300 if zero_stage == 3 else 400)
@@ -75,16 +75,16 @@ def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
 def test_a_last_backward_under_zero_leaves_shards_of_gradients():
     held = ShardedBytes(sharded(3))
     idle = BlockSample(0, 0, 0, 0)
-    held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
     backward = BackwardBytes(samples=(idle, idle), rise_bytes=0, new_gradient_bytes=0, deferred=())
-    peak = held.backward(backward, is_last=True)
+    peak = held.run(backward, is_last=True)
     assert held.state.live_bytes == held.state.gradient_bytes == 2 * 50
     assert peak > 2 * 100
 
 
 def test_a_receive_brings_those_sent_before_it():
     """Receives from a rank are posted in the order in which it sends."""
-    early, late = (Arrival(0, 1, name, False, 0) for name in ("a", "b"))
+    early, late = (Arrival(edge, False, 0) for edge in (3, 5))
     receives = Receives(Traffic(orders={0: [early, late]}))
     assert receives.expect(0, late) == [early, late]
     assert receives.expect(0, early) == []

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from costmodel.memory.exact.fsdp_walk import ShardedStage
-from costmodel.memory.exact.stage.walk import StageWalk
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+from costmodel.memory.exact.stage.stage_walk import StageWalk
 from planner.schedule.jobs import Job, JobKind
 
 
 class Message(NamedTuple):
     """A value that a stage takes from another, or sends on."""
 
+    edge: int
+    """Which of the plan's edges it goes along."""
     name: str
     """The value in the stage's walk."""
-    tensor: str
-    """The value in the model."""
     taken_bytes: int
     """Bytes as it lies on the consumer."""
     sent_bytes: int
@@ -26,6 +26,10 @@ class Message(NamedTuple):
     """The stage at the other end."""
     requires_grad: bool
     """Whether its gradient comes back."""
+
+    def num_bytes(self, *, is_grad: bool) -> int:
+        """Bytes on the rank that gets it: of the value at its consumer, or of its gradient."""
+        return self.sent_bytes if is_grad else self.taken_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

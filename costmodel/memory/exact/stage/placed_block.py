@@ -30,12 +30,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockKind:
-    """What blocks hold that differ in names only, and the copies of those of their inputs that
-    are brought to another placement for them. Inputs and outputs go by position and local name.
+    """What blocks hold that differ in names only. Inputs and outputs go by position and local
+    name.
     """
 
     bytes: BlockBytes
+    """What the block holds itself."""
     copies: tuple[Copy | None, ...]
+    """For each input, its copy if it is brought to another placement for the block."""
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -64,11 +66,6 @@ class BlockKind:
         return tuple(at for at, is_kept in kept if is_kept)
 
     @cached_property
-    def kept_outputs(self) -> tuple[int, ...]:
-        """Outputs that the block keeps for its backward."""
-        return tuple(at for at, edge in enumerate(self.bytes.outputs) if edge.is_kept)
-
-    @cached_property
     def viewed(self) -> tuple[int | None, ...]:
         """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
         return tuple(
@@ -78,19 +75,16 @@ class BlockKind:
             for edge in self.bytes.outputs
         )
 
-    @cached_property
-    def input_at(self) -> Mapping[str, int]:
-        """Positions of inputs."""
-        return {name: at for at, name in enumerate(self.bytes.input_names)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedBlock:
-    """A block as its stage calls it: names of its edges, and of its trained parameters by their
-    names in the block, in the model.
-    """
+    """A block of a stage."""
 
     kind: BlockKind
+    """All of it but names."""
     inputs: tuple[str, ...]
+    """What it takes, by name in the stage."""
     outputs: tuple[str, ...]
+    """What it makes, by name in the stage."""
     params: Mapping[str, str]
+    """Its trained parameters: local name to name in the model."""
