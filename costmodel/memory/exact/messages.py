@@ -53,15 +53,21 @@ def find_traffic(
     # By other rank, then by (stage there, is_grad): what that stage makes, or takes.
     made: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
     taken: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
+    spread: set[tuple[int, bool]] = set()
     for edge in edges:
         ends = home(edge.producer), home(edge.consumer)
         if ends[0] == ends[1] or here not in ends:
             continue
-        there = edge.consumer if ends[0] == here else edge.producer
+        mine, there = edge.producer, edge.consumer
+        if ends[1] == here:
+            mine, there = there, mine
         for is_grad in (False, True) if edge.requires_grad else (False,):
+            # A value comes here if it is made there, its gradient if the value is taken there.
             comes = (there == edge.consumer) is is_grad
             by_other = made if comes else taken
             by_other.setdefault(home(there), {}).setdefault((there, is_grad), []).append(edge)
+            if keeps_sent and not comes and tp(there) > tp(mine):
+                spread.add((edge.index, is_grad))
     orders: dict[int, list[Arrival]] = {}
     made_at: dict[Arrival, int] = {}
     taken_at: dict[Arrival, int] = {}
@@ -73,15 +79,11 @@ def find_traffic(
         orders[other] = list(made_here)
         if keeps_sent:
             made_at |= made_here
-            taken_at |= _positions(rows[other], taken.get(other, {}))
-    for arrival in taken_at:
-        edge = edges[arrival.edge]
-        maker, taker = edge.producer, edge.consumer
-        if arrival.is_grad:
-            maker, taker = taker, maker
-        if tp(taker) > tp(maker):
-            # Not all who get it answer who sent it: it is kept to the end of the step.
-            taken_at[arrival] = len(rows[home(taker)])
+            for arrival, position in _positions(rows[other], taken.get(other, {})).items():
+                # Where more tp ranks get it than have it, not all of them answer who sent it: it
+                # is kept to the end of the step.
+                is_spread = (arrival.edge, arrival.is_grad) in spread
+                taken_at[arrival] = len(rows[other]) if is_spread else position
     return Traffic(orders=orders, made_at=made_at, taken_at=taken_at)
 
 

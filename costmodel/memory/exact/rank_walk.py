@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic
-from costmodel.memory.exact.microbatch import MicrobatchBytes, Storage, before_any_job
+from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes, Storage
 from costmodel.memory.exact.stage.jobs import JobVariant, StageJobs, job_variants
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.trips import Trip, trips
@@ -67,7 +67,7 @@ def walk_rank(
     offloads = _Offloads(trips(row, waiting)) if waiting else None
     for job in row[:receive_ahead]:
         tally.post(job)
-    variants = job_variants(row, stages, tally.stage_keys)
+    variants = job_variants(row, stages)
     for position, (job, variant) in enumerate(zip(row, variants, strict=True)):
         if position + receive_ahead < len(row):
             tally.post(row[position + receive_ahead])
@@ -116,8 +116,6 @@ class _UnderWay(NamedTuple):
     """The rank that gets it."""
     arrival: Arrival
     """What it is there."""
-    holder: tuple[int, int]
-    """The microbatch that keeps the storage."""
     storage: Storage
 
 
@@ -143,7 +141,7 @@ class _RankTally:
             for is_grad in (False, True)
         }
         self._bytes_of = {
-            (message.edge, is_grad): message.num_bytes(is_grad=is_grad)
+            (message.edge, is_grad): message.num_bytes
             for (_, is_grad), messages in self._arriving.items()
             for message in messages
         }
@@ -152,21 +150,15 @@ class _RankTally:
             for index, stage in stages.items()
             if stage.sharded is not None
         }
-        self._unseen = before_any_job(stages, keeps_sent=bool(traffic.taken_at))
-        self._microbatches: dict[tuple[int, int], MicrobatchBytes] = {}
+        linked = LinkedStages(stages, keeps_sent=bool(traffic.taken_at))
+        self._unseen = MicrobatchBytes(linked)
+        self._microbatches: dict[int, MicrobatchBytes] = {}
         self._under_way: list[_UnderWay] = []
         self.movable: dict[_Place, tuple[int, int]] = {}
         """What an offload frees of a microbatch: its own, and also kept by a message under way."""
         self.offloaded_bytes = self.host_bytes = 0
         self._saved = self._buffers = self._gradients = 0
         self._sharded_bytes = self._sharded_gradients = 0
-
-    @property
-    def stage_keys(self) -> dict[int, int]:
-        """The name of each stage where its microbatches' bytes are found: stages of one kind
-        share them.
-        """
-        return {stage: key for stage, (_, key, _) in self._unseen.items()}
 
     def post(self, job: Job) -> None:
         """Allocate the receive buffers of a job."""
@@ -188,10 +180,7 @@ class _RankTally:
         saved, buffers = self._saved, self._buffers
         if self._under_way:
             self._free_received(job)
-        group, _, unseen = self._unseen[s]
-        holder = group, m
-        effect, then = self._microbatches.get(holder, unseen).after(variant)
-        self._microbatches[holder] = then
+        effect, self._microbatches[m] = self._microbatches.get(m, self._unseen).after(variant)
         rise = effect.rise_bytes
         if sharded is not None and effect.done is not None:
             before = sharded.state
@@ -199,7 +188,7 @@ class _RankTally:
             self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
             self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
         self._buffers -= effect.taken_bytes
-        at_height = self._saved + effect.height_bytes
+        at_height = self._saved + effect.taken_bytes
         # A backward's recomputation runs before it waits for gradients: those are in receive
         # buffers still. The job's height is the higher of the two points.
         ahead = effect.ahead_bytes
@@ -215,7 +204,6 @@ class _RankTally:
                 _UnderWay(
                     self._home(message.other_stage),
                     Arrival(message.edge, is_grad, m),
-                    holder,
                     storage,
                 )
                 for message, storage in effect.sent
@@ -248,6 +236,6 @@ class _RankTally:
             for sent in [*self._under_way]:
                 if sent.target == source and self._traffic.taken_at[sent.arrival] <= made_at:
                     self._under_way.remove(sent)
-                    kept = self._microbatches[sent.holder]
-                    freed, self._microbatches[sent.holder] = kept.without(sent.storage)
+                    m = sent.arrival.microbatch
+                    freed, self._microbatches[m] = self._microbatches[m].without(sent.storage)
                     self._saved -= freed

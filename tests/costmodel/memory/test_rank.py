@@ -7,7 +7,7 @@ import pytest
 from costmodel import CostCache
 from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic, find_traffic
-from costmodel.memory.exact.microbatch import before_any_job
+from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.exact.resident import PARTS, resident_parts
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
@@ -108,9 +108,9 @@ def test_a_microbatch_holds_nothing_after_its_last_job():
     costs = CostCache(graph, H100)
     plan = plan_of(graph, pp=2, num_microbatches=2)
     placed = PlacedStages(plan, costs, build_edges(graph, plan))
-    ((_, key, unseen),) = before_any_job({0: placed.jobs(0)}, keeps_sent=False).values()
+    unseen = MicrobatchBytes(LinkedStages({0: placed.jobs(0)}, keeps_sent=False))
     forward, backward = (
-        JobVariant(kind, key, "walk", is_first=False, num_deferred=0, is_last=False)
+        JobVariant(kind, 0, "walk", is_first=False, num_deferred=0, is_last=False)
         for kind in (JobKind.FORWARD, JobKind.FULL_BACKWARD)
     )
     there, microbatch = unseen.after(forward)

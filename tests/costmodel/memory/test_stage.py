@@ -101,7 +101,7 @@ def test_the_last_microbatch_and_the_first_gradients_are_variants_of_their_own()
         accumulates=False, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
     row = build_schedule("1f1b", pp=1, vpp=1, num_microbatches=3).jobs[0]
-    variants = list(job_variants(row, {0: jobs}, {0: 0}))
+    variants = list(job_variants(row, {0: jobs}))
     assert [v.walk for v in variants] == ["walk"] * 4 + ["last"] * 2
     assert [v.is_first for v in variants[1::2]] == [True, False, False]
     assert [v.is_last for v in variants[1::2]] == [False, False, True]

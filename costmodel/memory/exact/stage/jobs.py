@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage
 from costmodel.memory.exact.stage.stage_walk import StageWalk
@@ -18,18 +18,12 @@ class Message(NamedTuple):
     """Which of the plan's edges it goes along."""
     name: str
     """The value in the stage's walk."""
-    taken_bytes: int
-    """Bytes as it lies on the consumer."""
-    sent_bytes: int
-    """Bytes as it lies on the producer."""
+    num_bytes: int
+    """Bytes of the value, and of its gradient, as they lie on this stage's rank."""
     other_stage: int
     """The stage at the other end."""
     requires_grad: bool
     """Whether its gradient comes back."""
-
-    def num_bytes(self, *, is_grad: bool) -> int:
-        """Bytes on the rank that gets it: of the value at its consumer, or of its gradient."""
-        return self.sent_bytes if is_grad else self.taken_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +54,6 @@ class StageJobs:
     """A microbatch's loss, if the stage makes it: it stays to the end of the step."""
     sharded: ShardedStage | None = None
     """Its parameters under ZeRO: gradients and messages are then FSDP2's."""
-    alone: list[Any] = field(default_factory=list, compare=False, repr=False)
-    """What microbatches hold on stages of this kind that hand nothing over in place
-    (`costmodel.memory.exact.microbatch.before_any_job`)."""
 
 
 WalkName = Literal["walk", "last", "first_deferred", "all_deferred"]
@@ -73,7 +64,6 @@ class JobVariant(NamedTuple):
 
     kind: JobKind
     stage_index: int
-    """The stage, or the first stage of its kind."""
     walk: WalkName
     """The field of `StageJobs` that it walks."""
     is_first: bool
@@ -84,10 +74,8 @@ class JobVariant(NamedTuple):
     """Whether it is its stage's last backward."""
 
 
-def job_variants(
-    row: Sequence[Job], stages: Mapping[int, StageJobs], stage_keys: Mapping[int, int]
-) -> Iterator[JobVariant]:
-    """Yield how each job of a rank's row runs; `stage_keys` gives `JobVariant.stage_index`."""
+def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterator[JobVariant]:
+    """Yield how each job of a rank's row runs."""
     forward, backward, makes = {}, {}, {}
     split: set[tuple[int, int]] = set()
     for job in row:
@@ -113,7 +101,7 @@ def job_variants(
             ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
             walk = "all_deferred" if ends else "first_deferred"
         if kind is JobKind.FORWARD:
-            yield JobVariant(kind, stage_keys[s], walk, False, 0, False)
+            yield JobVariant(kind, s, walk, False, 0, False)
             continue
         is_weight = kind is JobKind.BACKWARD_WEIGHT
         is_first = not stage.accumulates and (s, is_weight) not in started
@@ -125,4 +113,4 @@ def job_variants(
         elif stage.sends_first and not is_weight:
             num_deferred = len(stage.walk.blocks) if makes[s] is job else 1
         is_last = not is_weight and backward[s] is job
-        yield JobVariant(kind, stage_keys[s], walk, is_first, num_deferred, is_last)
+        yield JobVariant(kind, s, walk, is_first, num_deferred, is_last)

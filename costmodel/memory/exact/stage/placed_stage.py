@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -75,15 +75,16 @@ class PlacedStages:
     def jobs(self, stage_index: int) -> StageJobs:
         """Return the jobs of a stage."""
         kind = self.kind(stage_index)
-        incoming, outgoing = self._incoming[stage_index], self._outgoing[stage_index]
         if kind not in self._known:
             self._known[kind] = self._stage_jobs(stage_index)
         like = self._known[kind]
-        # The walks have the names of the first stage of the kind.
+        # Walks have the names of the first stage of the kind; edges are each stage's own.
+        incoming = zip(like.incoming, self._incoming[stage_index], strict=True)
+        outgoing = zip(like.outgoing, self._outgoing[stage_index], strict=True)
         return replace(
             like,
-            incoming=self._messages(stage_index, incoming, [m.name for m in like.incoming]),
-            outgoing=self._messages(stage_index, outgoing, [m.name for m in like.outgoing]),
+            incoming=[m._replace(edge=e.index, other_stage=e.producer) for m, e in incoming],
+            outgoing=[m._replace(edge=e.index, other_stage=e.consumer) for m, e in outgoing],
         )
 
     def _has_loss(self, stage_index: int) -> bool:
@@ -92,7 +93,7 @@ class PlacedStages:
 
     def _stage_jobs(self, stage_index: int) -> StageJobs:
         plan, costs, stage = self._plan, self._costs, self._plan.stages[stage_index]
-        incoming, outgoing = self._incoming[stage_index], self._outgoing[stage_index]
+        incoming = self._incoming[stage_index]
         replicas = plan.stage_degrees(stage_index).along("data")
         is_sharded = plan.zero_stage > 0 and replicas > 1
         walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
@@ -111,8 +112,14 @@ class PlacedStages:
             last=last,
             first_deferred=_deferred(walk, 1),
             all_deferred=_deferred(walk, len(walk.blocks)),
-            incoming=self._messages(stage_index, incoming, [edge.tensor for edge in incoming]),
-            outgoing=self._messages(stage_index, outgoing, [edge.tensor for edge in outgoing]),
+            incoming=[
+                Message(e.index, e.tensor, self._taken_bytes(e), e.producer, e.requires_grad)
+                for e in incoming
+            ],
+            outgoing=[
+                Message(e.index, e.tensor, self._sent_bytes(e), e.consumer, e.requires_grad)
+                for e in self._outgoing[stage_index]
+            ],
             # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
             accumulates=replicas > 1 and not is_sharded,
             sends_first=is_waited_for and stage.recompute == "none" and not is_sharded,
@@ -121,24 +128,15 @@ class PlacedStages:
             sharded=sharded,
         )
 
-    def _messages(
-        self, stage_index: int, edges: Iterable[Edge], names: Iterable[str]
-    ) -> list[Message]:
-        """Return what goes along the edges of a stage, whose walks call it by `names`."""
-        return [
-            Message(
-                edge=edge.index,
-                name=name,
-                taken_bytes=self._bytes_at(edge, edge.consumer, edge.taken),
-                sent_bytes=self._bytes_at(edge, edge.producer, edge.sent),
-                other_stage=edge.producer if edge.consumer == stage_index else edge.consumer,
-                requires_grad=edge.requires_grad,
-            )
-            for edge, name in zip(edges, names, strict=True)
-        ]
+    def _taken_bytes(self, edge: Edge) -> int:
+        """Bytes of a value on one rank of the stage that takes it."""
+        return self._bytes_at(edge, edge.consumer, edge.taken)
+
+    def _sent_bytes(self, edge: Edge) -> int:
+        """Bytes of a value on one rank of the stage that sends it."""
+        return self._bytes_at(edge, edge.producer, edge.sent)
 
     def _bytes_at(self, edge: Edge, stage_index: int, placed: Placements) -> int:
-        """Bytes of a value on one rank of a stage, where it lies as `placed`."""
         samples = self._plan.stage_microbatch_size(stage_index)
         numel = prod([size_at(size, samples) for size in edge.shape])
         parts = placed.parts(self._plan.stage_degrees(stage_index))
@@ -208,16 +206,13 @@ class PlacedStages:
             )
         sent_copies = {}
         for edge in outgoing:
-            num_bytes = self._bytes_at(edge, edge.producer, edge.sent)
-            shape = graph.tensor[edge.tensor].shape_at(size)
-            copy = copy_between(lies[edge.tensor], edge.sent, num_bytes, shape, degrees=degrees)
+            made, shape = lies[edge.tensor], graph.tensor[edge.tensor].shape_at(size)
+            copy = copy_between(made, edge.sent, self._sent_bytes(edge), shape, degrees=degrees)
             if copy is not None:
                 sent_copies[edge.tensor] = copy
         return StageWalk(
             blocks=tuple(blocks),
-            arriving={
-                edge.tensor: self._bytes_at(edge, edge.consumer, edge.taken) for edge in incoming
-            },
+            arriving={edge.tensor: self._taken_bytes(edge) for edge in incoming},
             side=self._side_bytes(stage_index),
             leaving=frozenset(edge.tensor for edge in outgoing),
             sent_copies=sent_copies,
