@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from costmodel.memory.block.backward_facts import passes_on
 from costmodel.memory.block.block_bytes import peak_bytes
-from costmodel.memory.block.gradients import passes_on
 from costmodel.memory.saved import saved_tensors
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.layout.lowering import ONCE

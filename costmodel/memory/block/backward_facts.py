@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from costmodel.memory.block.deferred_weights import DeferredWeight
-from costmodel.memory.block.gradients import leaves_gaps, passes_on
 from costmodel.memory.saved import (
     HELD_ANYWAY,
     SavedTensors,
@@ -19,8 +19,13 @@ from costmodel.memory.saved import (
     scratch_bytes,
     unreduced_bytes,
 )
-from planner.graph import Op
+from planner.graph import Op, Program
+from planner.layout.lowering import ONCE
+from planner.layout.placement import Replicate, parse_placement
+from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.ops.families.lowered import is_view_slice
 from planner.ops.kernel import Saved
+from planner.ops.record import packet_of
 from planner.ops.strides import Strides, contiguous_strides, has_rows
 from planner.ops.weight_products import ProductArgs
 
@@ -183,3 +188,38 @@ def _product(args: ProductArgs, storages: StorageMap) -> Product:
         rows_bytes=None if as_given else tensor[x.name].bytes_at(1),
         never_freed=frozenset(s.root for s in held),
     )
+
+
+_SUMS = frozenset({"add", "sub", "clone", "contiguous"})
+"""Ops whose backward hands the arriving gradient on, if nothing is broadcast or cast."""
+
+
+def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
+    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
+    output = op.outputs[0]
+    # All ranks but the first pass zeros of their own on where a gradient is counted once.
+    if len(op.outputs) > 1 or op.target == ONCE:
+        return False
+    tensor = storages.program.tensor
+    source, result = tensor[name], tensor[output]
+    same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
+    if op.target == REDISTRIBUTE:
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        if collectives(src, dst, bool(op.args[4]))[1] is not None:
+            return False
+        is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
+        return (same_size or is_slice) and source.dtype == result.dtype
+    if packet_of(op.target) == "cat":
+        return source.dtype == result.dtype  # its backward narrows: a slice of the gradient
+    if packet_of(op.target) in _SUMS:
+        return same_size and source.dtype == result.dtype
+    return output in storages.views and same_size
+
+
+def leaves_gaps(op: Op, program: Program) -> bool:
+    """Whether the gradient that an op passes on is a view with gaps: a slice of a `cat`'s."""
+    if packet_of(op.target) != "cat":
+        return False
+    shape = program.tensor[op.outputs[0]].shape_at(1)
+    dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
+    return prod(shape[: int(dim) % len(shape)]) > 1  # type: ignore[arg-type]

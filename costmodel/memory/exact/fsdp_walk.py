@@ -1,7 +1,7 @@
 """What ZeRO holds beside a rank's activations: FSDP2, simulated block by block.
 
 Weights are gathered into one message, from which each parameter is copied; the message of a
-forward stays until the next block's is copied too, that of a backward is let go at once, and the
+forward stays until the next block's is copied too, that of a backward is freed at once, and the
 next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
 gets the sum of its shard; that message stays until the next block's is made, the last gradient
 until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
@@ -12,9 +12,10 @@ _fsdp_collectives}.py.)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
-from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
 from costmodel.memory.exact.stage.stage_walk import BackwardBytes, ForwardBytes
 
 
@@ -77,13 +78,13 @@ class ShardedBytes:
         return peak_bytes
 
 
-class _Units:
-    """A set of units and the bytes they take together. Mutable."""
+class _Held:
+    """Some units of a stage, and the bytes that a part of each takes together. Mutable."""
 
-    def __init__(self, sizes: Mapping[int, int], members: frozenset[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, units: Mapping[int, Unit], part: str, members: frozenset[int]) -> None:
+        self._units, self._bytes_of = units, attrgetter(part)
         self.members = set(members)
-        self.num_bytes = sum(sizes[index] for index in members)
+        self.num_bytes = sum([self._bytes_of(units[index]) for index in members])
 
     def __contains__(self, index: int) -> bool:
         return index in self.members
@@ -92,18 +93,13 @@ class _Units:
         """Add a unit."""
         if index not in self.members:
             self.members.add(index)
-            self.num_bytes += self._sizes[index]
+            self.num_bytes += self._bytes_of(self._units[index])
 
     def discard(self, index: int) -> None:
         """Remove a unit, if it is there."""
         if index in self.members:
             self.members.remove(index)
-            self.num_bytes -= self._sizes[index]
-
-    def clear(self) -> None:
-        """Remove all."""
-        self.members.clear()
-        self.num_bytes = 0
+            self.num_bytes -= self._bytes_of(self._units[index])
 
 
 class _FsdpTally:
@@ -112,21 +108,18 @@ class _FsdpTally:
     def __init__(self, stage: ShardedStage, state: FsdpState) -> None:
         self._stage = stage
         self._shared, self._units = stage.shared, stage.units
-        units = self._units.items()
-        gathered = {index: unit.gathered_bytes for index, unit in units}
-        gradients = {index: unit.gradient_bytes for index, unit in units}
-        self._gathered = _Units(gathered, state.gathered)
-        self._prefetched = _Units(gathered, state.prefetched)
-        self._forward_message: int | None = None
+        self._gathered = _Held(stage.units, "gathered_bytes", state.gathered)
+        self._prefetched = _Held(stage.units, "gathered_bytes", state.prefetched)
+        self._summed = _Held(stage.units, "sum_bytes", state.summed)
+        self._fresh = _Held(stage.units, "gradient_bytes", state.fresh)
+        self._sharded = _Held(stage.units, "shard_bytes", state.sharded)
         self._sum_message = state.sum_message
-        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, state.summed)
-        self._fresh = _Units(gradients, state.fresh)
-        shards = {index: self._shard_bytes(index) for index in self._units}
-        self._sharded = _Units(shards, state.sharded)
+        self._forward_message: int | None = None
         self._base = self.peak = 0
 
     def state(self) -> FsdpState:
-        """Return what is held now."""
+        """Return what is held when the job has ended."""
+        self._forward_message = None  # freed with the forward
         return FsdpState(
             gathered=frozenset(self._gathered.members),
             prefetched=frozenset(self._prefetched.members),
@@ -152,10 +145,8 @@ class _FsdpTally:
             held += self._units[self._sum_message].message_bytes
         return held + self._gradient_bytes
 
-    def _shard_bytes(self, index: int) -> int:
-        return self._units[index].message_bytes // self._stage.replicas
-
     def _note(self, more: int = 0) -> None:
+        """Note what is alive now, activations and some bytes more included."""
         self.peak = max(self.peak, self._base + self._live_bytes + more)
 
     def forward(self, job: ForwardBytes) -> None:
@@ -166,11 +157,11 @@ class _FsdpTally:
             self._before_forward(index)
             self._base = sample.peak_bytes
             self._note()
-            self._after_forward(index)
+            # ZeRO 3 frees weights after each block; the shared unit serves blocks to come.
+            if self._stage.zero_stage == 3:
+                self._gathered.discard(index)
         self._base = job.last_bytes
         self._note()
-        self._after_forward(self._shared)
-        self._forward_message = None
 
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
@@ -184,11 +175,6 @@ class _FsdpTally:
         self._gathered.add(index)
         self._note()
         self._prefetched.discard(index)
-
-    def _after_forward(self, index: int) -> None:
-        # ZeRO 3 frees weights after each block; the shared unit serves blocks to come.
-        if self._stage.zero_stage == 3 and index != self._shared:
-            self._gathered.discard(index)
 
     def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
         """Simulate a backward; `is_first` is that of the stage's first forward in a step."""
@@ -215,7 +201,9 @@ class _FsdpTally:
         for index in waiting:
             self._after_backward(index, is_last)
         if is_last:
-            self._prefetched.clear()
+            # At the end of a step FSDP2 waits for all messages and frees them.
+            for index in list(self._prefetched.members):
+                self._prefetched.discard(index)
             self._sum_message = None
 
     def _make_gradient(self, index: int) -> None:
@@ -257,8 +245,8 @@ class _FsdpTally:
         reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes
         self._fresh.discard(index)
         self._summed.discard(index)
-        # The last gradient copied into the message is let go when its sum is there.
+        # The last gradient copied into the message is freed when its sum is there.
         beside = int(reduced * unit.last_part)
         beside += unit.message_bytes if self._stage.copies_to_reduce else 0
-        self._note(self._shard_bytes(index) + beside)
+        self._note(unit.shard_bytes + beside)
         self._sharded.add(index)

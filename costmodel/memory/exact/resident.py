@@ -77,26 +77,20 @@ class RankState:
         shards = (stage.sharded for stage in self.stages.values())
         return sum(shard.shard_bytes for shard in shards if shard is not None)
 
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether a GPU steps: a CPU's loop over parameters makes no copies worth counting."""
-        is_gpu = self.costs.profile.cluster.device_type != "cpu"
-        return is_gpu and not self.plan.optimizer_on_host
-
-    @cached_property
-    def gradients_at_update_bytes(self) -> int:
-        """Gradients in the optimizer's step; shards on the host are no longer on the device."""
-        return 0 if self.is_sharded and self.plan.optimizer_on_host else self.stepped_bytes
-
     @cached_property
     def update_bytes(self) -> int:
-        """The optimizer's step: gradients and, as fused and foreach steps make it, one more copy
-        of what is stepped; before it, the sum of gradients of parameters that ranks share.
-        """
-        scratch = self.stepped_bytes if self.updates_on_device else 0
-        sums = tied_sum_bytes(self.plan, self.costs.graph, self.tied, self.pp_rank) * self.factor
+        """The optimizer's step: gradients, and what is allocated beside them."""
+        plan, costs = self.plan, self.costs
+        # Fused and foreach steps of a GPU make one more copy of what is stepped. A CPU's loop over
+        # parameters makes no copy worth counting.
+        copies = costs.profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
+        scratch = self.stepped_bytes if copies else 0
+        # Before it, ranks that share parameters sum the gradients of these.
+        sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.factor
         sums //= self.replicas if self.is_sharded else 1
-        return max(scratch, sums) + self.gradients_at_update_bytes
+        # Shards that are stepped on the host have left the device by then.
+        has_left = self.is_sharded and plan.optimizer_on_host
+        return max(scratch, sums) + (0 if has_left else self.stepped_bytes)
 
 
 def weights(rank: RankState) -> Amount:

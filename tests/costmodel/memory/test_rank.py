@@ -49,14 +49,14 @@ def test_parts_of_a_rank_sum_to_its_memory():
 
 
 UNIT = Unit(
-    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100,
+    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100, shard_bytes=50,
     has_input_gradient=True, last_part=Fraction(1, 4),
 )  # fmt: skip
 
 
 def sharded(zero_stage):
     return ShardedStage(
-        units={0: UNIT, 1: UNIT}, shared=2, zero_stage=zero_stage, replicas=2,
+        units={0: UNIT, 1: UNIT}, shared=2, zero_stage=zero_stage,
         shards_on_host=False, copies_to_reduce=False,
     )  # fmt: skip
 

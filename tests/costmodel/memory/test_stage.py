@@ -88,7 +88,7 @@ def test_units_are_padded_to_equal_shards():
     assert found.units == {
         0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
-            has_input_gradient=True, last_part=Fraction(1),
+            shard_bytes=132, has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip
     assert found.shard_bytes == 132

@@ -83,6 +83,8 @@ class _BackwardTally:
         self._live += kind.bytes.recomputed_bytes
         walk = self._walk_block(index, freed)
         height = max(height, self._live + grads.live + walk.rise_bytes)
+        # Nothing of the block's graph is left then. A value at its edge goes with the first block
+        # that keeps it, unless a deferred weight gradient still needs it.
         self._live -= kind.kept_bytes + kind.bytes.recomputed_bytes
         self._live -= sum(self._stage.sizes[name] for name in freed)
         self._keep_gradients(index, walk)
@@ -129,6 +131,8 @@ class _BackwardTally:
         params = block.kind.bytes.params
         if self._variant.num_deferred:
             self._made.update(block.params[param] for param in walk.made)
+        # In later microbatches gradients are added to the sums and freed: `backward_walk` counts
+        # them while their op runs.
         if self._grads_stay:
             more = factor * sum(params[param] for param in walk.made if param not in shared)
             self._new_gradients += more
@@ -149,7 +153,7 @@ class _BackwardTally:
         stage = self._stage
         named = [_named(d, stage, index) for d in walk.deferred]
         for name, size in deferred_storages(named).items():
-            # (What a block before keeps too has not been freed yet.)
+            # What a block before keeps too has not been freed yet.
             is_there = name in stage.arriving or name in self._variant.kept_by_others
             is_there = is_there or name in self._referred
             is_there = is_there or stage.keepers.get(name, index) < index

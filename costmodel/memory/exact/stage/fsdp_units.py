@@ -24,6 +24,8 @@ class Unit(NamedTuple):
     """Their gradients as they are summed: fp32 in bf16."""
     message_bytes: int
     """The reduce-scatter's message: the sums, padded."""
+    shard_bytes: int
+    """A rank's shard of that."""
     has_input_gradient: bool
     """Whether an input of their block needs a gradient; if not, they are reduced when the whole
     backward is over."""
@@ -42,8 +44,6 @@ class ShardedStage:
     """The number of blocks."""
     zero_stage: int
     """1, 2 or 3."""
-    replicas: int
-    """Ranks among which units are sharded."""
     shards_on_host: bool
     """Whether gradients' shards leave the device."""
     copies_to_reduce: bool
@@ -52,7 +52,7 @@ class ShardedStage:
     @property
     def shard_bytes(self) -> int:
         """A rank's shards, in the dtype that gradients are summed in."""
-        return sum(unit.message_bytes // self.replicas for unit in self.units.values())
+        return sum(unit.shard_bytes for unit in self.units.values())
 
     @cached_property
     def ran_before(self) -> Mapping[int, int]:
@@ -101,7 +101,6 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
         units=units,
         shared=len(walk.blocks),
         zero_stage=plan.zero_stage,
-        replicas=replicas,
         shards_on_host=plan.optimizer_on_host,
         copies_to_reduce=device_type == "cpu",
     )
@@ -124,6 +123,7 @@ def _unit(
         gradient_bytes=whole,
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
+        shard_bytes=gradient_factor * padded // replicas,
         has_input_gradient=has_input_gradient,
         last_part=Fraction(last, whole),
     )

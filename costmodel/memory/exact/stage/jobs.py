@@ -76,41 +76,44 @@ class JobVariant(NamedTuple):
 
 def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterator[JobVariant]:
     """Yield how each job of a rank's row runs."""
-    forward, backward, makes = {}, {}, {}
+    last_forward, last_backward, last_weights = {}, {}, {}
     split: set[tuple[int, int]] = set()
     for job in row:
         s, kind = job.stage_index, job.kind
         if kind is JobKind.FORWARD:
-            forward[s] = job.microbatch_index
+            last_forward[s] = job.microbatch_index
             continue
         if kind is not JobKind.BACKWARD_WEIGHT:
-            backward[s] = job
+            last_backward[s] = job
         if kind is JobKind.BACKWARD_INPUT:
             split.add((s, job.microbatch_index))
         else:
-            makes[s] = job
+            last_weights[s] = job
+    # Under ZeRO 2 and 3, and where sums are fp32, FSDP2 takes each gradient away: it stays new.
     adds = {s: stage.sharded is None or stage.sharded.keeps_sums for s, stage in stages.items()}
-    started: set[tuple[int, bool]] = set()
+    summed: set[tuple[int, bool]] = set()
     for job in row:
         s, m, kind = job.stage_index, job.microbatch_index, job.kind
         stage = stages[s]
         walk: WalkName = "walk"
-        if stage.last is not stage.walk and forward[s] == m:
+        if stage.last is not stage.walk and last_forward[s] == m:
             walk = "last"
         elif stage.sharded is None and (stage.sends_first or (s, m) in split):
-            ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
-            walk = "all_deferred" if ends else "first_deferred"
+            # Forward and backward agree on what is deferred: products save other things then.
+            is_last = s in last_weights and last_weights[s].microbatch_index == m
+            walk = "all_deferred" if is_last or (s, m) in split else "first_deferred"
         if kind is JobKind.FORWARD:
             yield JobVariant(kind, s, walk, False, 0, False)
             continue
+        # Products and other ops make their gradients in jobs of their own if backward is split.
         is_weight = kind is JobKind.BACKWARD_WEIGHT
-        is_first = not stage.accumulates and (s, is_weight) not in started
+        is_first = not stage.accumulates and (s, is_weight) not in summed
         if is_weight or adds[s]:
-            started.add((s, is_weight))
+            summed.add((s, is_weight))
         num_deferred = 0
         if kind is JobKind.BACKWARD_INPUT and stage.sharded is None:
             num_deferred = len(stage.walk.blocks)
         elif stage.sends_first and not is_weight:
-            num_deferred = len(stage.walk.blocks) if makes[s] is job else 1
-        is_last = not is_weight and backward[s] is job
+            num_deferred = len(stage.walk.blocks) if last_weights[s] is job else 1
+        is_last = not is_weight and last_backward[s] is job
         yield JobVariant(kind, s, walk, is_first, num_deferred, is_last)
