@@ -27,6 +27,8 @@ _COPIED = frozenset({"buffer", "constant"})
 class Edge(NamedTuple):
     """A value a block takes or makes."""
 
+    name: str
+    """Its local name."""
     num_bytes: int
     requires_grad: bool
     """Whether a gradient belongs to it."""
@@ -40,14 +42,10 @@ class Edge(NamedTuple):
 class BlockBytes:
     """One block of a class on one rank, under one choice of recomputation."""
 
-    input_names: tuple[str, ...]
-    """Local names of the activations it takes."""
-    output_names: tuple[str, ...]
-    """Local names of the activations it makes."""
     inputs: tuple[Edge, ...]
-    """The activations it takes, in the same order."""
+    """The activations it takes."""
     outputs: tuple[Edge, ...]
-    """The activations it makes, in the same order."""
+    """The activations it makes."""
     params: Mapping[str, int]
     """Bytes of trained parameters, by local name."""
     param_rows: Mapping[str, int]
@@ -124,8 +122,6 @@ def _block_bytes(
     kept_outputs = {name for name in program.outputs if storage[name].root in kept.roots}
     facts = cache(lambda: backward_facts(saved, products, kept.results))
     return BlockBytes(
-        input_names=program.inputs,
-        output_names=program.outputs,
         inputs=tuple(_edge(saved, n, is_kept=n in kept_inputs) for n in program.inputs),
         outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),
         params={name: tensor[name].bytes_at(1) for name in trained},
@@ -142,6 +138,7 @@ def _edge(saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
     program, storage = saved.storages.program, saved.storages.storage[name]
     is_view = storage.root in program.inputs and storage.root != name
     return Edge(
+        name=name,
         num_bytes=storage.num_bytes,
         requires_grad=program.tensor[name].requires_grad,
         is_kept=is_kept,

@@ -23,12 +23,13 @@ import numpy as np
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
-from costmodel.side_values import frozen_bytes
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
+from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import gradient_factor
+from planner.runtime.step.wiring import block_placements
 from profiles.profile import Amount
 
 
@@ -105,13 +106,28 @@ def weights(rank: RankState) -> Amount:
 
 def frozen(rank: RankState) -> Amount:
     """Return frozen parameters, buffers, constants, and values that the preamble makes once."""
-    plan, costs = rank.plan, rank.costs
-    side_values = costs.side_values(plan.stage_microbatch_size(min(rank.stages)))
-    return frozen_bytes(plan, costs.graph, costs.links, rank.pp_rank, side_values)
+    plan, costs, first = rank.plan, rank.costs, min(rank.stages)
+    given: set[frozenset[str]] = set()
+    placed: dict[str, Placements] = {}
+    for s in rank.stages:
+        for index in plan.stages[s].blocks:
+            given.add(costs.links.given[index])
+            if untrained := costs.links.untrained[index]:
+                names = costs.graph.blocks[index].params
+                _, params, _ = block_placements(costs.graph, plan, index, s)
+                for at in untrained:
+                    placed.setdefault(names[at], params[at])
+    degrees = plan.stage_degrees(first)
+    total = sum(
+        costs.graph.tensor[name].bytes_at(1) // placements.parts(degrees)
+        for name, placements in placed.items()
+    )
+    side_values = costs.side_values(plan.stage_microbatch_size(first))
+    return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
 def optimizer(rank: RankState) -> Amount:
-    """Return AdamW's samples and step counts, and in bf16 the fp32 masters."""
+    """Return AdamW's two moments and step counts, and in bf16 the fp32 masters."""
     if rank.plan.optimizer_on_host:
         return 0
     states = ADAMW_STATES + int(rank.plan.precision == "bf16")

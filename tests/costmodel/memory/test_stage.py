@@ -21,10 +21,8 @@ VALUE, KEPT, RISE = 10, 50, 80
 def block_of(index, copies=(None,), params=()):
     """A block that takes value index and makes value index + 1, and keeps what it takes."""
     sizes = BlockBytes(
-        input_names=("x",),
-        output_names=("y",),
-        inputs=(Edge(VALUE, True, True),),
-        outputs=(Edge(VALUE, True, False),),
+        inputs=(Edge("x", VALUE, True, True),),
+        outputs=(Edge("y", VALUE, True, False),),
         params=dict.fromkeys(params, 100),
         param_rows=dict.fromkeys(params, 3),
         kept_bytes=KEPT,

@@ -98,7 +98,8 @@ class _BackwardTally:
         stage, grads = self._stage, self._grads
         block = stage.blocks[index]
         kind = block.kind
-        outputs = list(zip(kind.bytes.output_names, block.outputs, strict=True))
+        edges = zip(kind.bytes.outputs, block.outputs, strict=True)
+        outputs = [(edge.name, name) for edge, name in edges]
         started = [
             (local, block.inputs[at]) for at, local in kind.uncopied if block.inputs[at] in grads.of
         ]
@@ -183,9 +184,10 @@ def _hand_on(stage: StageWalk, block: PlacedBlock, walk: BackwardWalk, grads: Gr
     made them; return the height of that.
     """
     kind = block.kind
-    makers = dict(zip(kind.bytes.output_names, block.outputs, strict=True))
-    locals_ = enumerate(kind.bytes.input_names)
-    given = [(local, at, walk.given[local]) for at, local in locals_ if local in walk.given]
+    edges = zip(kind.bytes.outputs, block.outputs, strict=True)
+    makers = {edge.name: name for edge, name in edges}
+    inputs = enumerate(kind.bytes.inputs)
+    given = [(e.name, at, walk.given[e.name]) for at, e in inputs if e.name in walk.given]
     for local, at, gradient in given:
         name = block.inputs[at]
         if gradient.is_sum:
@@ -217,15 +219,10 @@ def _named(deferred: DeferredWeight, stage: StageWalk, index: int) -> DeferredWe
     """Name what it refers to so that no other block's storage is called the same."""
     block = stage.blocks[index]
     kind = block.kind
-    inputs = {
-        local: stage.roots[name]
-        for local, name in zip(kind.bytes.input_names, block.inputs, strict=True)
-        if local not in kind.copied
-    }
-    inputs |= {
-        f"gradient {local}": f"gradient {name}"
-        for local, name in zip(kind.bytes.output_names, block.outputs, strict=True)
-    }
-    held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in deferred.held)
+    edges = zip(kind.bytes.inputs, block.inputs, strict=True)
+    names = {e.name: stage.roots[name] for e, name in edges if e.name not in kind.copied}
+    made = zip(kind.bytes.outputs, block.outputs, strict=True)
+    names |= {f"gradient {edge.name}": f"gradient {name}" for edge, name in made}
+    held = tuple((names.get(name, f"block {index} {name}"), size) for name, size in deferred.held)
     weight = block.params.get(deferred.weight, f"block {index} {deferred.weight}")
     return deferred._replace(held=held, weight=weight)

@@ -49,31 +49,26 @@ class BlockKind:
     @cached_property
     def copied(self) -> frozenset[str]:
         """Inputs that the block has in copies of its own."""
-        names = zip(self.bytes.input_names, self.copies, strict=True)
-        return frozenset(name for name, copy in names if copy is not None and not copy.is_view)
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        return frozenset(edge.name for edge, c in edges if c is not None and not c.is_view)
 
     @cached_property
     def uncopied(self) -> tuple[tuple[int, str], ...]:
         """Inputs that the block takes as they lie."""
-        names = enumerate(self.bytes.input_names)
-        return tuple((at, name) for at, name in names if self.copies[at] is None)
+        edges = enumerate(self.bytes.inputs)
+        return tuple((at, edge.name) for at, edge in edges if self.copies[at] is None)
 
     @cached_property
     def kept_inputs(self) -> tuple[int, ...]:
         """Inputs that the block keeps for its backward, where they are no copies."""
-        names = zip(self.bytes.input_names, self.bytes.inputs, strict=True)
-        kept = enumerate(edge.is_kept and name not in self.copied for name, edge in names)
-        return tuple(at for at, is_kept in kept if is_kept)
+        edges = enumerate(self.bytes.inputs)
+        return tuple(at for at, edge in edges if edge.is_kept and edge.name not in self.copied)
 
     @cached_property
     def viewed(self) -> tuple[int | None, ...]:
         """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
-        return tuple(
-            None
-            if edge.viewed is None or self.bytes.input_names[edge.viewed] in self.copied
-            else edge.viewed
-            for edge in self.bytes.outputs
-        )
+        own = {at for at, edge in enumerate(self.bytes.inputs) if edge.name in self.copied}
+        return tuple(None if e.viewed in own else e.viewed for e in self.bytes.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
