@@ -16,8 +16,9 @@ from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
-from planner.runtime.step.wiring import build_edges
-from planner.schedule.jobs import JobKind
+from planner.layout.placements import WHOLE
+from planner.runtime.step.wiring import Edge, build_edges
+from planner.schedule.jobs import Job, JobKind
 from planner.schedule.of_plan import schedule_of
 from profiles import load_profile
 from tests.costmodel.loads import stage_loads
@@ -101,6 +102,26 @@ def test_traffic_is_kept_only_where_messages_are():
     )
     assert not gone.taken_at
     assert len(kept.taken_at) == 2 * sum(edge.producer == 0 for edge in edges)
+
+
+def test_what_spreads_over_more_tp_ranks_is_kept_to_the_end_of_its_takers_row():
+    """Stage 0 sends to stages 1 (tp 2) and 2 (tp 1), whose ranks have rows of other lengths."""
+    edges = tuple(
+        Edge(
+            index=index, tensor="x", producer=0, consumer=consumer, shape=(8,), batch_dim=None,
+            dtype="float32", sent=WHOLE, taken=WHOLE, requires_grad=False,
+        )
+        for index, consumer in enumerate((1, 2))
+    )  # fmt: skip
+    rows = [
+        [Job(kind=JobKind.FORWARD, stage_index=s, microbatch_index=m) for m in range(length)]
+        for s, length in enumerate((3, 3, 1))
+    ]
+    traffic = find_traffic(
+        rows, edges, lambda stage: stage, 0, keeps_sent=True, tp=lambda stage: (1, 2, 1)[stage]
+    )
+    to_the_end = {Arrival(0, False, m): 3 for m in range(3)}
+    assert traffic.taken_at == {**to_the_end, Arrival(1, False, 0): 0}
 
 
 def test_a_microbatch_holds_nothing_after_its_last_job():
