@@ -65,6 +65,7 @@ def walk_rank(
     tally = _RankTally(stages, home, traffic or Traffic())
     waiting = [index for index, stage in stages.items() if stage.on_host]
     offloads = _Offloads(trips(row, waiting)) if waiting else None
+    # Receives are posted before their job, so that a sender on another rank need not wait.
     for job in row[:receive_ahead]:
         tally.post(job)
     variants = job_variants(row, stages)
@@ -174,6 +175,8 @@ class _RankTally:
         """Run a job and return its sample."""
         s, m = job.stage_index, job.microbatch_index
         sharded = self._sharded.get(s)
+        # Under ZeRO a job's height counts all that its stage holds, so only units of other stages
+        # are beside it. Gradients are reported apart and not counted twice.
         gradients = self._gradients + self._sharded_gradients
         other_stages = self._sharded_bytes - (sharded.state.live_bytes if sharded else 0)
         beside = other_stages - self._sharded_gradients

@@ -77,6 +77,7 @@ class _BackwardTally:
         block, grads = self._stage.blocks[index], self._grads
         kind = block.kind
         freed = [n for n in self._freed_by.get(index, ()) if n not in self._referred]
+        # Live bytes are counted from the job's start: what is freed since then makes them negative.
         start = self._live + grads.live
         # The block's forward runs again first: its height, then what that leaves for backward.
         height = start + kind.bytes.recompute_rise_bytes

@@ -96,6 +96,7 @@ class PlacedStages:
         incoming = self._incoming[stage_index]
         replicas = plan.stage_degrees(stage_index).along("data")
         is_sharded = plan.zero_stage > 0 and replicas > 1
+        # The step's last microbatch may skip recomputation: its backward comes next.
         walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
         if not stage.recompute_last and stage.recompute != "none":
             last = self._walk(stage_index, "none", is_sharded=is_sharded)

@@ -176,6 +176,7 @@ class StageWalk:
     def forward(self) -> ForwardBytes:
         """The forward job of one microbatch."""
         root, keepers = self.roots, self.keepers
+        # The last block that needs each value; what leaves is needed after all blocks.
         last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
         for index, block in enumerate(self.blocks):
             for name in (*block.inputs, *block.outputs):
@@ -186,6 +187,7 @@ class StageWalk:
         samples = []
         for index, block in enumerate(self.blocks):
             kind = block.kind
+            # Inputs are brought to their placements one after the other, ahead of the block.
             start = beside = live
             for copy in kind.copies:
                 if copy is not None:
