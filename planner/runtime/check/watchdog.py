@@ -28,7 +28,7 @@ _TELLER = "teller"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a rank is doing: `progress` counts the jobs begun; idle between steps.
+    """What a rank is doing: `progress` counts the jobs started; idle between steps.
 
     `waits` says that it can't go on before a message from another rank has come.
     """

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from planner.layout.placement import OpSharding, Shard
 from planner.ops.call import Call, LocalForm, P, Placed, normal_dim
-from planner.ops.families.linear_algebra import of_matrices
-from planner.ops.families.pointwise import with_a_linear_input
-from planner.ops.families.views import VIEW
+from planner.ops.families.entries.copies import with_a_linear_input
+from planner.ops.families.products.linear_algebra import of_matrices
+from planner.ops.families.shapes.views import VIEW
 from planner.ops.kernel import KernelCall, View, saves_nothing
 from planner.ops.letters import Letters, by_letters, same_dims
 from planner.ops.record import Across, OpFamily, ShardRule, aten, register

@@ -9,7 +9,7 @@ from math import prod
 from planner.graph import Op, Ref
 from planner.layout.placement import OpSharding, Shard
 from planner.ops.call import Call, LocalForm, Placed, R
-from planner.ops.families.creation import own_stream
+from planner.ops.families.entries.creation import own_stream
 from planner.ops.flops import Work, arriving_bytes, made_bytes
 from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import Letters, broadcast, by_letters

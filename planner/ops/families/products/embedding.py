@@ -13,7 +13,7 @@ from planner.ops.record import OpFamily, ShardRule, aten, register
 
 
 def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
-    """Each rank has a range of rows and yields a term of the sum."""
+    """Each rank has a range of rows and makes a term of the sum."""
     if not _depends_on_the_batch(call):
         yield OpSharding(inputs=(Shard(0), R), outputs=(P,))
 
@@ -31,7 +31,7 @@ def _depends_on_the_batch(call: Call) -> bool:
 
 
 def embedding_on_shard(placed: Placed) -> LocalForm:
-    """With the vocabulary divided, a rank looks up its own rows and yields zero elsewhere."""
+    """With the vocabulary divided, a rank looks up its own rows and has zeros elsewhere."""
     if placed.sharding.inputs[0] != Shard(0):
         return LocalForm((placed.op,))
     padding = placed.call.arg(2, "padding_idx", -1)

@@ -9,8 +9,8 @@ from math import prod
 from planner.graph import Ref
 from planner.layout.placement import OpSharding, Partial, Placement, Shard
 from planner.ops.call import Call, LocalForm, P, Placed, R
-from planner.ops.families.class_losses import MEAN, NONE
-from planner.ops.families.reductions import scaled_by_shards
+from planner.ops.families.entries.reductions import scaled_by_shards
+from planner.ops.families.losses.targets import MEAN, NONE
 from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import broadcast, by_letters
 from planner.ops.record import Across, OpFamily, ShardRule, aten, family_of, register
