@@ -18,7 +18,7 @@ from math import prod
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
-from costmodel.memory.ops.saved import SavedTensors
+from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
 from costmodel.time.program_times import ProgramTimes, Spent
@@ -295,7 +295,7 @@ def _pass_seconds(
     if differentiable and any(tensor[n].requires_grad for n in written):
         alone = len(ops) == 1 and packet_of(ops[0].target) in ADDITIONS
         if not alone:
-            kept = {n for op in ops for n in saved.kept[op.name].tensors}
+            kept = {n for op in ops for n in saved.saved[op.name].tensors}
             needed = [n for n in (*read, *written) if n in kept and len(tensor[n].shape) > 1]
             backward_bytes = (
                 _bytes(local, [n for n in written if tensor[n].requires_grad])
