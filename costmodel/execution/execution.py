@@ -80,6 +80,8 @@ class Execution:
     """ZeRO stage where a row does not say."""
     recompute: str
     """Recomputation where a row does not say."""
+    balances_stages: bool
+    """Deals blocks to stages by their products' sizes, the head's too; else layers evenly."""
     interleaves: bool
     """Deals virtual stages where a row does not say."""
     seq_len: int

@@ -35,8 +35,9 @@ SCHEDULES = {
     "zb-2p": "zb_h1",
     "zb-v": "zb_v",
 }
-"""Our schedules by the names of rows. For the zero-bubble schedule with twice the memory (ZB-2p),
-which we have not, the one with that of 1F1B stands."""
+"""Our schedules by the names of rows. ZB-2p has the idle time of ZB-1p within a step: what it gains
+is that ranks begin the next step at different times (Qi et al. 2023, section 4), which an estimate
+of one step does not show."""
 
 
 def transformer_of(run: RunRow) -> Transformer:
@@ -89,10 +90,15 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         schedule, vpp = "1f1b", 1
     if run.pp == 1:
         schedule, vpp = "1f1b", 1
-    elif schedule == "1f1b" and microbatches < run.pp:
+    table: tuple[str, ...] = ()
+    if schedule == "1f1b" and microbatches < run.pp:
         # With so few, the order of 1F1B is that of all forwards first.
-        schedule = "fthenb"
-    bounds = _bounds(model.layers, run.pp * vpp)
+        schedule, table = "fthenb", _all_forwards_first(run.pp, microbatches)
+    num_stages = run.pp * vpp
+    if run.stack.balances_stages and num_stages > 1:
+        bounds = _balanced_bounds(model, num_stages)
+    else:
+        bounds = _bounds(model.layers, num_stages)
     on_tp: tuple[ClassLayout, ...] = ()
     on_cp: tuple[ClassLayout, ...] = ()
     if run.tp > 1:
@@ -114,6 +120,7 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         microbatch_size=run.micro_batch,
         num_microbatches=microbatches,
         schedule=schedule,
+        table=table,
         zero_stage=_zero_stage(run.zero_stage),
         precision="bf16",
         stages=tuple(
@@ -127,6 +134,14 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
         ),
         recomputed=_recomputed(model, run.recompute),
         layouts=(*on_tp, *on_cp),
+    )
+
+
+def _all_forwards_first(pp: int, microbatches: int) -> tuple[str, ...]:
+    """Return the jobs of each rank where there are too few microbatches to fill a pipeline."""
+    return tuple(
+        " ".join(f"{rank}{kind}{i}" for kind in "FB" for i in range(microbatches))
+        for rank in range(pp)
     )
 
 
@@ -157,6 +172,28 @@ def _recomputed(model: Transformer, recompute: str) -> tuple[ClassRecompute, ...
         )
         chosen.append(ClassRecompute(class_index=index, ops=ops))
     return tuple(chosen)
+
+
+def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
+    """First blocks of stages of about equal products, and the end.
+
+    A stage ends with the block that takes it over its part of the whole, as nanotron's do.
+    """
+    width = model.head_width
+    layer = 4 * model.heads * width * model.hidden + 3 * model.hidden * model.ffn_hidden
+    costs = [0, *[layer] * model.layers, model.vocab * model.hidden]
+    whole, done = sum(costs), 0
+    bounds = [0]
+    for index, cost in enumerate(costs[:-1]):
+        done += cost
+        left = len(costs) - index - 1
+        needed = stages - len(bounds)
+        if needed and (done > whole * len(bounds) / stages or left == needed):
+            bounds.append(index + 1)
+    if len(bounds) < stages:
+        # The head alone is more than its part: the stages before it are cut again.
+        return _bounds(model.layers, stages)
+    return [*bounds, len(costs)]
 
 
 def _bounds(layers: int, stages: int) -> list[int]:
