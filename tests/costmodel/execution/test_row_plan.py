@@ -25,8 +25,8 @@ ROWS = {
     "llama in fp8": {**LLAMA, "dtype": "fp8"},
     "fsdp": {**LLAMA, "stack": "fsdp-flash", "model": "Llama3-8B", "tp": "1", "cp": "1",
              "pp": "1", "vpp": "1", "dp": "64"},
-    "nanotron": {**LLAMA, "stack": "nanotron", "model": "Llama3-8B", "cp": "1", "vpp": "1",
-                 "dp": "4", "zero_stage": "1"},
+    "nanotron": {**LLAMA, "stack": "nanotron", "model": "Llama3-8B", "cp": "1", "pp": "1",
+                 "vpp": "1", "dp": "16", "zero_stage": "1"},
 }  # fmt: skip
 
 
@@ -56,6 +56,21 @@ def test_layers_that_do_not_divide_leave_the_ends_fewer() -> None:
     run, _, _ = run_of({**GPT, "layers": "46", "pp": "8", "gpus": "32"})
     plan = plan_of(run, transformer_of(run), devices_per_node=8)
     assert [len(stage.blocks) for stage in plan.stages] == [6, *[6] * 6, 6]
+
+
+def test_nanotron_gives_the_stage_with_the_head_fewer_layers() -> None:
+    run, _, _ = run_of({**ROWS["nanotron"], "tp": "1", "pp": "4", "dp": "16", "vocab": "131072"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    layers = [len(stage.blocks) for stage in plan.stages]
+    assert sum(layers) == 34
+    assert layers[-1] < layers[1]
+
+
+def test_few_microbatches_go_forward_first() -> None:
+    run, profile, rates = run_of({**GPT, "pp": "4", "tp": "1", "dp": "2", "global_batch": "8"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    assert plan.table[0] == "0F0 0F1 0B0 0B1"
+    assert RowPrices().time(run, profile, rates).bubble_s > 0
 
 
 def test_memory_is_the_exact_walk() -> None:
