@@ -275,6 +275,7 @@ def _time_parts(
         without = simulate(table, instant, at_least=at_least).rank_end_s[rank]
         pp_comm = timeline.rank_end_s[rank] - without
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
+    waited_s = m * float(price.waited_s[own].sum())
     # Of m microbatches, those that are recomputed: all, or all but the last.
     recompute = [stage.recompute for stage in plan.stages]
     again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
@@ -291,7 +292,7 @@ def _time_parts(
     whole = times.forward_s + times.backward_s
     compute = m * total(whole - times.host_forward_s - times.host_backward_s)
     per_job = m * total(exposed.forward_s + exposed.backward_s)
-    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job
+    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job + waited_s
     first_stages = stages_of[plan.stages[0].pp_rank]
     return TimeParts(
         compute_s=compute,
@@ -299,7 +300,7 @@ def _time_parts(
         host_s=host,
         tp_comm_s=tp_comm,
         dp_comm_s=per_job + after[rank],
-        pp_comm_s=pp_comm,
+        pp_comm_s=pp_comm + waited_s,
         bubble_s=idle - pp_comm,
         optimizer_s=price.updates[rank].optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)

@@ -18,7 +18,7 @@ from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats
-from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
+from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, waits
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
@@ -45,6 +45,8 @@ class PlanPrice:
     """Seconds of jobs and of transfers between stages."""
     updates: tuple[RankUpdate, ...]
     """Clipping and optimizer of each pp rank."""
+    waited_s: Floats
+    """Seconds in which a microbatch's jobs of each stage wait for transfers that do not overlap."""
     tied_s: tuple[float, ...]
     """Seconds in which each pp rank sums gradients of parameters that it shares with others."""
 
@@ -99,6 +101,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
             )
             for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
         ),
+        waited_s=np.zeros(len(plan.stages)) if waited_s is None else np.add(*waits(*waited_s)),
         tied_s=tied_seconds(plan, costs.graph, costs.profile),
     )
 

@@ -158,10 +158,9 @@ class StageCosts:
         weight_s = self.weight_s
         alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s
         forward_s = self.forward_s
-        if waited_s is not None and len(alone_s) > 1:
-            # The first stage waits for what it sends forward, the last for what it sends back.
-            forward_s = forward_s + np.append(waited_s[0][1:2], waited_s[0][1:])
-            alone_s = alone_s + np.append(waited_s[1][1:], waited_s[1][-1:])
+        if waited_s is not None:
+            there_wait_s, back_wait_s = waits(*waited_s)
+            forward_s, alone_s = forward_s + there_wait_s, alone_s + back_wait_s
         input_s = alone_s + recomputed_s
         defers = (np.array(recompute) == "none") & sends_ahead
         last_s = None
@@ -178,6 +177,16 @@ class StageCosts:
             sends_ahead_s=_numbers(self.first_weight_s * defers),
             last_sends_ahead_s=_numbers(weight_s * defers),
         )
+
+
+def waits(there_s: Floats, back_s: Floats) -> tuple[Floats, Floats]:
+    """Return what the forward and the backward of each stage wait for transfers with nothing to do.
+
+    The first stage waits for what it sends forward, the last for what it sends back.
+    """
+    if len(there_s) == 1:
+        return 0 * there_s, 0 * back_s
+    return np.append(there_s[1:2], there_s[1:]), np.append(back_s[1:], back_s[-1:])
 
 
 def cut_runs(chain: ChainCosts, cuts: Sequence[int]) -> BlockRuns:

@@ -68,7 +68,10 @@ def test_our_own_runtime_is_priced_as_ever(h100: Profile, name: str) -> None:
 def test_parts_of_other_runtimes_add_up(h100: Profile, name: str) -> None:
     found = priced(name, h100, plan_of(dp=2, pp=2, tp=2, zero_stage=1))
     parts = found.to_dict()["time"]
-    assert found.step_s == pytest.approx(sum(parts.values()))
+    after_s = parts["optimizer_s"] + parts["inputs_s"]
+    # What stages exchange once a step comes after a rank's last job.
+    assert found.step_s >= max(found.timeline.rank_end_s) + after_s - 1e-9
+    assert found.step_s <= max(found.timeline.rank_end_s) + after_s + parts["dp_comm_s"] + 1e-9
     assert min(parts.values()) >= 0
     # A host that waits for each kernel is the slowest.
     flop_per_s = found.flop / found.step_s / 8
