@@ -35,6 +35,7 @@ from costmodel.table.fit_rates import (
     relative_errors,
 )
 from costmodel.table.published import RunRow, estimate_run_memory
+from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import device_bytes, run_of
@@ -49,6 +50,9 @@ NOT_PRETRAINING = ("lora", "sft", "finetun", "fine-tun")
 
 FULL_LAYOUT = ("layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "dp")
 """Columns a row must fill to be held against its measurement."""
+
+MODEL_SIZES = ("layers", "hidden", "heads")
+"""Those of them that the name of a well-known model states."""
 
 FOLDS = 5
 TITLES = {
@@ -117,7 +121,8 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
             run, profile, rates = run_of(row)
             if (run.shape.num_experts > 1) != experts:
                 raise PlannerError("a dense model" if experts else "a mixture of experts")
-            if not experts and not all(row[name] for name in FULL_LAYOUT):
+            known = MODEL_SIZES if named_model(row["model"]) else ()
+            if not experts and not all(row[name] or name in known for name in FULL_LAYOUT):
                 raise PlannerError("the layout is not complete")
         except PlannerError as error:
             refused[f"{row['source_id']}: {error}"] += 1

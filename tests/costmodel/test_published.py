@@ -271,6 +271,7 @@ def test_an_open_microbatch_is_one_that_fits():
         ({"ep": "3"}, "ep=3 does not divide num_experts=8"),
         ({"vpp": "1000"}, "is more than layers=24"),
         ({"hidden": "", "params_b": "-13"}, "a model of -1.3e.10 parameters"),
+        ({"hidden": "", "layers": "", "model": "Foo-80B-A3B"}, "not one we have the sizes of"),
     ],
 )
 def test_rows_that_cannot_be_priced_say_why(changed, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
@@ -29,6 +30,10 @@ published runs."""
 
 USUAL_STAGE_LAYERS = 4
 """Layers of a virtual stage; the interleaved runs that NVIDIA publishes have 1 to 5."""
+
+ACTIVE_PARAMS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB]")
+"""A name such as ``80B-A3B`` says that few of its parameters see a token: its size alone tells
+nothing of its layers."""
 
 LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
 """Parameters of a model that is known only by their number."""
@@ -204,6 +209,11 @@ def _shape(cells: Cells, stack: Execution) -> TransformerShape:
         num_experts = cells.assume("num_experts", max(8, ep))
     params = real(cells.text("params_b").lower().removesuffix("b"))
     params = 1e9 * params if params else params_in_name(cells.text("model"))
+    if known is None and hidden is None and ACTIVE_PARAMS.search(cells.text("model")):
+        raise RowError(
+            f"model {cells.text('model')!r} is not one we have the sizes of; give layers, hidden, "
+            "num_experts and experts_per_token"
+        )
     if known is None and hidden is None and params:
         if not LEAST_PARAMS <= params <= MOST_PARAMS:
             raise RowError(f"a model of {params:.3g} parameters is not priced")
