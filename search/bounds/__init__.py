@@ -19,7 +19,7 @@ Those are the catalogue; the next need stage boundaries, or more than one table,
 
     least_step_s           step      ops alone, each at its fastest     O(ops)     layouts
       of `stages.drafts`
-    `Reach.starts`         step      where stages may start             O(S log n) stage boundaries
+    `possible_starts`      step      where stages may start             O(n)       stage boundaries
     path                   step      the jobs each stage waits for      O(1)       stage boundaries
       of `partition.chain_paths`
     `RankBound.least`      memory    a stage between two jobs           O(1)       stage boundaries

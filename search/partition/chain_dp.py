@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from search.partition.chain_paths import Lane, Paths, lanes_of
 from search.partition.chain_problem import ChainProblem, Cut, Floats
-from search.partition.chain_reach import Reach
+from search.partition.chain_reach import possible_starts, reach_within
 from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
 _AT_ONCE = 1.5
@@ -68,12 +68,11 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     found = Solved(cut=None, fits=False)
     bound = ceiling
-    paths = Reach(problem)
     while True:
-        starts = paths.starts(bound) if np.isfinite(bound) else None
-        if starts is None and np.isfinite(bound):
+        starts = possible_starts(problem, bound)
+        if starts is None:
             return found if found.cut else Solved(cut=None, fits=True)
-        allowed = _reach_within(problem, bound)
+        allowed = reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
         if needed <= _AT_ONCE * width:
             width = needed
@@ -89,7 +88,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
             return found
         if found.cut:
             bound = min(bound, found.cut.value)
-            needed = min(longest, int((_reach_within(problem, bound) - np.arange(n + 1)).max()))
+            needed = min(longest, int((reach_within(problem, bound) - np.arange(n + 1)).max()))
             if needed <= width:
                 return found
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
@@ -102,22 +101,13 @@ def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] |
         return fixed_windows(problem.cuts)
     if stages > n or longest * stages < n:
         return None
-    reach = np.minimum(even_reach(n, longest), _reach_within(problem, ceiling))
+    reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
     return stage_windows(reach, stages)
 
 
 def _better(first: Solved, second: Solved) -> Solved:
     cut = min((s.cut for s in (first, second) if s.cut), key=lambda cut: cut.value, default=None)
     return Solved(cut=cut, fits=first.fits or second.fits)
-
-
-def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
-    """Return where a stage from each block on must end to have before + m t <= bound."""
-    if not np.isfinite(bound):
-        return np.full(problem.num_blocks + 1, problem.num_blocks)
-    least = problem.num_microbatches * (problem.before_f + problem.before_b)
-    budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
-    return np.searchsorted(least, least + budget, side="right") - 1
 
 
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
@@ -233,24 +223,3 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
         return None
     _, ends, choice = steps.pop()
     return _read_cut(steps, int(ends[0]), int(choice[0]), float(value[0]))
-
-
-def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
-    """Return the bound of one given cut, or infinity when a stage does not fit.
-
-    `paths` must be wide enough for the longest stage.
-    """
-    first_tail = paths.first_tail(cuts[1])
-    worst = 0.0
-    for stage, choice in enumerate(choices):
-        first, end = cuts[stage], cuts[stage + 1]
-        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
-    return worst
-
-
-def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
-    """Return the bytes of the rank that needs most under one given cut."""
-    return max(
-        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
-        for stage, choice in enumerate(choices)
-    )

@@ -111,7 +111,6 @@ class Paths:
         self.window = window
         self.band = problem.stages.band(window)
         self.end = window.end
-        self._seconds = self.band.forward_s + self.band.backward_s
         self._fits: dict[tuple, Flags] = {}
         self._lanes: dict[int, Lane] = {}
 
@@ -132,62 +131,17 @@ class Paths:
         """Return these rows and starts of the window as one stage sees them; with `quickest`
         each run under one choice, where choices are by time and nothing else of theirs differs.
         """
-        problem = self.problem
-        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
-        f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
+        f, b = self.band.forward_s[part], self.band.backward_s[part]
         fits, fitting = self.fits(stage, (rows, starts)), None
         if quickest and self._is_by_time:
             fitting, fits = fits, np.logical_or.reduce(fits, axis=0, keepdims=True)
             f, b = f[:1], _quickest(b, fitting)
-            seconds = f + b
-        # The hop next to the stage is known; farther ones cost at least the cheapest.
-        nearer, farther = max(0, stage - 1), max(0, depth - 1)
-        hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
-        hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
-        before_f, before_b = problem.before_f[start], problem.before_b[start]
-        # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
-        until = m * seconds + (problem.start_s + before_f + hops_in)
-        filling: Floats | float = 0.0
-        draining: Floats | float = 0.0
-        if problem.copied:
-            # A job beside a copy to or from the host ends when the slower of the two does.
-            longer, filling, draining = self._copies_s(stage, part)
-            until = until + longer
-        # The last gradient leaves each stage before the weight gradients deferred there are made,
-        # so only input gradients lie on its way.
-        back = before_b + hops_back - problem.before_w[end]
-        if problem.splits_backward:
-            # W jobs of earlier microbatches may be run after the last gradient has left, too.
-            weight = problem.before_w[end] - problem.before_w[start]
-            back = back - problem.late_weights(stage) * weight
-        trips = problem.order.round_trips
-        if trips is not RoundTrips.UNKNOWN:
-            hops_out = problem.hop_s + farther * problem.least_hop
-            hops_out += problem.back_hop_s + farther * problem.least_back_hop
-            after = (problem.after + hops_out * (depth > 0))[end]
-            # What later stages may defer until gradients have left shortens the way back through
-            # them: in their last backward all weight gradients, in others those of one block.
-            last_ahead = (problem.before_w[-1] - problem.before_w)[end]
-            ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
-            if m == 1 or problem.splits_backward:
-                ahead = last_ahead
-            if trips is RoundTrips.AFTER_LAST_FORWARD:
-                until = until + after - ahead
-            elif trips is RoundTrips.EVERY:
-                # Between two of its microbatches a rank waits for both ends of the pipeline.
-                most = (problem.num_stages - 1) * problem.most_sent_ahead
-                again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
-                until = until + (m - 1) * again + m * after - last_ahead
-            else:
-                warmup = problem.order.warmup[stage]
-                between = min(warmup, m) - 1
-                # Its own warmup forwards fill the first wait, its cooldown backwards the last one.
-                first = np.maximum(0.0, after - ahead - between * f - filling)
-                last = np.maximum(0.0, after - last_ahead - between * b - draining)
-                # With no more microbatches than warmup forwards the two waits are one.
-                until = until + (first + last if m > warmup else np.maximum(first, last))
+        copied: Sequence[Floats | float] = (0.0, 0.0, 0.0)
+        if self.problem.copied:
+            copied = self._copies_s(stage, part)
+        until, back = path_parts(self.problem, stage, start, end, f, b, copied)
         return Lane(
             first_start=int(start[0]),
             last_start=int(start[-1]),
@@ -198,7 +152,7 @@ class Paths:
             fitting=fitting,
         )
 
-    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> tuple[Floats, ...]:
+    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> Sequence[Floats]:
         """Return by how much copies lengthen all of a stage's jobs, those between its first forward
         and backward, and those between its last.
         """
@@ -231,7 +185,7 @@ class Paths:
     def _tail(self, stage: int) -> Floats:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
         tail_s = self.band.tail_s
-        shares = stage > 0 or tail_s.ndim == self._seconds.ndim - 1
+        shares = stage > 0 or tail_s.ndim == self.band.backward_s.ndim - 1
         return tail_s if shares else tail_s[self.problem.first_choices[0]]
 
     def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
@@ -277,6 +231,71 @@ class Paths:
         """Peak bytes of every run on this stage, inf where there is none."""
         peak = self.band.peak_bytes(self.problem.in_flight[stage], choice)
         return np.where(self.window.valid, peak, np.inf)
+
+
+def path_parts(
+    problem: ChainProblem,
+    stage: int,
+    start: Any,
+    end: Any,
+    f: Floats,
+    b: Floats,
+    copied: Sequence[Floats | float] = (0.0, 0.0, 0.0),
+) -> tuple[Floats, Floats]:
+    """Return `path` of the header for a stage's runs, in two parts: seconds until the stage's last
+    job ends, and from then until the last gradient is at stage 0 (as `Lane` has them).
+
+    Runs are from block `start` to `end` (arrays, broadcast), with forward `f` and backward `b`
+    seconds of a microbatch. `copied`: by how much copies lengthen all of the stage's jobs, those
+    between its first forward and backward, and those between its last.
+    """
+    m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
+    # A job beside a copy to or from the host ends when the slower of the two does.
+    longer, filling, draining = copied
+    # The hop next to the stage is known; farther ones cost at least the cheapest.
+    nearer, farther = max(0, stage - 1), max(0, depth - 1)
+    hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
+    hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
+    before_f, before_b = problem.before_f[start], problem.before_b[start]
+    # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
+    until = m * (f + b) + (problem.start_s + before_f + hops_in) + longer
+    # The last gradient leaves each stage before the weight gradients deferred there are made,
+    # so only input gradients lie on its way.
+    back = before_b + hops_back - problem.before_w[end]
+    if problem.splits_backward:
+        # W jobs of earlier microbatches may be run after the last gradient has left, too.
+        weight = problem.before_w[end] - problem.before_w[start]
+        back = back - problem.late_weights(stage) * weight
+    trips = problem.order.round_trips
+    if trips is not RoundTrips.UNKNOWN:
+        after = problem.after[end]
+        if depth:
+            hops_out = problem.hop_s[end] + farther * problem.least_hop
+            after = after + (
+                hops_out + (problem.back_hop_s[end] + farther * problem.least_back_hop)
+            )
+        # What later stages may defer until gradients have left shortens the way back through
+        # them: in their last backward all weight gradients, in others those of one block.
+        last_ahead = problem.before_w[-1] - problem.before_w[end]
+        ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
+        if m == 1 or problem.splits_backward:
+            ahead = last_ahead
+        if trips is RoundTrips.AFTER_LAST_FORWARD:
+            until = until + after - ahead
+        elif trips is RoundTrips.EVERY:
+            # Between two of its microbatches a rank waits for both ends of the pipeline.
+            most = (problem.num_stages - 1) * problem.most_sent_ahead
+            again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
+            until = until + (m - 1) * again + m * after - last_ahead
+        else:
+            warmup = problem.order.warmup[stage]
+            between = min(warmup, m) - 1
+            # Its own warmup forwards fill the first wait, its cooldown backwards the last one.
+            first = np.maximum(0.0, after - ahead - between * f - filling)
+            last = np.maximum(0.0, after - last_ahead - between * b - draining)
+            # With no more microbatches than warmup forwards the two waits are one.
+            until = until + (first + last if m > warmup else np.maximum(first, last))
+    return until, back
 
 
 def _quickest(by_choice: Floats, fitting: Flags) -> Floats:

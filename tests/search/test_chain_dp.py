@@ -9,9 +9,14 @@ import pytest
 
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.schedule import build_schedule
-from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
+from search.partition.chain_dp import smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
-from tests.referees.cuts import smallest_peak_by_brute_force, solve_by_brute_force
+from tests.referees.cuts import (
+    cut_peak,
+    cut_value,
+    smallest_peak_by_brute_force,
+    solve_by_brute_force,
+)
 from tests.search.chains import SCHEDULES, random_chain, stated, uniform_chain
 
 

@@ -14,11 +14,12 @@ from planner.units import GIB
 from search import SearchRequest, find_pareto, find_plan
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
-from search.partition.chain_dp import cut_peak, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.space.shapes import list_configurations
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.referees.cuts import cut_peak
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)

@@ -8,10 +8,10 @@ import pytest
 
 from search.branch_and_bound import BranchAndBound
 from search.nodes.partitions import FirstStagesNode, PartitionableNode, PartitionsNode
-from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import ChainProblem, Cut
-from tests.referees.cuts import all_cuts
+from tests.referees.cuts import all_cuts, cut_value
 from tests.search.chains import random_chain
 
 

@@ -17,14 +17,14 @@ from search import SearchRequest, SearchResult, find_plan
 from search.bounds.quick_price import copied_rows
 from search.candidates import Candidates
 from search.on_host import offload_fallbacks
-from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
 from search.report.explain import explain_saving, fullest_rank, memory_parts
 from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
-from tests.referees.cuts import all_cuts
+from tests.referees.cuts import all_cuts, cut_value
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 
