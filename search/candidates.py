@@ -12,21 +12,22 @@ import numpy as np
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
 from costmodel.memory.bound import RankBound
+from costmodel.memory.on_host import NOTHING, OnHost
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
-from search.bounds.bounds import TableBounds
+from search.bounds.catalogue import TableBounds
 from search.bounds.copied_jobs import CopiedRow
-from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.on_host import NOTHING, OnHost, offload_fallbacks
+from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
 from search.partition.interleaved import InterleavedStages
+from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
-from search.space.in_flight import in_flight_of, live_stages_of
+from search.space.job_tables import copied_rows, in_flight_of, job_table, live_stages_of
 from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
@@ -143,9 +144,9 @@ class Candidates:
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             block_weight_s=(
-                table.weight_s * (not configuration.is_sharded)
+                table.weight_s * (not configuration.replication.is_sharded)
                 if splits
-                else table.ahead_s(is_sharded=configuration.is_sharded, choices=choices)
+                else table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices)
             ),
             hop_s=table.hop_s(configuration.degrees, pp=configuration.pp),
             back_hop_s=table.back_hop_s(configuration.degrees, pp=configuration.pp),

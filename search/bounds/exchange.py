@@ -25,7 +25,7 @@ import numpy as np
 from costmodel.time.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
 from costmodel.topology import group_along
 from planner.layout.axes import Degrees
-from planner.plan.replication import Replication, gradient_factor
+from planner.plan.replication import gradient_factor
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
 from search.stages.stage_table import StageTable
@@ -90,11 +90,6 @@ class LeastExchange:
         if profile.cluster.device_type == "cpu":
             return messages_s
         return exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO has replicas to shard over."""
-        return Replication(replicas=self.degrees.along("data"), zero_stage=self.zero).is_sharded
 
     @property
     def _is_alone(self) -> bool:

@@ -76,10 +76,10 @@ class LeastCosts:
 
     def early_sends(self, config: Configuration) -> EarlySends:
         """Return how much of backwards may come after their gradients are sent on."""
-        key = "early sends", config.recompute, config.is_sharded
+        key = "early sends", config.recompute, config.replication.is_sharded
         if key not in self._answers:
             choices = recompute_choices(config.recompute)
-            seconds = self.table.ahead_s(is_sharded=config.is_sharded, choices=choices)
+            seconds = self.table.ahead_s(is_sharded=config.replication.is_sharded, choices=choices)
             whole = self.table.forward_s + self.table.backward_s
             self._answers[key] = EarlySends(
                 after_first_s=float(seconds[1:].sum()),
@@ -93,10 +93,10 @@ class LeastCosts:
         """Return the blocks' F, I and W jobs, nothing exchanged. ZeRO reduces a block's gradients
         when its backward ends, so weight gradients are made with the input's there.
         """
-        key = "zero bubble", config.recompute, config.is_sharded
+        key = "zero bubble", config.recompute, config.replication.is_sharded
         if key not in self._answers:
             forward_s = self.table.forward_s
-            weight_s = self.table.weight_s * (not config.is_sharded)
+            weight_s = self.table.weight_s * (not config.replication.is_sharded)
             input_s = self.block_s(config.recompute) - forward_s - weight_s
             self._answers[key] = ZeroBubbleBound(
                 seconds=np.stack([forward_s, input_s, weight_s], axis=1)

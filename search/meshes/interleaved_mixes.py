@@ -22,13 +22,12 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from search.bounds.quick_price import job_table
 from search.candidates import Candidates
 from search.meshes.own_meshes import Member, as_held, least_back_hop_s
 from search.partition.chain_problem import Cut, TooLarge
 from search.partition.interleaved import InterleavedStages
 from search.partition.interleaved_bound import StageSeconds, least_end_s
-from search.space.in_flight import live_stages_of
+from search.space.job_tables import job_table, live_stages_of
 from search.space.shapes import recompute_choices
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))

@@ -23,11 +23,10 @@ from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, TooLarge
-from search.search_state import Outcomes, SearchState
-from search.space.in_flight import in_flight_of
+from search.search_state import NodeKey, Outcomes, SearchState
+from search.space.job_tables import in_flight_of
 from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
-from search.warm_start import NodeKey
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
 IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
@@ -172,7 +171,7 @@ class ConfigurationNode(PartitionableNode):
         splits = find_schedule(configuration.schedule).splits_backward
         return (
             self.table.key,
-            configuration.dp,
+            configuration.degrees,
             configuration.zero,
             configuration.pp,
             configuration.recompute,

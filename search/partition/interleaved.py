@@ -72,7 +72,8 @@ class InterleavedStages:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         choices = recompute_choices(configuration.recompute)
         return np.add.reduceat(
-            self.table.ahead_s(is_sharded=configuration.is_sharded, choices=choices), self._first
+            self.table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices),
+            self._first,
         )
 
     def least_step_s(
@@ -124,7 +125,9 @@ class InterleavedStages:
             down_s[own], up_s[own] = down[own], up[own]
         weight_s = self._runs.times.weight_s
         job_s = seconds_by_kind(
-            seconds.forward_s, seconds.backward_s, weight_s * (not configuration.is_sharded)
+            seconds.forward_s,
+            seconds.backward_s,
+            weight_s * (not configuration.replication.is_sharded),
         )
         return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 

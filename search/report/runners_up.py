@@ -127,7 +127,7 @@ def _num_jobs(node: Waiting) -> int:
 
 
 def _degrees_of(configuration: Configuration | Shape) -> tuple[int, ...]:
-    return (configuration.dp, configuration.cp, configuration.tp, configuration.pp)
+    return (configuration.batch_parts, configuration.cp, configuration.tp, configuration.pp)
 
 
 def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:

@@ -13,7 +13,7 @@ from search.bounds.zero_bubble import ZeroBubbleBound
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
-from search.space.in_flight import live_stages_of
+from search.space.job_tables import live_stages_of
 from search.space.shapes import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module

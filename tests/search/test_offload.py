@@ -14,13 +14,13 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
-from search.bounds.quick_price import copied_rows
 from search.candidates import Candidates
 from search.on_host import offload_fallbacks
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
 from search.report.explain import explain_saving, fullest_rank, memory_parts
+from search.space.job_tables import copied_rows
 from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module

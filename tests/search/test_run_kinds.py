@@ -58,7 +58,7 @@ def test_costs_of_kinds_are_those_of_runs(zero):
     )
     request = SearchRequest(num_devices=4, global_batch=8)
     candidates = Candidates.of(graph, Machine(devices_per_node=4), request)
-    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.dp == 2)
+    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.batch_parts == 2)
     table = candidates.tables(2, shape.microbatch_size)[0]
     stages = table.with_replicas(
         degrees=Degrees(dp=2, tp=table.tp), zero=zero, choices=recompute_choices("mixed")

@@ -19,9 +19,9 @@ from costmodel.topology import pipeline_group
 from planner.plan import Plan
 from planner.plan.replication import Replication, gradient_factor
 from profiles import load_profile
-from search.bounds.quick_price import quick_step_s
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows
+from search.partition.quick_step import quick_step_s
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 from tests.builders import tiny_models
