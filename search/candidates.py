@@ -11,15 +11,14 @@ import numpy as np
 
 from costmodel import CostCache, Estimate, StageLoad, estimate
 from costmodel.in_training import in_training
-from costmodel.memory.bound import RankBound
 from costmodel.memory.on_host import NOTHING, OnHost
 from planner.graph import ModelGraph
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
-from search.bounds.catalogue import TableBounds
 from search.bounds.copied_jobs import CopiedRow
+from search.bounds.least_costs import rank_bound
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
@@ -58,7 +57,6 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
-    _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
@@ -105,12 +103,6 @@ class Candidates:
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
         return self.layouts.tables(tp, microbatch_size, cp)
-
-    def bounds(self, table: StageTable) -> TableBounds:
-        """Return the bounds of a table."""
-        if table.key not in self._bounds:
-            self._bounds[table.key] = TableBounds(table=table)
-        return self._bounds[table.key]
 
     def problem(
         self,
@@ -184,16 +176,8 @@ class Candidates:
             shared = sum(size for _, _, size in table.ties)
 
             def least(param_bytes: float) -> float:
-                rank = RankBound(
-                    load=StageLoad(param_bytes=param_bytes),
-                    num_microbatches=1,
-                    recompute="none",
-                    replicas=configuration.degrees.along("data"),
-                    zero=configuration.zero,
-                    profile=self.profile,
-                    precision=self.precision,
-                    on_host=self.on_host,
-                )
+                load = StageLoad(param_bytes=param_bytes)
+                rank = replace(rank_bound(table, configuration, load), num_microbatches=1)
                 return float(rank.with_saved(0.0))
 
             empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
@@ -215,16 +199,7 @@ class Candidates:
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
             if index in too_large:
                 continue
-            rank = RankBound(
-                load=table.whole,
-                num_microbatches=configuration.num_microbatches,
-                recompute=choice,
-                replicas=configuration.degrees.along("data"),
-                zero=configuration.zero,
-                profile=self.profile,
-                precision=self.precision,
-                on_host=self.on_host,
-            )
+            rank = rank_bound(table, configuration, table.whole, choice)
             if rank.least(1) <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from costmodel import Estimate
 from planner.plan import Plan
+from search.bounds.catalogue import TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
 from search.partition.chain_problem import TooLarge
 from search.request import Certificate, SearchRequest
 from search.space.shapes import Configuration
-from search.stages.stage_table import TableKey
+from search.stages.stage_table import StageTable, TableKey
 
 _BOUNDARIES_PROOF = {
     "dp": "chain dynamic programming, path bound",
@@ -93,6 +94,13 @@ class SearchState(BranchAndBound):
     least_per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     infeasible_in_flight: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
+    _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+
+    def bounds(self, table: StageTable) -> TableBounds:
+        """Return the bounds of a table's configurations."""
+        if table.key not in self._bounds:
+            self._bounds[table.key] = TableBounds(table=table)
+        return self._bounds[table.key]
 
     def certificate(self, best: EvaluatedPlan) -> Certificate:
         """Return what is proved of the best plan, and by whom, when the queue is empty."""

@@ -64,7 +64,7 @@ class ShapeNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the configurations, each with its own bound."""
         table = self.table
-        bounds, warm = search.candidates.bounds(table), search.warm_start
+        bounds, warm = search.bounds(table), search.warm_start
         for configuration in self.shape.configurations():
             own = bounds.least_step_s(configuration) if configuration.vpp == 1 else 0.0
             key = configuration, table.key
@@ -154,7 +154,7 @@ class ConfigurationNode(PartitionableNode):
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
-        bounds = search.candidates.bounds(self.table)
+        bounds = search.bounds(self.table)
         if bounds.kept_bound(self.configuration, in_flight) > search.memory_limit_bytes:
             self._exclude(search, IN_FLIGHT_TOO_LARGE)
             return True

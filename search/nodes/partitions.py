@@ -3,8 +3,8 @@
     PartitionableNode      all partitions of a configuration or of a mix of meshes    (abstract)
       PartitionedNode      the partition of the least bound: simulated, estimated
       PartitionsNode       all other partitions: they close the gap that the estimate leaves
-        FirstStageNode     those whose stage 0 ends at a given block
-          FirstStagesNode  those whose first stages are given; all given: a plan to evaluate
+        FirstStagesNode    those whose first stages are given, at first the end of stage 0 alone;
+                           all given: a plan to evaluate
 
 Where the estimate finds a stage over the memory limit, the node is partitioned again without this
 stage. After too many attempts the memory check becomes conservative: it refuses most of what does
@@ -197,14 +197,8 @@ class PartitionsNode(Node[SearchState]):
         for problem in self.of.problems(search):
             partitions = KBestPartitions(problem, search.best_s)
             search.extra_work += partitions.num_runs / _RUNS_PER_JOB
-            for row, bound in partitions.ends_of_first_stage():
-                yield FirstStageNode(
-                    bound=max(self.bound, bound),
-                    wave=self.wave,
-                    all=self,
-                    partitions=partitions,
-                    row=row,
-                )
+            for some in partitions.by_first_end():
+                yield _first_stages_node(self, self, partitions, some)
 
     def evaluate(self, search: SearchState, cut: Cut) -> Outcomes:
         """Yield the plan of a partition if it may be the best and fits."""
@@ -220,23 +214,8 @@ class PartitionsNode(Node[SearchState]):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FirstStageNode(Node[SearchState]):
-    """The partitions (of `all`) whose stage 0 ends at a row of its lane."""
-
-    all: PartitionsNode
-    partitions: KBestPartitions
-    row: int
-
-    def refine(self, search: SearchState) -> Outcomes:
-        """Yield the sets by stage 0's recompute choice, after a pass of the dynamic program."""
-        search.extra_work += self.partitions.num_runs / _RUNS_PER_JOB
-        for some in self.partitions.with_first_stage(self.row):
-            yield _first_stages_node(self, some)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FirstStagesNode(Node[SearchState]):
-    """The partitions (of `all`) with these first stages."""
+    """The partitions (of `all`) with these first stages, or whose stage 0 ends at a given block."""
 
     all: PartitionsNode
     partitions: KBestPartitions
@@ -249,24 +228,22 @@ class FirstStagesNode(Node[SearchState]):
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the sets in which one more stage is given, or the evaluated plan."""
-        search.extra_work += 1
-        cut = self.partitions.partition(self.some)
+        partitions, some = self.partitions, self.some
+        search.extra_work += 1 if some.choices else partitions.num_runs / _RUNS_PER_JOB
+        cut = partitions.partition(some)
         if cut is not None:
             yield from self.all.evaluate(search, cut)
             return
-        for some in self.partitions.split(self.some):
-            yield _first_stages_node(self, some)
+        for smaller in partitions.split(some):
+            yield _first_stages_node(self, self.all, partitions, smaller)
 
 
 def _first_stages_node(
-    parent: FirstStageNode | FirstStagesNode, some: FirstStages
+    parent: Node, every: PartitionsNode, partitions: KBestPartitions, some: FirstStages
 ) -> FirstStagesNode:
+    bound = max(parent.bound, some.bound)
     return FirstStagesNode(
-        bound=max(parent.bound, some.bound),
-        wave=parent.wave,
-        all=parent.all,
-        partitions=parent.partitions,
-        some=some,
+        bound=bound, wave=parent.wave, all=every, partitions=partitions, some=some
     )
 
 

@@ -122,7 +122,7 @@ class _PricedSize:
                 yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
         fits, seconds = bool(beaten), float("inf")
         for table in tables:
-            blocks_s = search.candidates.bounds(table).block_seconds(shapes[0].recompute)
+            blocks_s = search.bounds(table).block_seconds(shapes[0].recompute)
             seconds = min(seconds, blocks_s / size)
             for shape in shapes:
                 node = _shape_node(search, shape, table)
@@ -161,7 +161,7 @@ class _PricedSize:
 
 def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNode | None:
     """Return a shape without the ZeRO stages that cannot fit; None if none can."""
-    bounds = search.candidates.bounds(table)
+    bounds = search.bounds(table)
     plain = replace(shape, options=shape.options[:1])
     zeros = tuple(
         configuration.zero
@@ -193,7 +193,7 @@ def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
         tables = search.candidates.layouts.leanest(*degrees) if first.tp > 1 else ()
         enough = search.memory_limit_bytes
     return any(
-        search.candidates.bounds(table).least_peak_bytes(configuration) <= enough
+        search.bounds(table).least_peak_bytes(configuration) <= enough
         for table in tables
         for shape in shapes
         for configuration in replace(shape, options=shape.options[:1]).configurations()

@@ -89,14 +89,14 @@ class Lane:
             return self.until + self.back
         return self.until + np.maximum(self.back + first_tail, self.tail)
 
-    def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
-        """Return `own` (choice, row) of the runs of these rows from one block on."""
+    def own_from(self, start: int, first_tail: float) -> Floats:
+        """Return `own` (choice, row) of the runs from one block on."""
         column = start - self.first_start
         back, tail = (
             np.broadcast_to(values, self.until.shape) for values in (self.back, self.tail)
         )
-        ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
-        return self.until[:, rows, column] + ends
+        ends = np.maximum(back[:, :, column] + first_tail, tail[:, :, column])
+        return self.until[:, :, column] + ends
 
 
 _CELLS_OF_A_BAND = 10_000

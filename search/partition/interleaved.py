@@ -20,6 +20,7 @@ from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
+from search.bounds.least_costs import rank_bound
 from search.partition.chain_problem import Floats, TooLarge
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.shapes import Configuration, recompute_choices
@@ -254,16 +255,7 @@ class InterleavedStages:
 
     def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""
-        return RankBound(
-            load=StageLoad(param_bytes=self._param_bytes),
-            num_microbatches=configuration.num_microbatches,
-            recompute="none",
-            replicas=configuration.degrees.along("data"),
-            zero=configuration.zero,
-            profile=self.table.profile,
-            precision=self.table.precision,
-            on_host=self.table.on_host,
-        )
+        return rank_bound(self.table, configuration, StageLoad(param_bytes=self._param_bytes))
 
     @cached_property
     def _param_bytes(self) -> Floats:

@@ -22,29 +22,23 @@ from search.partition.chain_problem import ChainProblem, Cut, Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _FirstStage:
-    """A chain whose stage 0 ends at a given block: the tail it has then, and V of each stage."""
-
-    tail: float
-    values: tuple[Floats, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FirstStages:
     """All partitions with these first stages.
 
     Attributes:
-        first: what follows from the end of stage 0.
-        cuts: boundaries of the first stages, 0 included.
-        choices: their recompute choices.
-        path_s: the longest of their paths.
-        bound: the least bound of a partition of the set.
+        cuts: boundaries of the first stages, 0 included; the end of stage 0 is always given.
+        choices: their recompute choices; empty: only the end of stage 0 is given.
+        tail_s: seconds after the last job of stage 0, as it ends there.
+        values: V of each stage with this tail; empty before stage 0 has a choice.
+        path_s: the longest path of the first stages, in seconds.
+        bound: the least bound of a partition of the set, in seconds.
     """
 
-    first: _FirstStage
     cuts: tuple[int, ...]
-    choices: tuple[int, ...]
-    path_s: float
+    choices: tuple[int, ...] = ()
+    tail_s: float
+    values: tuple[Floats, ...] = ()
+    path_s: float = 0.0
     bound: float
 
 
@@ -60,48 +54,41 @@ class KBestPartitions:
         self.num_runs = sum(lane.until.size for lane in self._lanes)
         """Runs of blocks that one pass of the dynamic program visits."""
 
-    def ends_of_first_stage(self) -> Iterator[tuple[int, float]]:
-        """Yield each end of stage 0, as a row of its lane, with the bound of its partitions."""
+    def by_first_end(self) -> Iterator[FirstStages]:
+        """Yield the set of partitions with each end of stage 0."""
         if not self._lanes:
             return
+        lane = self._lanes[0]
+        ends = lane.end[:, 0]
+        tails = lane.tail[:, 0] + self._problem.first_weight_s[ends]
         values = chain_values(self._problem, self._quickest, first_tail=None)
         bare = self._quickest[0].own(None)[:, :, 0].min(axis=0)
-        bounds = np.maximum(bare, values[1][self._lanes[0].end[:, 0]]) + self._first_tail
+        bounds = np.maximum(bare, values[1][ends]) + tails
         for row in np.flatnonzero(bounds < self._ceiling).tolist():
-            yield row, float(bounds[row])
+            yield FirstStages(
+                cuts=(0, int(ends[row])), tail_s=float(tails[row]), bound=float(bounds[row])
+            )
 
-    @property
-    def _first_tail(self) -> Floats:
-        """Seconds after the last job of stage 0, by its end."""
-        lane = self._lanes[0]
-        tail: Floats = lane.tail[:, 0] + self._problem.first_weight_s[lane.end[:, 0]]
-        return tail
+    def split(self, some: FirstStages) -> Iterator[FirstStages]:
+        """Yield the smaller sets in which the next stage is given too.
 
-    def with_first_stage(self, row: int) -> Iterator[FirstStages]:
-        """Yield the sets of partitions whose stage 0 ends at a row, by its recompute choice."""
-        tail = float(self._first_tail[row])
-        values = tuple(chain_values(self._problem, self._quickest, first_tail=tail))
-        none = FirstStages(
-            first=_FirstStage(tail=tail, values=values),
-            cuts=(0,),
-            choices=(),
-            path_s=0.0,
-            bound=0.0,
-        )
-        yield from self.split(none, rows=slice(row, row + 1))
-
-    def split(self, some: FirstStages, rows: slice = slice(None)) -> Iterator[FirstStages]:
-        """Yield the smaller sets in which the next stage is given too."""
+        The first split of an end of stage 0 takes a pass of the dynamic program.
+        """
         stage = len(some.choices)
-        lane = self._lanes[stage]
-        ends = lane.end[rows, some.cuts[-1] - lane.first_start]
-        paths = np.maximum(lane.own_from(some.cuts[-1], some.first.tail, rows), some.path_s)
-        bounds = np.maximum(paths, some.first.values[stage + 1][ends])
+        start, lane = some.cuts[stage], self._lanes[stage]
+        ends = lane.end[:, start - lane.first_start]
+        paths = np.maximum(lane.own_from(start, some.tail_s), some.path_s)
+        values = some.values
+        if stage == 0:
+            values = tuple(chain_values(self._problem, self._quickest, first_tail=some.tail_s))
+            paths[:, ends != some.cuts[1]] = np.inf
+        bounds = np.maximum(paths, values[stage + 1][ends])
         for choice, row in np.argwhere(bounds < self._ceiling).tolist():
             yield FirstStages(
-                first=some.first,
-                cuts=(*some.cuts, int(ends[row])),
+                cuts=(*some.cuts[: stage + 1], int(ends[row])),
                 choices=(*some.choices, choice),
+                tail_s=some.tail_s,
+                values=values,
                 path_s=float(paths[choice, row]),
                 bound=float(bounds[choice, row]),
             )

@@ -10,6 +10,7 @@ from costmodel import CostCache
 from planner.errors import ScheduleError
 from planner.schedule import SCHEDULES, Job, RoundTrips, forward, full_backward, register_schedule
 from search import find_plan
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
@@ -71,7 +72,7 @@ def bound_and_step(candidates, schedule):
         candidates.estimate(candidates.plan(config, table, cut)).step_s, rel=1e-9
     )
     if vpp == 1:
-        assert candidates.bounds(table).least_step_s(config) <= step_s * (1 + 1e-9)
+        assert TableBounds(table=table).least_step_s(config) <= step_s * (1 + 1e-9)
     return cut.value, step_s
 
 

@@ -14,6 +14,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
 from search.on_host import offload_fallbacks
 from search.partition.chain_dp import solve_chain
@@ -106,7 +107,7 @@ def test_bounds_and_the_quick_price_know_what_offload_takes(way):
         answer = candidates.estimate(candidates.plan(one, table, cut))
         assert candidates.quick_step_s(one, table, cut) == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
-        assert candidates.bounds(table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
+        assert TableBounds(table=table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
     assert asked(offload=way).certificate.gap == 0
 
 
