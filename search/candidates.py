@@ -22,7 +22,7 @@ from search.bounds.least_costs import rank_bound
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
-from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
 from search.partition.interleaved import InterleavedStages
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
@@ -110,7 +110,7 @@ class Candidates:
         table: StageTable,
         memory_limit_bytes: float,
         *,
-        infeasible: tuple[TooLarge, ...] = (),
+        infeasible: tuple[InfeasibleStage, ...] = (),
         is_conservative: bool = False,
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank.
@@ -153,9 +153,9 @@ class Candidates:
             most_blocks=self._most_blocks(configuration, table, memory_limit_bytes),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
-            refused=infeasible,
+            infeasible=infeasible,
             copied=self._copied(configuration),
-            is_careful=is_conservative,
+            is_conservative=is_conservative,
         )
 
     def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
@@ -192,7 +192,7 @@ class Candidates:
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
         too_large = {stage.choice for stage in infeasible}
@@ -223,7 +223,7 @@ class Candidates:
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
         *,
         ceiling: float = float("inf"),
     ) -> Cut | None:
@@ -247,13 +247,13 @@ class Candidates:
             bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
-    def too_large_ranks(
+    def infeasible_ranks(
         self,
         configuration: Configuration,
         table: StageTable,
         cut: Cut,
         memory_limit_bytes: float,
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
         schedule = job_table(*configuration.pipeline).schedule
         return self.interleaved(configuration, table).too_large(

@@ -45,7 +45,7 @@ def host_holds(plan: Plan, profile: Profile) -> bool:
 
 
 def too_large_for_host(result: SearchResult, profile: Profile) -> SearchResult:
-    """Return a result as refused, because the host can't hold its plan's part."""
+    """Return a result as infeasible, because the host can't hold its plan's part."""
     assert result.plan is not None
     needed = format_bytes(host_bytes(result.plan, profile))
     reason = (

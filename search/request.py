@@ -232,7 +232,7 @@ class Certificate:
     """Why the search stopped before its end; empty: it did not."""
     placements_gap: float = 0.0
     """Not in `gap`: the fraction of a block's seconds that better placements inside it might save,
-    at most, of blocks too wide to be solved exactly."""
+    at most, of blocks that were not solved exactly."""
 
     @property
     def gap(self) -> float:

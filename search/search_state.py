@@ -10,7 +10,7 @@ from planner.plan import Plan
 from search.bounds.catalogue import TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
-from search.partition.chain_problem import TooLarge
+from search.partition.chain_problem import InfeasibleStage
 from search.request import Certificate, SearchRequest
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable, TableKey
@@ -46,7 +46,7 @@ class WarmStart:
 
     plans: dict[PlanKey, tuple[Plan, Estimate]] = field(default_factory=dict)
     bounds: dict[NodeKey, float] = field(default_factory=dict)
-    infeasible: dict[NodeKey, tuple[TooLarge, ...]] = field(default_factory=dict)
+    infeasible: dict[NodeKey, tuple[InfeasibleStage, ...]] = field(default_factory=dict)
     needs_every_size: bool = False
 
     def fastest(self, limit_bytes: float) -> tuple[Configuration, Plan, Estimate] | None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from search.candidates import Candidates
 from search.meshes.own_meshes import Member, as_held, least_back_hop_s
-from search.partition.chain_problem import Cut, TooLarge
+from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.interleaved import InterleavedStages
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.job_tables import job_table, live_stages_of
@@ -38,7 +38,7 @@ class EvenMix:
     """Meshes that pp ranks may choose from for their stages between fixed cuts.
 
     A choice is a recompute choice of the first member, then of the second, and so on, counted as in
-    `own_meshes.MixedBand`.
+    `own_meshes.MixedCostWindow`.
 
     Attributes:
         members: the meshes.
@@ -52,7 +52,7 @@ class EvenMix:
     cuts: tuple[int, ...]
     even_of: tuple[int, ...]
     limit_bytes: float
-    infeasible: tuple[TooLarge, ...] = ()
+    infeasible: tuple[InfeasibleStage, ...] = ()
 
     @property
     def num_recompute_choices(self) -> int:
@@ -130,7 +130,7 @@ class EvenMix:
             c // self.num_recompute_choices == member for c in cut.choices
         )
 
-    def without(self, infeasible: Sequence[TooLarge]) -> EvenMix:
+    def without(self, infeasible: Sequence[InfeasibleStage]) -> EvenMix:
         """Return the same without some ranks' choices."""
         return replace(self, infeasible=(*self.infeasible, *infeasible))
 

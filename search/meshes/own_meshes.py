@@ -6,7 +6,7 @@ whole samples of B. What it then costs is what it costs in a plan where all stag
 estimate prices what arrives by the mesh of who receives it). A chain that may mix G's meshes is
 therefore the chain problem (`chain_problem`) with a choice (mesh, recompute) in place of
 recompute alone. `before` and `after` there are taken over the fastest mesh of each block, and a
-hop over the cheapest, so the value stays a lower bound; the tail of stage 0 enters the paths
+transfer over the cheapest, so the value stays a lower bound; the tail of stage 0 enters the paths
 of all others, so each of its meshes is a problem of its own.
 """
 
@@ -22,7 +22,7 @@ from planner.errors import LayoutError
 from planner.plan import ClassLayout, Plan
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
-from search.partition.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
+from search.partition.chain_problem import ChainProblem, CostWindow, Cut, Flags, Floats, Stages
 from search.partition.chain_windows import Part, Window
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
@@ -42,53 +42,53 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MixedBand:
-    """A band (see `chain_problem.Band`) whose choices are those of one member after the other.
+class MixedCostWindow:
+    """A cost window whose choices are those of the first member, then of the second, and so on.
 
     With `shares_tail` a run's tail is the shortest of all members'.
     """
 
-    bands: tuple[Band, ...]
+    windows: tuple[CostWindow, ...]
     shares_tail: bool
 
     @cached_property
     def forward_s(self) -> Floats:
         """Forward seconds, by choice."""
-        return np.concatenate([band.forward_s for band in self.bands])
+        return np.concatenate([window.forward_s for window in self.windows])
 
     @cached_property
     def backward_s(self) -> Floats:
         """Backward seconds, by choice."""
-        return np.concatenate([band.backward_s for band in self.bands])
+        return np.concatenate([window.backward_s for window in self.windows])
 
     @cached_property
     def tail_s(self) -> Floats:
         """Seconds after the last job, by choice unless it is shared."""
         if self.shares_tail:
-            return np.min([band.tail_s for band in self.bands], axis=0)
+            return np.min([window.tail_s for window in self.windows], axis=0)
         return np.concatenate(
-            [np.broadcast_to(band.tail_s, band.forward_s.shape) for band in self.bands]
+            [np.broadcast_to(window.tail_s, window.forward_s.shape) for window in self.windows]
         )
 
     @cached_property
     def copies_s(self) -> tuple[Floats, Floats]:
         """Seconds of copies to the host and back."""
-        down, up = zip(*(band.copies_s for band in self.bands), strict=True)
+        down, up = zip(*(window.copies_s for window in self.windows), strict=True)
         return np.concatenate(down), np.concatenate(up)
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """About the bytes of a rank holding each run."""
         member, own = divmod(choice, self._kinds)
-        return self.bands[member].peak_bytes(in_flight, own)
+        return self.windows[member].peak_bytes(in_flight, own)
 
     def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
         """Whether each run of a part may be within a limit."""
         member, own = divmod(choice, self._kinds)
-        return self.bands[member].fits(in_flight, own, limit_bytes, part)
+        return self.windows[member].fits(in_flight, own, limit_bytes, part)
 
     @property
     def _kinds(self) -> int:
-        return len(self.bands[0].forward_s)
+        return len(self.windows[0].forward_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,10 +103,10 @@ class MixedStages:
         """Number of blocks in the chain."""
         return self.members[0].num_blocks
 
-    def band(self, window: Window) -> MixedBand:
+    def cost_window(self, window: Window) -> MixedCostWindow:
         """Return the costs of every run of a window."""
-        bands = tuple(stages.band(window) for stages in self.members)
-        return MixedBand(bands=bands, shares_tail=self.shares_tail)
+        windows = tuple(stages.cost_window(window) for stages in self.members)
+        return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
 
 
 def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:

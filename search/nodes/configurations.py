@@ -22,7 +22,7 @@ from search.ilp.joint import solve_by_joint_program
 from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
-from search.partition.chain_problem import ChainProblem, Cut, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.job_tables import in_flight_of
 from search.space.shapes import Configuration, Shape
@@ -205,12 +205,12 @@ class ConfigurationNode(PartitionableNode):
         """Return the table, for each stage."""
         return (self.table,) * len(cut.choices)
 
-    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+    def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return interleaved stages of ranks that are too large by their job table."""
         configuration, limit = self.configuration, search.memory_limit_bytes
         if configuration.vpp == 1:
             return ()
-        return search.candidates.too_large_ranks(configuration, self.table, cut, limit)
+        return search.candidates.infeasible_ranks(configuration, self.table, cut, limit)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.meshes.interleaved_mixes import Assignments, EvenMix
 from search.meshes.own_meshes import price_mix
-from search.nodes.partitions import APART, too_large_stages
+from search.nodes.partitions import APART, infeasible_stages
 from search.partition.chain_problem import Cut
 from search.search_state import Outcomes, SearchState
 
@@ -98,5 +98,5 @@ class InterleavedMixNode(Node[SearchState]):
         """Return the mix, to be listed again without the choices of ranks that are too large."""
         mix = self.mix
         tables = [mix.members[c // mix.num_recompute_choices].table for c in cut.choices]
-        infeasible = too_large_stages(done, cut, (), limit_bytes, tables)
+        infeasible = infeasible_stages(done, cut, (), limit_bytes, tables)
         return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

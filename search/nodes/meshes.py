@@ -161,7 +161,7 @@ class MixNode(PartitionableNode):
         Its value is no more than that of the exact problems, one for each mesh of stage 0.
         """
         mixed = mixed_problem(self.alone)
-        return replace(mixed, refused=self.infeasible, is_careful=self.is_conservative)
+        return replace(mixed, infeasible=self.infeasible, is_conservative=self.is_conservative)
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the exact problems."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
-from search.partition.chain_problem import ChainProblem, Cut, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.search_state import PARTITIONS, Outcomes, SearchState
 from search.space.job_tables import in_flight_of
@@ -52,7 +52,7 @@ class PartitionableNode(Node[SearchState]):
     """
 
     configuration: Configuration
-    infeasible: tuple[TooLarge, ...] = ()
+    infeasible: tuple[InfeasibleStage, ...] = ()
     num_attempts: int = 0
 
     @abstractmethod
@@ -91,7 +91,7 @@ class PartitionableNode(Node[SearchState]):
         """Whether a partition must pass the conservative memory check."""
         return self.num_attempts > _MOST_ATTEMPTS
 
-    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+    def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return stages of ranks that are too large by their job table, before any estimate."""
         return ()
 
@@ -109,16 +109,16 @@ class PartitionableNode(Node[SearchState]):
             return None
         return self.evaluate(search, cut)
 
-    def too_large_stages(
+    def infeasible_stages(
         self, search: SearchState, cut: Cut, done: EvaluatedPlan
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return the stages of an evaluated partition that are too large."""
         configuration = self.configuration
         live = in_flight_of(configuration) if configuration.vpp == 1 else ()
         limit = search.memory_limit_bytes
-        return tuple(too_large_stages(done, cut, live, limit, self.tables(cut)))
+        return tuple(infeasible_stages(done, cut, live, limit, self.tables(cut)))
 
-    def again_without(self, search: SearchState, infeasible: Sequence[TooLarge]) -> Outcomes:
+    def again_without(self, search: SearchState, infeasible: Sequence[InfeasibleStage]) -> Outcomes:
         """Yield the node, to be partitioned without stages that are too large.
 
         Its bound, the least of all partitions that were left, holds for those that still are.
@@ -154,7 +154,7 @@ class PartitionedNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Simulate; estimate in full, memory included, what may be the best or leaves a gap."""
         of, cut = self.of, self.cut
-        if too_large := of.too_large_ranks(search, cut):
+        if too_large := of.infeasible_ranks(search, cut):
             yield from of.again_without(search, too_large)
             return
         almost_best_s = search.best_s * (1 - 1e-9)
@@ -169,7 +169,7 @@ class PartitionedNode(Node[SearchState]):
         if done is None:
             search.prune(APART)
         elif done.estimate.peak_bytes > search.memory_limit_bytes:
-            yield from of.again_without(search, of.too_large_stages(search, cut, done))
+            yield from of.again_without(search, of.infeasible_stages(search, cut, done))
             return
         else:
             search.num_evaluated += 1
@@ -190,7 +190,7 @@ class PartitionsNode(Node[SearchState]):
     """All partitions of an evaluated node; `infeasible` stages are found while they are tried."""
 
     of: PartitionableNode
-    infeasible: list[TooLarge] = field(default_factory=list)
+    infeasible: list[InfeasibleStage] = field(default_factory=list)
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield, for each end of stage 0, the partitions with this end."""
@@ -208,7 +208,7 @@ class PartitionsNode(Node[SearchState]):
         search.num_other_partitions += 1
         done = self.of.evaluate_faster(search, cut)
         if done is not None and done.estimate.peak_bytes > search.memory_limit_bytes:
-            self.infeasible.extend(self.of.too_large_stages(search, cut, done))
+            self.infeasible.extend(self.of.infeasible_stages(search, cut, done))
         elif done is not None:
             yield done
 
@@ -247,13 +247,13 @@ def _first_stages_node(
     )
 
 
-def too_large_stages(
+def infeasible_stages(
     done: EvaluatedPlan,
     cut: Cut,
     live: Sequence[int],
     limit_bytes: float,
     tables: Sequence[StageTable],
-) -> Iterator[TooLarge]:
+) -> Iterator[InfeasibleStage]:
     """Yield the stages of a plan whose ranks are over the memory limit.
 
     A longer run of blocks holds all that a shorter one holds, except what its edges receive and
@@ -266,7 +266,7 @@ def too_large_stages(
         if over <= 0:
             continue
         first, end = stage.first_block, stage.last_block + 1
-        yield TooLarge(
+        yield InfeasibleStage(
             stage=index,
             first=first,
             end=end,

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from search.partition.chain_paths import Lane, Paths, lanes_of
+from search.partition.chain_paths import Paths, StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
 from search.partition.chain_reach import possible_starts, reach_within
 from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
@@ -112,22 +112,22 @@ def _better(first: Solved, second: Solved) -> Solved:
 
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
-    lanes = lanes_of(problem, windows, quickest=True)
-    ends = lanes[0].end[:, 0]
-    tail = lanes[0].tail[:, 0] + problem.first_weight_s[ends]
+    stage_runs = runs_by_stage(problem, windows, quickest=True)
+    ends = stage_runs[0].end[:, 0]
+    tail = stage_runs[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
-        own = lanes[0].own(first_tail)
-        return own[:, :, 0].min(axis=0), lanes[0].choose(own, slice(None), 0)
+        own = stage_runs[0].own(first_tail)
+        return own[:, :, 0].min(axis=0), stage_runs[0].choose(own, slice(None), 0)
 
-    rest, _ = _sweep(problem, lanes, first_tail=None)
+    rest, _ = _sweep(problem, stage_runs, first_tail=None)
     bare, _ = first_stage(None)
     bounds = np.maximum(bare, rest[ends]) + tail
     fits = bool(np.isfinite(bounds).any())
     # A first stage's own path is known with its own tail: that of each row at once.
-    own = lanes[0].until[:, :, 0] + np.maximum(
-        np.broadcast_to(lanes[0].back, lanes[0].until.shape)[:, :, 0] + tail,
-        lanes[0].tail[:, 0],
+    own = stage_runs[0].until[:, :, 0] + np.maximum(
+        np.broadcast_to(stage_runs[0].back, stage_runs[0].until.shape)[:, :, 0] + tail,
+        stage_runs[0].tail[:, 0],
     )
     bounds = np.maximum(bounds, own.min(axis=0))
     best: Cut | None = None
@@ -141,7 +141,7 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
         row = int(open_rows[(tail if sweeps == 0 else bounds)[open_rows].argmin()])
         sweeps += 1
         first, picks = first_stage(float(tail[row]))
-        values, steps = _sweep(problem, lanes, first_tail=float(tail[row]))
+        values, steps = _sweep(problem, stage_runs, first_tail=float(tail[row]))
         value = max(float(first[row]), float(values[ends[row]]))
         if value <= ceiling and value < (best.value if best else np.inf):
             best = _read_cut(steps, int(ends[row]), int(picks[row]), value)
@@ -156,23 +156,23 @@ Step = tuple[int, NDArray[np.intp], NDArray[np.intp]]
 
 
 def _sweep(
-    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+    problem: ChainProblem, stage_runs: Sequence[StageRuns], first_tail: float | None
 ) -> tuple[Floats, list[Step]]:
     """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
     value, steps = _end_of(problem), []
-    for lane in reversed(lanes[1:]):
-        value, step = _fold(lane, lane.own(first_tail), value)
+    for runs in reversed(stage_runs[1:]):
+        value, step = _fold(runs, runs.own(first_tail), value)
         steps.append(step)
     return value, steps
 
 
 def chain_values(
-    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+    problem: ChainProblem, stage_runs: Sequence[StageRuns], first_tail: float | None
 ) -> list[Floats]:
     """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
     values = [_end_of(problem)]
-    for lane in reversed(lanes[1:]):
-        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
+    for runs in reversed(stage_runs[1:]):
+        values.append(_fold(runs, runs.own(first_tail), values[-1])[0])
     return [np.zeros(0), *reversed(values)]
 
 
@@ -183,15 +183,15 @@ def _end_of(problem: ChainProblem) -> Floats:
     return value
 
 
-def _fold(lane: Lane, costs: Floats, value: Floats) -> tuple[Floats, Step]:
+def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
     least = costs[0] if len(costs) == 1 else costs.min(axis=0)
-    total = np.maximum(least, value[lane.end])
+    total = np.maximum(least, value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
-    choice = lane.choose(costs, row, columns)
+    choice = runs.choose(costs, row, columns)
     before = np.full(len(value), np.inf)
-    before[lane.first_start : lane.last_start + 1] = total[row, columns]
-    return before, (lane.first_start, lane.end[row, columns], choice)
+    before[runs.first_start : runs.last_start + 1] = total[row, columns]
+    return before, (runs.first_start, runs.end[row, columns], choice)
 
 
 def _read_cut(steps: Sequence[Step], first_cut: int, first_choice: int, value: float) -> Cut:
@@ -217,7 +217,7 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     for stage in range(stages - 1, -1, -1):
         paths = Paths(problem, windows[stage])
         peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
-        value, step = _fold(paths.lane(stage), peaks, value)
+        value, step = _fold(paths.of_stage(stage), peaks, value)
         steps.append(step)
     if not np.isfinite(value[0]):
         return None

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class Band(Protocol):
+class CostWindow(Protocol):
     """The costs of a window's runs, in its shape; of those that are not valid, anything.
 
     `forward_s` and `backward_s` have a leading axis for the choice; `tail_s` may have one.
@@ -65,13 +65,13 @@ class Stages(Protocol):
         """Length of the chain."""
         ...
 
-    def band(self, window: Window) -> Band:
+    def cost_window(self, window: Window) -> CostWindow:
         """Return the costs of every run of a window."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TooLarge:
+class InfeasibleStage:
     """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
 
     With `and_longer` neither does any longer run that holds them.
@@ -145,15 +145,15 @@ class ChainProblem:
     """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
     """Fixed stage boundaries, so that recompute alone is chosen; empty: free."""
-    refused: tuple[TooLarge, ...] = ()
-    """What is known not to fit beside what `Band.fits` tells."""
+    infeasible: tuple[InfeasibleStage, ...] = ()
+    """What is known not to fit beside what `CostWindow.fits` tells."""
     copied: tuple[CopiedRow, ...] = ()
     """(S) Each stage's jobs beside which activations are copied; empty: none."""
     first_choices: tuple[int, ...] = ()
     """What stage 0 may choose; empty: all. Where tails differ by choice, these share one."""
-    is_careful: bool = False
-    """Whether a run fits only if `Band.peak_bytes` do: that refuses most of what does not fit, and
-    perhaps what does."""
+    is_conservative: bool = False
+    """Whether a run fits only if `CostWindow.peak_bytes` do: that refuses most of what does not
+    fit, and perhaps what does."""
 
     @property
     def num_blocks(self) -> int:
@@ -202,7 +202,7 @@ class ChainProblem:
 
     @cached_property
     def most_sent_ahead(self) -> float:
-        """The most that a stage but stage 0 puts aside in any but its last backward."""
+        """The most that a stage but stage 0 defers in any but its last backward."""
         return float(self.block_weight_s[1:].max(initial=0.0))
 
     @property
@@ -220,12 +220,12 @@ class ChainProblem:
 
     @cached_property
     def least_hop(self) -> float:
-        """The cheapest hop anywhere inside the chain."""
+        """Seconds of the cheapest transfer anywhere inside the chain."""
         return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
     @cached_property
     def least_back_hop(self) -> float:
-        """The cheapest hop of a gradient anywhere inside the chain."""
+        """Seconds of the cheapest transfer of a gradient anywhere inside the chain."""
         return float(self.back_hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
 

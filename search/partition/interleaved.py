@@ -21,7 +21,7 @@ from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.least_costs import rank_bound
-from search.partition.chain_problem import Floats, TooLarge
+from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
@@ -173,7 +173,7 @@ class InterleavedStages:
         configuration: Configuration,
         live: Sequence[int],
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
     ) -> tuple[int, ...] | None:
         """Return each stage's recompute choice, or None when a rank cannot hold its own.
 
@@ -193,7 +193,7 @@ class InterleavedStages:
         choices: Sequence[int],
         schedule: Schedule,
         memory_limit_bytes: float,
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return a stage of each rank that cannot hold its own as the job table has them under way.
 
         That is what each stage keeps while its microbatches are, where `least_bytes` counts how
@@ -206,7 +206,7 @@ class InterleavedStages:
         homes = self.homes.tolist()
         first = [homes.index(rank) for rank in range(self.pp)]
         return tuple(
-            TooLarge(
+            InfeasibleStage(
                 stage=first[rank],
                 first=self.cuts[first[rank]],
                 end=self.cuts[first[rank] + 1],

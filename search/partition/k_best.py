@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from search.partition.chain_dp import chain_values, reach_windows
-from search.partition.chain_paths import lanes_of
+from search.partition.chain_paths import runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
 
 
@@ -48,19 +48,19 @@ class KBestPartitions:
     def __init__(self, problem: ChainProblem, ceiling: float) -> None:
         self._problem, self._ceiling = problem, ceiling
         windows = reach_windows(problem, ceiling)
-        self._lanes = lanes_of(problem, windows) if windows else []
+        self._stage_runs = runs_by_stage(problem, windows) if windows else []
         # For V the quickest recompute choices suffice.
-        self._quickest = lanes_of(problem, windows, quickest=True) if windows else []
-        self.num_runs = sum(lane.until.size for lane in self._lanes)
+        self._quickest = runs_by_stage(problem, windows, quickest=True) if windows else []
+        self.num_runs = sum(runs.until.size for runs in self._stage_runs)
         """Runs of blocks that one pass of the dynamic program visits."""
 
     def by_first_end(self) -> Iterator[FirstStages]:
         """Yield the set of partitions with each end of stage 0."""
-        if not self._lanes:
+        if not self._stage_runs:
             return
-        lane = self._lanes[0]
-        ends = lane.end[:, 0]
-        tails = lane.tail[:, 0] + self._problem.first_weight_s[ends]
+        runs = self._stage_runs[0]
+        ends = runs.end[:, 0]
+        tails = runs.tail[:, 0] + self._problem.first_weight_s[ends]
         values = chain_values(self._problem, self._quickest, first_tail=None)
         bare = self._quickest[0].own(None)[:, :, 0].min(axis=0)
         bounds = np.maximum(bare, values[1][ends]) + tails
@@ -75,9 +75,9 @@ class KBestPartitions:
         The first split of an end of stage 0 takes a pass of the dynamic program.
         """
         stage = len(some.choices)
-        start, lane = some.cuts[stage], self._lanes[stage]
-        ends = lane.end[:, start - lane.first_start]
-        paths = np.maximum(lane.own_from(start, some.tail_s), some.path_s)
+        start, runs = some.cuts[stage], self._stage_runs[stage]
+        ends = runs.end[:, start - runs.first_start]
+        paths = np.maximum(runs.own_from(start, some.tail_s), some.path_s)
         values = some.values
         if stage == 0:
             values = tuple(chain_values(self._problem, self._quickest, first_tail=some.tail_s))

@@ -20,7 +20,7 @@ from costmodel.topology import pipeline_group
 from planner.plan import Recompute
 from planner.schedule import stage_to_pp_rank
 from search.partition.chain_problem import Cut
-from search.space.job_tables import job_table, trips_of
+from search.space.job_tables import copies_of, job_table
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
@@ -85,10 +85,10 @@ def _simulated_rank_ends(
     config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
-    hop = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
+    pipeline = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
     timeline = simulate(
         job_table(*config.pipeline),
-        stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(hop)),
+        stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(pipeline)),
         at_least=_copies_beside_jobs(config, table, stages, recomputed),
     )
     return timeline.rank_end_s
@@ -106,7 +106,7 @@ def _copies_beside_jobs(
         kept = kept_bytes(load, recompute=choice) - load.side_bytes
         moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
     rows = job_table(*config.pipeline).schedule.jobs
-    found = trips_of(*config.pipeline)
+    found = copies_of(*config.pipeline)
     return tuple(
         least_job_seconds(table.profile, len(row), made, moved)
         for row, made in zip(rows, found, strict=True)

@@ -24,10 +24,10 @@ def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTab
 
 
 @lru_cache(maxsize=32)
-def trips_of(
+def copies_of(
     schedule: str, pp: int, vpp: int, num_microbatches: int
 ) -> tuple[tuple[Trip, ...], ...]:
-    """Return the trips that activations make in each row of a named schedule, of all stages."""
+    """Return the copies of all stages' activations to the host and back, by row of a schedule."""
     rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
     return tuple(trips(row, range(pp * vpp)) for row in rows)
 
@@ -36,7 +36,7 @@ def trips_of(
 def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
     """Return each rank's jobs beside which activations are copied, where all stages' are."""
     rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    found = trips_of(schedule, pp, vpp, num_microbatches)
+    found = copies_of(schedule, pp, vpp, num_microbatches)
     return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
 
 

@@ -130,11 +130,11 @@ def _parts_of_estimate(candidates, one, table, rng):
         for live, slope, room in least.lines(problem.in_flight[stage]):
             assert live * kept + slope * sizes <= room
         window = fixed_windows(cuts)[stage]
-        band = problem.stages.band(window)
+        costs = problem.stages.cost_window(window)
         total = float(memory[stage].total)
         live = problem.in_flight[stage]
-        assert band.fits(live, choice, total * (1 + 1e-9)).all()
-        yield band.least_bytes(live, choice).item() / total
+        assert costs.fits(live, choice, total * (1 + 1e-9)).all()
+        yield costs.least_bytes(live, choice).item() / total
 
 
 def _parts_of_even(candidates, one, table, cut):
@@ -142,7 +142,7 @@ def _parts_of_even(candidates, one, table, cut):
     memory = candidates.estimate(candidates.plan(one, table, cut)).memory
     stages = candidates.interleaved(one, table)
     highest = max(float(parts.total) for parts in memory)
-    assert not candidates.too_large_ranks(one, table, cut, highest * (1 + 1e-9))
+    assert not candidates.infeasible_ranks(one, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         stage = stages.homes.tolist().index(rank)

@@ -109,7 +109,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
         assert np.array_equal(mine, theirs), field.name
     windows = fixed_windows(cuts_of(plan))
     for s, (stage, window) in enumerate(zip(plan.stages, windows, strict=True)):
-        band = ranks.band(window)
+        band = ranks.cost_window(window)
         own = choices.index(stage.recompute)
         whole = price.job_seconds.backward_input_s[s] + price.job_seconds.backward_weight_s[s]
         assert band.forward_s[own].item() == pytest.approx(
