@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from costmodel import CostCache, Estimate, StageLoad, estimate
+from costmodel import CostCache, Estimate, estimate
 from costmodel.in_training import in_training
 from costmodel.memory.on_host import NOTHING, OnHost
 from planner.graph import ModelGraph
@@ -61,7 +61,6 @@ class Candidates:
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
     )
-    _longest: dict[tuple, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -150,7 +149,6 @@ class Candidates:
                 pp=configuration.pp, num_microbatches=configuration.num_microbatches
             ),
             choices=choices,
-            most_blocks=self._most_blocks(configuration, table, memory_limit_bytes),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
             infeasible=infeasible,
@@ -163,29 +161,6 @@ class Candidates:
         if not self.on_host.activations:
             return ()
         return copied_rows(*configuration.pipeline)
-
-    def _most_blocks(
-        self, configuration: Configuration, table: StageTable, limit: float
-    ) -> int | None:
-        """Return how many blocks' parameters a rank can hold at most under the limit."""
-        if limit == float("inf"):
-            return None
-        key = (table.key, configuration.degrees, configuration.zero, limit)
-        if key not in self._longest:
-            sizes = table.blocks.param_bytes
-            shared = sum(size for _, _, size in table.ties)
-
-            def least(param_bytes: float) -> float:
-                load = StageLoad(param_bytes=param_bytes)
-                rank = replace(rank_bound(table, configuration, load), num_microbatches=1)
-                return float(rank.with_saved(0.0))
-
-            empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
-            room = (limit - empty) / slope + shared if slope > 0 else float("inf")
-            sums = np.concatenate([[0.0], np.cumsum(sizes)])
-            ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
-            self._longest[key] = int((ends - np.arange(len(sums))).max())
-        return self._longest[key]
 
     def one_stage(
         self,

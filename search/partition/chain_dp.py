@@ -63,7 +63,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
     if problem.cuts:
         return _solve_within(problem, fixed_windows(problem.cuts), ceiling)
-    if stages > n or longest * stages < n:
+    if stages > n:
         return Solved(cut=None, fits=False)
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     found = Solved(cut=None, fits=False)
@@ -99,7 +99,7 @@ def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] |
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
     if problem.cuts:
         return fixed_windows(problem.cuts)
-    if stages > n or longest * stages < n:
+    if stages > n:
         return None
     reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
     return stage_windows(reach, stages)

@@ -139,8 +139,6 @@ class ChainProblem:
     """Seconds of what is loaded before the first job."""
     choices: tuple[str, ...] = ("none",)
     """Recompute choices, each of which any stage may take."""
-    most_blocks: int | None = None
-    """No run of more blocks fits the memory; None: not known."""
     needs: LeastNeeds | None = None
     """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
@@ -168,8 +166,7 @@ class ChainProblem:
     @property
     def longest(self) -> int:
         """The most blocks a stage can hold."""
-        left = self.num_blocks - self.num_stages + 1
-        return left if self.most_blocks is None else min(left, self.most_blocks)
+        return self.num_blocks - self.num_stages + 1
 
     @property
     def splits_backward(self) -> bool:
