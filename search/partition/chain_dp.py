@@ -112,13 +112,13 @@ def _better(first: Solved, second: Solved) -> Solved:
 
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
-    stage_runs = runs_by_stage(problem, windows, quickest=True)
+    stage_runs = runs_by_stage(problem, windows)
     ends = stage_runs[0].end[:, 0]
     tail = stage_runs[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
         own = stage_runs[0].own(first_tail)
-        return own[:, :, 0].min(axis=0), stage_runs[0].choose(own, slice(None), 0)
+        return own[:, :, 0].min(axis=0), own[:, :, 0].argmin(axis=0)
 
     rest, _ = _sweep(problem, stage_runs, first_tail=None)
     bare, _ = first_stage(None)
@@ -185,10 +185,9 @@ def _end_of(problem: ChainProblem) -> Floats:
 
 def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
-    least = costs[0] if len(costs) == 1 else costs.min(axis=0)
-    total = np.maximum(least, value[runs.end])
+    total = np.maximum(costs.min(axis=0), value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
-    choice = runs.choose(costs, row, columns)
+    choice = costs[:, row, columns].argmin(axis=0)
     before = np.full(len(value), np.inf)
     before[runs.first_start : runs.last_start + 1] = total[row, columns]
     return before, (runs.first_start, runs.end[row, columns], choice)

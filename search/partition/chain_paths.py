@@ -40,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -73,15 +72,6 @@ class StageRuns:
     weight gradients up to the run's end, of which stage 0's are in its tail."""
     tail: Floats
     """Seconds after the stage's last job: gradient sync and optimizer."""
-    fitting: Flags | None = None
-    """Whether each choice fits, where arrays have one entry for all choices: that of the quickest
-    which fits, the first."""
-
-    def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
-        """Return the choices of the least of some costs (choice, row, start) at these runs."""
-        if self.fitting is not None:
-            return self.fitting[:, row, column].argmax(axis=0)
-        return costs[:, row, column].argmin(axis=0)
 
     def own(self, first_tail: float | None) -> Floats:
         """Path of every run, inf where it does not fit; without tails when first_tail is None."""
@@ -125,19 +115,11 @@ class Paths:
         stage: int,
         rows: slice = slice(None),
         starts: slice = slice(None),
-        *,
-        quickest: bool = False,
     ) -> StageRuns:
-        """Return these rows and starts of the window as one stage sees them; with `quickest`
-        each run under one choice, where choices are by time and nothing else of theirs differs.
-        """
+        """Return these rows and starts of the window as one stage sees them."""
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
         f, b = self.costs.forward_s[part], self.costs.backward_s[part]
-        fits, fitting = self.fits(stage, (rows, starts)), None
-        if quickest and self._is_by_time:
-            fitting, fits = fits, np.logical_or.reduce(fits, axis=0, keepdims=True)
-            f, b = f[:1], _quickest(b, fitting)
         copied: Sequence[Floats | float] = (0.0, 0.0, 0.0)
         if self.problem.copied:
             copied = self._copies_s(stage, part)
@@ -146,10 +128,9 @@ class Paths:
             first_start=int(start[0]),
             last_start=int(start[-1]),
             end=end,
-            until=np.where(fits, until, np.inf),
+            until=np.where(self.fits(stage, (rows, starts)), until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
-            fitting=fitting,
         )
 
     def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> Sequence[Floats]:
@@ -168,19 +149,6 @@ class Paths:
         return tuple(
             extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
         )
-
-    @cached_property
-    def _is_by_time(self) -> bool:
-        """Whether each choice is no faster than those before it, and tails are one for all.
-
-        Paths are never shorter then: what of `m b` a wait or the way back takes off is less.
-        """
-        b = self.costs.backward_s
-        shares_tail = self.costs.tail_s.ndim == b.ndim - 1 and not self.problem.first_choices
-        f = self.costs.forward_s
-        # Who recomputes copies less.
-        shares_tail &= not self.problem.copied
-        return shares_tail and bool((f == f[:1]).all() and (b[1:] >= b[:-1]).all())
 
     def _tail(self, stage: int) -> Floats:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
@@ -298,20 +266,8 @@ def path_parts(
     return until, back
 
 
-def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
-    """Return each run's entry of the first choice that fits, with a leading axis of one; of runs
-    that fit under none, anything.
-    """
-    picked = by_choice[-1]
-    for seconds, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
-        picked = np.where(fits, seconds, picked)
-    return picked[None]
-
-
-def runs_by_stage(
-    problem: ChainProblem, windows: Sequence[Window], *, quickest: bool = False
-) -> list[StageRuns]:
-    """Return each stage's runs through its window, with `quickest` as `Paths.of_stage` has it.
+def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[StageRuns]:
+    """Return each stage's runs through its window.
 
     Windows of many stages overlap: then all runs are priced once, and each stage looks at its
     part of them.
@@ -319,10 +275,7 @@ def runs_by_stage(
     apart = sum(window.num_cells + _CELLS_BEFORE_COSTS for window in windows)
     width = max(window.width for window in windows)
     if apart <= problem.num_blocks * width:
-        return [
-            Paths(problem, window).of_stage(stage, quickest=quickest)
-            for stage, window in enumerate(windows)
-        ]
+        return [Paths(problem, window).of_stage(stage) for stage, window in enumerate(windows)]
     paths = Paths.of_all(problem, width)
     return [
         paths.of_stage(
@@ -332,7 +285,6 @@ def runs_by_stage(
                 min(window.width, window.last_end - window.first_start),
             ),
             slice(window.first_start, window.last_start + 1),
-            quickest=quickest,
         )
         for stage, window in enumerate(windows)
     ]

@@ -49,8 +49,6 @@ class KBestPartitions:
         self._problem, self._ceiling = problem, ceiling
         windows = reach_windows(problem, ceiling)
         self._stage_runs = runs_by_stage(problem, windows) if windows else []
-        # For V the quickest recompute choices suffice.
-        self._quickest = runs_by_stage(problem, windows, quickest=True) if windows else []
         self.num_runs = sum(runs.until.size for runs in self._stage_runs)
         """Runs of blocks that one pass of the dynamic program visits."""
 
@@ -61,8 +59,8 @@ class KBestPartitions:
         runs = self._stage_runs[0]
         ends = runs.end[:, 0]
         tails = runs.tail[:, 0] + self._problem.first_weight_s[ends]
-        values = chain_values(self._problem, self._quickest, first_tail=None)
-        bare = self._quickest[0].own(None)[:, :, 0].min(axis=0)
+        values = chain_values(self._problem, self._stage_runs, first_tail=None)
+        bare = self._stage_runs[0].own(None)[:, :, 0].min(axis=0)
         bounds = np.maximum(bare, values[1][ends]) + tails
         for row in np.flatnonzero(bounds < self._ceiling).tolist():
             yield FirstStages(
@@ -80,7 +78,7 @@ class KBestPartitions:
         paths = np.maximum(runs.own_from(start, some.tail_s), some.path_s)
         values = some.values
         if stage == 0:
-            values = tuple(chain_values(self._problem, self._quickest, first_tail=some.tail_s))
+            values = tuple(chain_values(self._problem, self._stage_runs, first_tail=some.tail_s))
             paths[:, ends != some.cuts[1]] = np.inf
         bounds = np.maximum(paths, values[stage + 1][ends])
         for choice, row in np.argwhere(bounds < self._ceiling).tolist():
