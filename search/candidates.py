@@ -18,7 +18,7 @@ from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
 from search.bounds.copied_jobs import CopiedRow
-from search.bounds.least_costs import rank_bound
+from search.bounds.rank_bytes import rank_bound
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut

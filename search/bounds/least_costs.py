@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from costmodel.memory.bound import RankBound
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Recompute
 from search.bounds.exchange import LeastExchange
+from search.bounds.rank_bytes import rank_bound
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.partition.chain_problem import Floats
 from search.space.shapes import Configuration, recompute_choices
@@ -125,19 +125,3 @@ class LeastCosts:
         """
         ranks = [rank_bound(self.table, config, load, choice) for choice in choices]
         return np.min([replace(rank, splits_backward=True).least(1) for rank in ranks], axis=0)
-
-
-def rank_bound(
-    table: StageTable, config: Configuration, load: StageLoad, recompute: Recompute = "none"
-) -> RankBound:
-    """Return the bytes of a configuration's rank (or ranks, of arrays) that has a load."""
-    return RankBound(
-        load=load,
-        num_microbatches=config.num_microbatches,
-        recompute=recompute,
-        replicas=config.replication.replicas,
-        zero=config.zero,
-        profile=table.profile,
-        precision=table.precision,
-        on_host=table.on_host,
-    )

@@ -20,7 +20,7 @@ from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
-from search.bounds.least_costs import rank_bound
+from search.bounds.rank_bytes import rank_bound
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.shapes import Configuration, recompute_choices

@@ -193,18 +193,6 @@ def list_shapes(
     return found
 
 
-def list_configurations(
-    request: SearchRequest,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    *,
-    can_split: Callable[[int], bool],
-) -> list[Configuration]:
-    """Return every configuration that divides, shape by shape; errors as `list_shapes`."""
-    shapes = list_shapes(request, graph, cluster, can_split=can_split)
-    return [configuration for shape in shapes for configuration in shape.configurations()]
-
-
 def _shapes(
     request: SearchRequest,
     graph: ModelGraph,
