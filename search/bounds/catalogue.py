@@ -169,10 +169,6 @@ class TableBounds:
         """What the table's blocks take at least."""
         return LeastCosts(table=self.table)
 
-    def block_seconds(self, recompute: str) -> float:
-        """Return one microbatch's seconds through all blocks, nothing exchanged."""
-        return self.costs.chain_s(recompute)
-
     def least_step_of_shape(self, shape: Shape) -> float:
         """Return a step time that no schedule and no stage boundaries of a shape can beat."""
         of_all = [bound.formula for bound in STEP_BOUNDS if not bound.reads_schedule]
@@ -191,10 +187,6 @@ class TableBounds:
     def least_peak_bytes(self, config: Configuration) -> float:
         """Return bytes that the fullest rank of any stage boundaries needs at least."""
         return max(self._peak(bound.name, bound.formula, config) for bound in MEMORY_BOUNDS)
-
-    def kept_bound(self, config: Configuration, in_flight: Sequence[int]) -> float:
-        """Return the bytes that activations in flight alone must take on some rank."""
-        return kept_in_flight(self.costs, config, in_flight)
 
     def _peak(self, name: str, formula: Formula, config: Configuration) -> float:
         # All configurations of a shape with the same ZeRO stage share it.

@@ -17,6 +17,7 @@ from operator import ge
 from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
+from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.ilp.joint import solve_by_joint_program
 from search.nodes.partitions import PartitionableNode
@@ -154,8 +155,8 @@ class ConfigurationNode(PartitionableNode):
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
-        bounds = search.bounds(self.table)
-        if bounds.kept_bound(self.configuration, in_flight) > search.memory_limit_bytes:
+        costs = search.bounds(self.table).costs
+        if kept_in_flight(costs, self.configuration, in_flight) > search.memory_limit_bytes:
             self._exclude(search, IN_FLIGHT_TOO_LARGE)
             return True
         known = search.infeasible_in_flight.get(self._memory_key, ())
