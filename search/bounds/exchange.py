@@ -77,6 +77,7 @@ class LeastExchange:
     def _exposed(self, messages_s: Floats, compute_s: Floats, pp: int) -> float:
         """Return the least that `pp` stages of these blocks expose together."""
         held_twice = self._shared_bytes / max(float(self._param_bytes.sum()), 1.0)
+        # Weights that several blocks use are sent once where their users share a stage.
         total = float(messages_s.sum()) * (1.0 - held_twice)
         bare = float(self._bare(total, float(compute_s.sum())))
         if held_twice:  # a stage of both users has less to hide than its blocks apart

@@ -212,6 +212,7 @@ class Mix:
     def plan(self, candidates: Candidates, cut: Cut) -> tuple[Configuration, Plan]:
         """Return a solution as a configuration and a plan; its degrees are those of most blocks."""
         of_stage = self.indices(cut)
+        # A plan has one mesh, and stages with another say so (`own_sizes`).
         base = self.members[int(np.bincount(of_stage, weights=np.diff(cut.cuts)).argmax())]
         recomputed = tuple(choice % self.num_recompute_choices for choice in cut.choices)
         plan = candidates.plan(base.configuration, base.table, replace(cut, choices=recomputed))

@@ -159,6 +159,7 @@ class PartitionedNode(Node[SearchState]):
             return
         almost_best_s = search.best_s * (1 - 1e-9)
         step_s, is_interleaved = of.simulate(search, cut), of.configuration.vpp > 1
+        # Simulated, the partition itself may be slower than its bound, and others not.
         # Interleaved stages have this partition only; otherwise others may be faster.
         bound = step_s if is_interleaved else self.bound
         if min(step_s, bound) >= almost_best_s:

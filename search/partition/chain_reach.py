@@ -40,6 +40,7 @@ def possible_starts(problem: ChainProblem, ceiling: float) -> Starts | None:
     for stage in range(stages):
         start = latest[-1]
         ends = np.arange(start + 1, reach[start] + 1)
+        # Paths never fall with their end, so the runs within the ceiling are the shortest.
         num_within = int(np.count_nonzero(is_within(stage, np.array([start]), ends)))
         if not num_within:
             return None
@@ -65,6 +66,7 @@ def reach_within(problem: ChainProblem, bound: float) -> Indices:
 def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices, Indices], Flags]:
     """Return whether runs of a stage, from `start` to `end`, may be within ceiling and memory."""
     needs, budget = problem.needs, ceiling * (1 + _SLACK)
+    # What never rises with the start must not depend on the transfer that arrives just there.
     everywhere = np.ones(problem.num_blocks + 1)
     cheapest = replace(
         problem,

@@ -157,6 +157,7 @@ class InterleavedStages:
             back_hop_s = self.table.back_hop_s(degrees, pp=pp)
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
+        # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
         update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
@@ -223,6 +224,7 @@ class InterleavedStages:
         """
         loads = self._runs.load
         names = np.array([recompute_choices(configuration.recompute)[choice] for choice in choices])
+        # Inside a job more is alive than between jobs: recomputed activations and gradients.
         top = np.zeros(self.pp)
         for name in set(names.tolist()):
             inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)

@@ -61,6 +61,7 @@ class KBestPartitions:
         tails = runs.tail[:, 0] + self._problem.first_weight_s[ends]
         values = chain_values(self._problem, self._stage_runs, first_tail=None)
         bare = self._stage_runs[0].own(None)[:, :, 0].min(axis=0)
+        # Without tails inside paths, stage 0's tail comes after the longest of them at the least.
         bounds = np.maximum(bare, values[1][ends]) + tails
         for row in np.flatnonzero(bounds < self._ceiling).tolist():
             yield FirstStages(

@@ -50,12 +50,14 @@ def quick_step_s(
         table.rank_ends[key] = _simulated_rank_ends(config, table, stages, recomputed)
     homes = np.asarray(stage_to_pp_rank(config.schedule, config.pp, config.vpp))
     param_bytes, num_params = stages.runs.params
+    # After its last job a rank sums its gradients with its replicas, and updates its weights.
     ready, updates = [], []
     for rank, end in enumerate(table.rank_ends[key]):
         mine = homes == rank
         ready.append(end + float(stages.after_s[mine].sum()))
         held = float(param_bytes[mine].sum()), float(num_params[mine].sum())
         updates.append(stages.prices.update(*held))
+    # Stages that share a weight sum its gradient between their ranks.
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
