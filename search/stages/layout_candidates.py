@@ -17,13 +17,12 @@ from functools import cached_property
 from math import inf
 
 from costmodel import CostCache
-from costmodel.memory.bound import kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.program import accumulate_seconds
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
 from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
-from search.on_host import NOTHING, OnHost
 from search.op_layout.layouts import Layouts, LayoutSolver
 from search.space.shapes import Shape
 from search.stages.stage_table import StageTable

@@ -1,6 +1,6 @@
 """The stages of a table as ranks hold them: under degrees of replication, with limits on bytes.
 
-A chain solver reads all runs of a window (`RankBand`); who has a cut already reads its stages
+A chain solver reads all runs of a window (`RankCostWindow`); who has a cut already reads its stages
 (`RankStages.cut`). Both are `costmodel.time.stage_costs.StageCosts`.
 """
 
@@ -33,8 +33,8 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankBand:
-    """The costs of a window's runs (see `chain_problem.Band`): `costs` has an entry for each of
+class RankCostWindow:
+    """The costs of a window's runs, a `chain_problem.CostWindow`: `costs` has an entry for each of
     the `kinds` of runs, and each run has those of its kind.
     """
 
@@ -155,10 +155,10 @@ class RankStages:
         graph = self.table.graph
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
-    def band(self, window: Window) -> RankBand:
+    def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
         kinds, costs = self.table.window(window, self.replication)
-        return RankBand(kinds=kinds, costs=costs, stages=self)
+        return RankCostWindow(kinds=kinds, costs=costs, stages=self)
 
     def cut(self, cuts: Sequence[int]) -> StageCosts:
         """Return what the stages between these cuts cost."""

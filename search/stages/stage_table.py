@@ -14,7 +14,7 @@ from hashlib import sha256
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.memory.bound import kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
@@ -27,7 +27,6 @@ from planner.layout.axes import Degrees
 from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Profile
-from search.on_host import NOTHING, OnHost
 from search.partition.chain_windows import Window
 from search.stages.rank_stages import RankStages
 from search.stages.run_kinds import Repetition, RunKinds

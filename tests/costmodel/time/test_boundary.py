@@ -12,7 +12,7 @@ from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
 from profiles import Group
 from search.partition.chain_windows import Window
-from search.stages.rank_stages import RankBand, RankStages
+from search.stages.rank_stages import RankCostWindow, RankStages
 from search.stages.stage_table import StageTable
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
@@ -83,8 +83,8 @@ def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     )
     assert isinstance(stages, RankStages)
     n = table.num_blocks
-    band = stages.band(Window.all_runs(n, n))
-    assert isinstance(band, RankBand)
+    band = stages.cost_window(Window.all_runs(n, n))
+    assert isinstance(band, RankCostWindow)
     assert band.forward_s.shape == (2, n, n)
     assert (np.diff(band.forward_s[0, :, 0]) > 0).all()
     exposed = band.costs.exposed.forward_s[band.kinds.of]

@@ -19,9 +19,9 @@ from costmodel.topology import pipeline_group
 from planner.plan import Plan
 from planner.plan.replication import Replication, gradient_factor
 from profiles import load_profile
-from search.bounds.quick_price import quick_step_s
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows
+from search.partition.quick_step import quick_step_s
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 from tests.builders import tiny_models
@@ -109,7 +109,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
         assert np.array_equal(mine, theirs), field.name
     windows = fixed_windows(cuts_of(plan))
     for s, (stage, window) in enumerate(zip(plan.stages, windows, strict=True)):
-        band = ranks.band(window)
+        band = ranks.cost_window(window)
         own = choices.index(stage.recompute)
         whole = price.job_seconds.backward_input_s[s] + price.job_seconds.backward_weight_s[s]
         assert band.forward_s[own].item() == pytest.approx(
