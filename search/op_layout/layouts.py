@@ -31,8 +31,8 @@ from planner.plan import ClassLayout
 from profiles import Profile
 from search.op_layout.block_build import build_block_problems
 from search.op_layout.block_prices import Prices
-from search.op_layout.block_problem import BlockProblem, Boundary, read_layouts
-from search.op_layout.eliminate import Choice, TooWide, solve_by_elimination
+from search.op_layout.block_problem import BlockProblem, Boundary, Choice, read_layouts
+from search.op_layout.eliminate import TooWide, solve_by_elimination
 from search.op_layout.front import find_front
 from search.op_layout.op_signatures import BoundClass, OpSeconds, OpSignature
 from search.request import SearchRequest
