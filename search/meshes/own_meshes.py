@@ -212,7 +212,7 @@ def plan_of_mix(
         own = () if member is base else (("tp", member.tp),)
         layouts += [
             layout.model_copy(update={"own_sizes": own})
-            for layout in (*member.table.layouts, *member.table.cp_layouts)
+            for layout in member.table.layouts
             if (member.tp, layout.class_index) in used
         ]
     stages = tuple(

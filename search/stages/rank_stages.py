@@ -134,7 +134,7 @@ class RankStages:
     @property
     def prices(self) -> ReplicaPrices:
         """Prices of exchange and update."""
-        return replica_prices(self.table.costs, self.replication, self.table.tp)
+        return replica_prices(self.table.costs, self.replication, self.table.degrees)
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
         """Return the update of a rank that holds so many bytes in so many tensors, with what it

@@ -14,6 +14,8 @@ from costmodel.memory.exact.stage.walk import StageWalk
 from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage
 from costmodel.time.copies import copy_between
+from costmodel.topology import replica_mesh
+from planner.layout.axes import lowered_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
 from planner.plan.replication import gradient_factor
@@ -36,7 +38,7 @@ class PlacedStages:
             self._incoming.setdefault(edge.consumer, []).append(edge)
             self._outgoing.setdefault(edge.producer, []).append(edge)
         options = (
-            plan.cp,
+            replica_mesh(plan.degrees),
             plan.zero_stage,
             plan.precision,
             plan.optimizer_on_host,
@@ -201,10 +203,14 @@ def _walk(
         if key not in kinds:
             takes, _, makes = block_placements(graph, plan, index, stage_index)
             found = costs.block_bytes(
-                block.class_index, tp, size,
-                plan.layout(block.class_index, axis="tp", degrees=degrees),
-                cp=plan.cp,
-                cp_layout=plan.layout(block.class_index, axis="cp", degrees=degrees),
+                block.class_index,
+                size,
+                degrees,
+                tuple(
+                    layout
+                    for axis in lowered_axes()
+                    if (layout := plan.layout(block.class_index, axis=axis.name, degrees=degrees))
+                ),
                 recompute=recompute,
                 recomputed=recomputed.get(block.class_index),
             )  # fmt: skip
