@@ -15,7 +15,7 @@ from costmodel.memory.ops.saved import HELD_ANYWAY
 from costmodel.memory.ops.storage import Storage
 from costmodel.time.copies import copy_between
 from costmodel.topology import replica_mesh
-from planner.layout.axes import lowered_axes
+from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
 from planner.plan.replication import gradient_factor
@@ -183,7 +183,6 @@ def _walk(
 ) -> StageWalk:
     graph, stage = costs.graph, plan.stages[stage_index]
     degrees, size = plan.stage_degrees(stage_index), plan.stage_microbatch_size(stage_index)
-    tp = degrees["tp"]
     recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
     lies = {edge.tensor: edge.taken for edge in incoming}
     side_values = costs.side_values(size)
@@ -253,5 +252,6 @@ def _walk(
         leaving=frozenset(edge.tensor for edge in leaving),
         sent_copies={name: copy for name, copy in sent.items() if copy is not None},
         gradient_factor=gradient_factor(plan.precision),
-        params_are_dtensors=plan.zero_stage > 0 and tp > 1,
+        params_are_dtensors=plan.zero_stage > 0
+        and any(degrees[axis.name] > 1 for axis in split_axes()),
     )
