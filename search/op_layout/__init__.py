@@ -8,5 +8,6 @@ layouts that are fastest, or leanest, with what is proved of them. Read in this 
   one; equal ops, and equal meetings of placements, are worked out once;
 - `tables`, `ordering`, `eliminate` solve it exactly; `search.ilp` by integer and linear programs;
   `decompose` bounds a block that is too wide for both;
-- `front` finds the corners between fast and lean, `layouts` does all of it for a model.
+- `solve` takes the first that suits; `front` finds the corners between fast and lean;
+- `boundaries` has what ties blocks to each other, `layouts` does all of it for a model.
 """

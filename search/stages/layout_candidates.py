@@ -78,8 +78,6 @@ class LayoutCandidates:
     on_host: OnHost = NOTHING
     given: Degrees = field(default_factory=Degrees)
     why_no_cp: LayoutError | None = None
-    _fastest: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
-    _every: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
     _accumulate_s: dict[bool, float] = field(default_factory=dict)
@@ -95,21 +93,13 @@ class LayoutCandidates:
 
     def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return the fastest layout; none where cp cannot divide its blocks."""
-        key = tp, microbatch_size, cp
-        if key not in self._fastest:
-            solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
-            self._fastest[key] = self._of(solved, key)
-        return self._fastest[key]
+        solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
+        return self._of(solved, tp, microbatch_size, cp)
 
     def every(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return each layout of the front; none where cp cannot divide the blocks of any."""
-        key = tp, microbatch_size, cp
-        if key not in self._every:
-            if tp == 1:
-                self._every[key] = self.fastest(*key)
-            else:
-                self._every[key] = self._of(self.solver.layouts(tp, microbatch_size), key)
-        return self._every[key]
+        solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
+        return self._of(solved, tp, microbatch_size, cp)
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying."""
@@ -129,13 +119,13 @@ class LayoutCandidates:
         """Return the mesh of a replica."""
         return replica_mesh(self.given.with_sizes(tp=tp, cp=cp))
 
-    def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[LayoutCandidate, ...]:
-        tp, microbatch_size, cp = key
+    def _of(
+        self, solved: Sequence[Layouts], tp: int, microbatch_size: int, cp: int
+    ) -> tuple[LayoutCandidate, ...]:
         degrees = self._degrees(tp, cp)
+        least_s = {found.by_class: found.seconds for found in solved} or {(): 0.0}
         candidates = []
-        for by_class, seconds in (
-            {found.by_class: found.seconds for found in solved} or {(): 0.0}
-        ).items():
+        for by_class, seconds in least_s.items():
             table = self._table(by_class, degrees, microbatch_size)
             if table is not None:
                 candidates.append(self._candidate(_always(table), degrees, seconds))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -185,6 +185,7 @@ class RankStages:
         held_twice = sum(size for _, _, size in table.ties)
         ranks = RankBound(load=StageLoad(), recompute="none", **self.byte_options)
 
+        @cache
         def lines(in_flight: int) -> tuple[Line, ...]:
             found = ranks.lines(in_flight, limit_bytes * (1 + 1e-9))
             return tuple(

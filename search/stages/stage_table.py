@@ -37,14 +37,8 @@ _MOST_KEPT_RUNS = 100_000
 """Runs of windows and their kinds that a table keeps: a few MB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableKey:
-    """What names a table among those of one model on one machine."""
-
-    degrees: Degrees
-    microbatch_size: int
-    layouts: str
-    """Digest of the layouts."""
+TableKey = str
+"""What names a table among those of one model on one machine: its mesh, size and layouts."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,11 +67,8 @@ class StageTable:
     @cached_property
     def key(self) -> TableKey:
         """Names the table where answers about it are kept."""
-        return TableKey(
-            degrees=self.degrees,
-            microbatch_size=self.microbatch_size,
-            layouts=sha256(repr(self.layouts).encode()).hexdigest(),
-        )
+        layouts = sha256(repr(self.layouts).encode()).hexdigest()
+        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}"
 
     @property
     def tp(self) -> int:

@@ -10,8 +10,9 @@ from costmodel.topology import lowered_groups
 from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from search.op_layout.block_problem import BlockProblem, read_layouts
+from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.eliminate import solve_by_elimination
-from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
+from search.op_layout.layouts import LayoutSolver
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
@@ -53,7 +54,7 @@ def test_a_choice_costs_what_its_lowered_blocks_cost(name):
     graph = capture_tiny(name)
     solver, rng = LayoutSolver(graph=graph, profile=MACHINE), np.random.default_rng(29)
     compared = 0
-    for boundary in boundary_options(graph, TP, SIZE):
+    for boundary in boundary_options(graph, TP):
         for classes in class_groups(graph, solver.shared):
             problem = solver.problem(TP, SIZE, classes, boundary)
             best = solve_by_elimination(problem).values

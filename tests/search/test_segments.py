@@ -6,8 +6,9 @@ import pytest
 
 from planner.layout.placement import Shard
 from search.op_layout import block_build
+from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.eliminate import solve_by_elimination
-from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
+from search.op_layout.layouts import LayoutSolver
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
@@ -36,7 +37,7 @@ def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
         solver = LayoutSolver(graph=graph, profile=machine)
         problems = [
             solver.problem(tp, size, classes, boundary)
-            for boundary in boundary_options(graph, tp, size)
+            for boundary in boundary_options(graph, tp)
             for classes in class_groups(graph, solver.shared)
         ]
         count = sum(len(v.values) for problem in problems for v in problem.variables)

@@ -71,7 +71,7 @@ class Messages:
     def _graph(self) -> ModelGraph:
         return self.costs.graph
 
-    @property
+    @cached_property
     def _inner(self) -> str:
         """The axis whose ranks gather what they were sent in pieces."""
         return lowered_axes()[0].name
