@@ -8,6 +8,7 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from planner.plan.replication import Replication
 
 Floats = NDArray[np.float64]
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
+_exchange_of = attrgetter(*_EXCHANGE)
 
 
 class ReplicaPrices:
@@ -76,8 +78,7 @@ class ReplicaPrices:
                 num_blocks=int(num_blocks),
                 num_tensors=int(num_params),
             )
-            exchange = (float(getattr(seconds, name)) for name in _EXCHANGE)
-            self._stages[key] = (*exchange, self.update_s(param_bytes, num_params))
+            self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]
 
 
