@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from costmodel.memory.on_host import NOTHING, OnHost
+from costmodel.memory.bound import NOTHING, OnHost
 from profiles import Profile
 
 Offload = Literal["auto", "none", "optimizer", "activations", "both"]

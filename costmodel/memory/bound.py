@@ -29,15 +29,14 @@ choose a stage that is likely to fit when the exact walk rejected the one that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from costmodel.memory.on_host import NOTHING, OnHost
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
@@ -64,6 +63,27 @@ def job_peak_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
         "full": load.recompute_peak_bytes,
     }
     return peak[recompute] + load.side_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """What all plans of a search offload to the host's memory."""
+
+    optimizer: bool = False
+    """The optimizer's state."""
+    activations: bool = False
+    """What microbatches keep for their backwards."""
+
+    def live(self, in_flight: Any) -> Any:
+        """Return how many microbatches' activations a device holds at least at its worst sample.
+
+        With offload these are the microbatch in work and the one that is copied out or in. This
+        is a bound: the exact walk also counts microbatches that wait too briefly to be offloaded.
+        """
+        return np.minimum(in_flight, 2) if self.activations else in_flight
+
+
+NOTHING = OnHost()
 
 
 class Phase(IntEnum):
@@ -139,23 +159,24 @@ class RankBound:
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
-        worst: Any = 0.0
-        for live, phase in self._samples(in_flight, splits=self.splits_backward):
-            worst = np.maximum(worst, self.with_saved(live * self._kept, phase))
-        return worst
+        return self._worst(self._samples(in_flight, splits=self.splits_backward))
 
     def conservative(self, in_flight: int) -> Any:
         """Return about what the exact walk finds with so many microbatches in flight: no bound."""
-        kept = self._kept
         # Inside a job: values between its ops, gradients on their way, kernels' scratch.
-        inside = np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
+        peak = job_peak_bytes(self.load, recompute=self.recompute)
+        inside = np.maximum(peak, self._kept) - self._kept
         more = np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
         # Where backward is split, gradients are supposed to come as early as where it is not.
         splits = self.splits_backward and in_flight >= self.num_microbatches
-        worst: Any = 0.0
-        for live, phase in self._samples(in_flight, splits=splits):
-            worst = np.maximum(worst, self.with_saved(live * kept + more, phase))
-        return worst
+        return self._worst(self._samples(in_flight, splits=splits), more)
+
+    def _worst(self, samples: Iterable[tuple[Any, Phase]], more: Any = 0) -> Any:
+        """Return the bytes of the fullest sample, with `more` beside what is saved at each."""
+        return reduce(
+            np.maximum,
+            (self.with_saved(live * self._kept + more, phase) for live, phase in samples),
+        )
 
     def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
         """Whether `least(in_flight)` is within a limit, with as few array operations as it can."""

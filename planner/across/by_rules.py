@@ -106,11 +106,13 @@ def _outcome(step: Step, placement: Placement, power: int, name: str) -> State:
     if isinstance(placement, Replicate):
         return State(power=power)
     if isinstance(placement, Partial):
+        # A term of a sum over samples: linear in it, so the average of parts is still the whole.
         sums, shares = joined_causes(step.states)
         if not rows:
             if power > 0 and step.batch_sizes():
                 sums = (step.op.name,)  # by which a mean has become a sum
             return State(sums=sums, shares=shares, power=power)
+        # A sum over n samples grows with n; a mean divides it out.
         power += 0 if _is_mean(step) else 1
         if equal:
             return State(power=power)

@@ -175,9 +175,11 @@ class _Model:
         causes, last = state.sums or (f"{at}:{end.name}",), f"{at}:{end.name}"
         for cause in state.shares:
             self._add("normaliser", cause, last)
+        # It still has rows, or a sum kept from zero that nothing was divided by: no mean of parts.
         if state.rows or (state.bounded and not state.power):
             for cause in causes:
                 self._add("mixed", cause, last)
+        # Each part computes n**power of its own n: the average is a power of parts too small.
         elif state.power:
             for cause in causes:
                 self._add("sum", cause, cause, state.power)

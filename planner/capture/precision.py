@@ -5,10 +5,13 @@ Parameters are cast; buffers (running statistics, rotary frequencies) and batch 
 written out as `torch.autocast` would decide them:
 
     products, convolutions, attention, norms    all operands in bfloat16
-    batch norm                                  weight and bias in float32, as its statistics
+    recurrent layers                            all operands in bfloat16
+    batch norm                                  weight and bias in the dtype of its statistics
+    kernels of one dtype beside products        all operands in the widest dtype among them
     loss functions                              operands in float32, so the loss is float32
 
-Everything else follows PyTorch's type promotion, and casts written in the model stay.
+Everything else follows PyTorch's type promotion, and casts written in the model stay. Writes in
+place (`index_add_`) are left as they are: what they write into has a dtype of its own.
 """
 
 from __future__ import annotations
@@ -35,6 +38,12 @@ _ONE_DTYPE = frozenset(
         "mv",
         "addmm",
         "baddbmm",
+        "addbmm",
+        "addmv",
+        "vecdot",
+        "linalg_vecdot",
+        "linalg_matmul",
+        "linalg_multi_dot",
         "einsum",
         "conv1d",
         "conv2d",
@@ -43,13 +52,43 @@ _ONE_DTYPE = frozenset(
         "conv_transpose2d",
         "conv_transpose3d",
         "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+        "prelu",
+        "lstm_cell",
+        "gru_cell",
+        "rnn_tanh_cell",
+        "rnn_relu_cell",
         "layer_norm",
         "rms_norm",
         "group_norm",
         "instance_norm",
     ]
 )
-"""Names of functions whose kernels take one floating dtype."""
+"""Names of functions that compute in bfloat16 where operands differ.
+
+A function written in Python (`multi_head_attention_forward`) stands here beside the products in
+it: a function mode does not see the calls inside one.
+"""
+
+_WIDEST_DTYPE = frozenset(
+    [
+        "dot",
+        "vdot",
+        "inner",
+        "tensordot",
+        "cross",
+        "linalg_cross",
+        "cdist",
+        "lerp",
+        "grid_sample",
+        "index_put",
+        "index_add",
+        "index_copy",
+        "scatter_add",
+        "masked_scatter",
+    ]
+)
+"""Names of functions whose kernels take one dtype, and that gain nothing from a short one."""
 
 _LOSSES = frozenset(
     (
@@ -78,10 +117,18 @@ _LOSSES = frozenset(
 
 
 def cast_parameters(module: nn.Module) -> nn.Module:
-    """Cast a module's floating parameters in place; returns it."""
+    """Cast a module's floating parameters in place; returns it.
+
+    Recurrent layers get their inputs cast by a hook: they compare dtypes before they call a kernel.
+    """
     for param in module.parameters():
         if param.is_floating_point():
             param.data = param.data.to(LOW)
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: _cast((args, kwargs), LOW), with_kwargs=True
+            )
     return module
 
 
@@ -97,11 +144,13 @@ class MixedDtypes(TorchFunctionMode):
             args, kwargs = _cast((args, kwargs), torch.float32)
         elif func is F.batch_norm:
             args, kwargs = _batch_norm(*args, **kwargs)
-        elif getattr(func, "__name__", "") in _ONE_DTYPE:
+        elif (name := getattr(func, "__name__", "")) in _ONE_DTYPE | _WIDEST_DTYPE:
             operands = tree_flatten((args, kwargs))[0]
             dtypes = {x.dtype for x in operands if _is_float(x)}
             if len(dtypes) > 1 and LOW in dtypes:
-                args, kwargs = _cast((args, kwargs), LOW)
+                # (torch.promote_types would be traced as an op of the model.)
+                widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+                args, kwargs = _cast((args, kwargs), LOW if name in _ONE_DTYPE else widest)
         return func(*args, **kwargs)
 
 
@@ -114,8 +163,9 @@ def _batch_norm(
     *rest: Any,
     **more: Any,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if running_mean is not None and running_mean.dtype != x.dtype:
-        weight, bias = _cast((weight, bias), running_mean.dtype)
+    # Kernels take an input in bfloat16 with all else in float32, or one dtype for all.
+    statistics = x if running_mean is None else running_mean
+    weight, bias = _cast((weight, bias), statistics.dtype)
     return (x, running_mean, running_var, weight, bias, *rest), more
 
 

@@ -103,6 +103,7 @@ class Reader:
         reached = {loss.name}
         for raw in reversed(self.record.ops):
             if reached.intersection(raw.op.outputs):
+                # Through tensors that carry a gradient, as autograd would.
                 reached |= {n for n in raw.op.inputs if self.record.tensors[n].requires_grad}
         for meta in self.record.tensors.values():
             if meta.kind == "param" and meta.requires_grad and meta.name not in reached:
@@ -234,6 +235,7 @@ class Reader:
             p: self._arg(operand, env) for p, operand in zip(placeholders, operands, strict=True)
         }
         around = self._grad_enabled, self._detached
+        # A tensor is detached once for a region: outside it, its gradient flows.
         self._grad_enabled, self._detached = bool(enabled), {}
         results = self._run(inner, inner_env)
         self._grad_enabled, self._detached = around
@@ -360,10 +362,10 @@ class Reader:
         if dtype == meta.dtype:
             self.record.emit(node, str(target), name, args, kwargs, (name,))
             return
-        wide = self.record.fresh(f"{name}_{dtype}")
-        self.record.tensors[wide] = replace(meta, name=wide, dtype=dtype)
-        self.record.emit(node, str(target), wide, args, kwargs, (wide,))
-        cast = (Ref(wide), Symbol("dtype", meta.dtype))
+        uncast = self.record.fresh(f"{name}_{dtype}")
+        self.record.tensors[uncast] = replace(meta, name=uncast, dtype=dtype)
+        self.record.emit(node, str(target), uncast, args, kwargs, (uncast,))
+        cast = (Ref(uncast), Symbol("dtype", meta.dtype))
         self.record.emit(node, "aten.to.dtype", name, cast, (), (name,))
 
     def _rebind(self, node: torch.fx.Node, written: Ref, value: Ref) -> Ref:

@@ -1,8 +1,8 @@
 """In-place writes made pure: later readers see a new tensor instead of a changed one.
 
 A graph's values never change, so that stages, recomputation and microbatches in flight cannot
-disturb each other. A write becomes its pure form, and whoever reads the written tensor from then
-on reads the result. Buffers outlive the forward: what is written into one is computed on a copy
+disturb each other. A write becomes its pure form, and later reads of the written tensor read
+the result. Buffers outlive the forward: what is written into one is computed on a copy
 of it and put back with one ``copy_``, as each forward leaves it for the next. A counter that
 nothing else reads (`num_batches_tracked`) is written in place.
 """
@@ -78,7 +78,7 @@ def without_out(
 
 
 def substitute(envs: Sequence[Env], old: Ref, new: Ref) -> None:
-    """Let whoever reads `old` read `new` from now on."""
+    """Make later readers of `old` read `new`."""
     for env in envs:
         for key, held in env.items():
             if held == old:
@@ -129,6 +129,7 @@ def rebind(
                 f"the model writes in place{node_line(node)} without gradient into a tensor that "
                 "has one; write the out-of-place form, with detach() where no gradient is meant"
             )
+        # Other views of the same memory would see the write in PyTorch, and a pure op's do not.
         record.stale.update(record.views_of(written.name) - {value.name})
         substitute(envs, written, value)
         maker = record.maker.get(written.name)

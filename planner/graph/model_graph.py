@@ -153,7 +153,7 @@ class Op:
 
 
 def _collect_names(arg: Arg, names: list[str]) -> None:
-    """Append the names of the Refs in an argument tree; the search asks this very often."""
+    """Append the names of the Refs in an argument tree; the search calls this very often."""
     if isinstance(arg, Ref):
         names.append(arg.name)
     elif isinstance(arg, tuple):
@@ -259,7 +259,7 @@ class ModelGraph:
     """A captured model: batch inputs, preamble, the chain of blocks and their classes.
 
     `tensors` describes inputs, params, buffers, constants, preamble outputs and every
-    tensor that crosses a block boundary. `loss` names the scalar the last block yields.
+    tensor that crosses a block boundary. `loss` names the scalar that the last block returns.
     `batch_inputs` are names of all tensor leaves of the batch, in tree order, used or not;
     `batch_tree` is the JSON form of the batch's structure (see `planner.graph.batch`).
     """

@@ -88,7 +88,7 @@ class BeamSearch:
     may_lie: Callable[[str, Placement], bool] = lambda name, placement: True
 
     def __post_init__(self) -> None:
-        """Work out sizes once; the sweep asks for them at every state."""
+        """Work out sizes once; the sweep reads them at every state."""
         self._bytes = {t.name: payload_bytes(t) for t in self.program.tensors}
         self._gathered = dict(self._bytes)
         for name, op in repeated(self.program).items() if self.sum_later else ():

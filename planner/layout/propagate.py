@@ -43,6 +43,7 @@ def propagate_layout(
     replicated = Replicate()
     pins = dict(pins or {})
     if whole_params:
+        # (cp) Each rank has other positions of every sequence, and needs every weight.
         pins |= dict.fromkeys(program.params, replicated)
     fixed = dict(at_rest or {}) | pins
     _check_fits(program, fixed, axis_size)
@@ -104,6 +105,7 @@ def propagate_graph(
     pinned = class_pins(graph, pins)
     decided: dict[str, Placement] = {}
     layouts: dict[int, ClassLayout] = {}
+    # From the loss back: a tied head is a product, worth a cut; the embedding takes what is left.
     for block in reversed(graph.blocks):
         index = block.class_index
         if index in layouts:

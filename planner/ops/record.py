@@ -42,14 +42,14 @@ Algebra = Literal["sum", "product", "quotient", "addition", "rearrangement", "ot
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
-    """A function that yields the shardings by which local shards compute the right thing.
+    """A generator of the shardings by which local shards compute the right thing.
 
     It lists neither the all-replicated sharding nor checks that sizes divide: `registry` does.
     """
 
     function: Rule
     contiguous: bool = False
-    """Shards must be contiguous, or the function yields segments itself. Other shardings are
+    """Shards must be contiguous, or the function offers segments itself. Other shardings are
     offered in segments too: most ops work on any indices of a dim, if all tensors agree."""
     together: bool = False
     """A shard means nothing alone: inside the op ranks exchange numbers, or count from their own

@@ -1,24 +1,25 @@
 """Plans: decisions only, as a versioned JSON file.
 
 In: a search's or a user's decisions. Out: a checked `Plan`, which launches, estimates and
-verifications read. Read `plan` first; `files` reads and writes it, `match_model` compares it with
-a model, `defaults` makes a plan without a search, `describe` prints
-a plan, and `batch_statistics` says what a plan changes in a model that computes across samples.
+verifications read. Read `parts` and `plan` first; `files` reads and writes it, `match_model`
+compares it with a model, `defaults` makes a plan without a search, `replication` says how
+replicas share weights, and `batch_statistics` what a plan changes in a model that computes
+across samples.
 """
 
 from planner.layout.class_layout import ClassLayout
 from planner.plan.files import load_plan, save_plan
 from planner.plan.match_model import batch_spec, validate_model
-from planner.plan.plan import (
+from planner.plan.parts import (
     ClassRecompute,
     ClusterRef,
     ModelRef,
-    Plan,
     Precision,
     Recompute,
     StagePlan,
     ZeroStage,
 )
+from planner.plan.plan import Plan
 
 __all__ = [
     "ClassLayout",

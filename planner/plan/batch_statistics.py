@@ -60,8 +60,8 @@ def cut_batch_messages(
 ) -> tuple[str, ...]:
     """Return what to tell a user whose plan cuts a batch that the model computes across.
 
-    Whoever asked for deferred statistics knows of BatchNorm; whoever weighs the losses of
-    parts, of losses that are divided by what a part holds.
+    With `deferred_batch_norm` there is no message on BatchNorm, and with `weighted_loss` none on
+    losses that are divided by what a part holds: the user has chosen what to do about them.
     """
     num_parts = plan.num_microbatches * plan.degrees.along("batch")
     if num_parts == 1:
@@ -164,8 +164,8 @@ def _few(names: Sequence[str]) -> str:
 def deferred(program: Program) -> Program:
     """Return a class's program whose running statistics are those of the last microbatch.
 
-    With a momentum of one, a layer leaves there what it computed; whoever runs the program
-    takes it from there. Counts of batches stand still.
+    With a momentum of one, a layer leaves there what it computed, and the caller of the
+    program takes it from there. Counts of batches stand still.
     """
     counters = {
         op.inputs[0]

@@ -9,131 +9,26 @@ then numbers its ranks by these.
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    Strict,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_serializer, model_validator
 
 from planner.errors import LayoutError
-from planner.graph.batch import tensor_paths
 from planner.layout import axes
 from planner.layout.axes import Degrees, axis_names
-from planner.layout.class_layout import (
-    MOST,
-    ClassLayout,
-    DegreesField,
-    OwnSizesField,
-    Record,
-    WithOwnSizes,
-    gathered,
-)
+from planner.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
 from planner.layout.layout import ProcessMesh
+from planner.plan.parts import (
+    ClassRecompute,
+    ClusterRef,
+    ModelRef,
+    Precision,
+    Predicted,
+    StagePlan,
+    ZeroStage,
+)
 
 PLAN_VERSION = 2
-
-Recompute = Literal["none", "selective", "full"]
-Precision = Literal["model", "bf16"]
-ZeroStage = Literal[0, 1, 2, 3]
-
-
-_Size = Annotated[int, Field(ge=0, le=2**40)]
-
-
-class ModelRef(Record):
-    """The model a plan is for: its name, file as given, and structural fingerprint.
-
-    `inputs` lists the batch's tensor leaves as (path, dtype, shape), a shape entry being a
-    number or [per_sample, fixed]; with `batch_tree` they are enough to capture the model
-    again without a batch.
-    """
-
-    name: str
-    file: str
-    fingerprint: str = Field(min_length=64, max_length=64)
-    inputs: tuple[tuple[str, str, tuple[_Size | tuple[_Size, _Size], ...]], ...]
-    batch_tree: Any
-
-    @field_validator("batch_tree")
-    @classmethod
-    def _as_json(cls, tree: Any) -> Any:
-        # Graphs that were kept have tuples for lists: equal plans must compare equal.
-        return json.loads(json.dumps(tree))
-
-    @model_validator(mode="after")
-    def _names_its_tensors(self) -> ModelRef:
-        unknown = tensor_paths(self.batch_tree) - {path for path, _, _ in self.inputs}
-        if unknown:
-            raise ValueError(f"batch_tree has the tensor {min(unknown)} and inputs has not")
-        return self
-
-
-class ClusterRef(Record):
-    """The cluster a plan was searched for. `name` is a shipped profile or a directory."""
-
-    name: str
-    device: str
-    devices_per_node: int = Field(ge=1, le=MOST)
-
-
-class StagePlan(WithOwnSizes):
-    """One stage: a run of blocks on one pp rank.
-
-    Attributes:
-        pp_rank: the pp rank that holds it.
-        first_block: index of its first block.
-        last_block: index of its last block (inclusive).
-        recompute: which activations are recomputed in the backward.
-        recompute_last: False keeps the activations of the step's last microbatch, whose backward
-            follows at once.
-        activations_on_host: what a microbatch saves for its backward is offloaded to the host
-            where the wait is long enough (`planner.schedule.trips`).
-        own_sizes: sizes of its mesh that differ from the plan's, as (axis, size). The mesh has as
-            many ranks as the others: one axis takes the rest (`Degrees.with_own`).
-    """
-
-    pp_rank: int = Field(ge=0, le=MOST)
-    first_block: int = Field(ge=0, le=MOST)
-    last_block: int = Field(ge=0, le=MOST)
-    recompute: Recompute = "none"
-    recompute_last: bool = True
-    activations_on_host: bool = False
-    own_sizes: OwnSizesField = ()
-
-    @property
-    def blocks(self) -> range:
-        """Indices of the stage's blocks."""
-        return range(self.first_block, self.last_block + 1)
-
-
-class ClassRecompute(Record):
-    """The ops of one block class whose outputs a stage of recompute "selective" makes again."""
-
-    class_index: int = Field(ge=0, le=MOST)
-    ops: tuple[str, ...]
-
-
-_Amount = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-
-
-class _Estimate(BaseModel):
-    """What `show` and `compare` read of an estimate; checked, and kept as the JSON data it is."""
-
-    model_config = ConfigDict(extra="allow")
-
-    step_s: _Amount = Field(gt=0)
-    peak_bytes: _Amount
-    time: dict[str, _Amount]
-    memory: Annotated[list[dict[str, _Amount]], Field(min_length=1)]
-    source: str
-    relative_error: _Amount | None = None
 
 
 class Plan(Record):
@@ -210,7 +105,7 @@ class Plan(Record):
     @classmethod
     def _can_be_shown(cls, estimate: dict[str, Any]) -> dict[str, Any]:
         if estimate:
-            _Estimate.model_validate(estimate)
+            Predicted.model_validate(estimate)
         return estimate
 
     @property
@@ -288,7 +183,7 @@ class Plan(Record):
             ("forwards of all stages", self.pp * self.vpp * self.num_microbatches),
         ):
             if number > MOST:
-                raise ValueError(f"it asks for {number} {what}; {MOST} are the most")
+                raise ValueError(f"it has {number} {what}; {MOST} are the most")
         return self
 
     @model_validator(mode="after")

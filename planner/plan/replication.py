@@ -1,7 +1,7 @@
 """Ranks that hold the same part of a model, and how they share its weights and states.
 
-The three questions that every room asks about data parallelism are answered here, once: whether
-ZeRO has anything to shard over, into how many shards, and how wide a gradient is.
+What every room computes with data parallelism stands here once: whether ZeRO has replicas to shard
+over, into how many shards, and how many bytes a gradient sum takes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.plan.plan import Precision
+from planner.plan.parts import Precision
 
 if TYPE_CHECKING:
     from planner.plan.plan import Plan

@@ -5,7 +5,7 @@ receives are posted. With ordered blocking channels (NCCL), a rank's sends and r
 a queue, each blocks the next until its peer has come to it as well, and two queues in
 conflicting orders hang for ever.
 
-Claim: sort all transfers by when their producer ends in one valid playing of the table, and
+Claim: sort all transfers by when their producer ends in one valid simulation of the table, and
 give each rank its part of that one order. Then even a single blocking queue per rank, for
 all peers and both directions, can't hang.
 Proof: number a job by when it ends, and a transfer by when its producer ends but after it. A
@@ -125,7 +125,7 @@ def _check_edges(schedule: Schedule, edges: Collection[Edge]) -> None:
 def validate_communication(schedule: Schedule, order: Sequence[Sequence[Transfer]]) -> None:
     """Raise ScheduleError unless this order of sends and receives is sure to end.
 
-    The order may come from anywhere. It is played under the strictest rules: a rank has one
+    The order may come from anywhere. It is simulated under the strictest rules: a rank has one
     queue; its head happens only when the producer has run and the transfer is at the head of
     the peer's queue too; a job runs only when all transfers to it have happened.
     """

@@ -1,7 +1,7 @@
 """What the order of a schedule's jobs means for how long a step takes, with one stage a rank.
 
 A microbatch that leaves rank r goes forward through the later stages and its gradient comes back:
-a *round trip*. Whoever bounds a step from below, before there is a table, needs three facts:
+a *round trip*. A bound of the step from below, before there is a table, needs three facts:
 
 - which round trips a rank must wait for (`RoundTrips`): they depend on nothing but the order;
 - how many forwards a rank runs before its first backward (`warmup`): they fit into the first

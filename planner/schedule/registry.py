@@ -53,7 +53,7 @@ class ScheduleSpec:
     """Whether I and W jobs take the place of some or all B jobs."""
     in_flight_limit: PerRank | None
     """Most live microbatch-stages of each rank: a promise that `validate_schedule` holds the table
-    to. None: whoever needs it reads the table."""
+    to. None: it is read from the table."""
     round_trips: RoundTrips
     """Which round trips a rank with one stage waits for (`job_order`)."""
     warmup: PerRank | None

@@ -7,7 +7,7 @@ Rules, in the order checked:
 3. every stage and microbatch has one F, and one B or else one I and one W;
 4. the ranks, each running its own row in order, all reach the end.
 
-Rule 4 covers dependencies and deadlock alike: the table is played with unit times, and a
+Rule 4 covers dependencies and deadlock alike: the table is simulated with unit times, and a
 rank stops where the input of its next job never comes. When the play ends, sorting all
 transfers by when their producer ended gives one order for every rank's sends and receives
 that can't deadlock either, even where each rank does them one by one and blocks on each

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from planner.across import Finding, across_samples
-from planner.capture import capture_module
+from planner.across.walk import Finding, across_samples
+from planner.capture.module import capture_module
 from tests.across import constructs
 from tests.across.constructs import ACROSS, ALONE, NAMED_ALL_THE_SAME, Body, batch
 from tests.referees.batches import cutting_changes, used_parts

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
-from planner.across import across_samples
-from planner.capture import capture_module
+from planner.across.walk import across_samples
+from planner.capture.module import capture_module
 from planner.errors import CaptureError
 from tests.across.constructs import batch
 from tests.across.random_bodies import random_body

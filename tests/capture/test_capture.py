@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import planner.capture
-from planner.capture import batch_from_spec, capture_module, capture_source
+from planner.capture.module import batch_from_spec, capture_module, capture_source
 from planner.errors import CaptureError, ModelError
 from planner.graph import Affine, Ref, Symbol, bind_arg, from_json, to_json
 from planner.graph.capture_cache import load_graph

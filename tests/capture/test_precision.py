@@ -1,11 +1,14 @@
 """V14: precision "bf16" captures the cast model, with dtypes brought together as autocast does."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from planner.capture import capture_module
+from planner.capture.precision import MixedDtypes, cast_parameters
 from planner.graph.capture_cache import load_graph
 from planner.plan import batch_spec
 from tests.builders import tiny_models
@@ -92,3 +95,84 @@ def test_the_cache_keeps_a_capture_for_each_precision(tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache" / "planner" / "captures").iterdir())) == 2
     monkeypatch.setattr("planner.capture.capture_source", None)  # nothing is captured again
     assert {p: load_graph(file, precision=p).fingerprint for p in first} == first
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_batch_norm_of_an_fp32_input_takes_fp32_weights(statistics):
+    """A CPU or GPU kernel runs on what the capture makes: one dtype, or all but x in fp32."""
+    norm = cast_parameters(nn.BatchNorm1d(4, track_running_stats=statistics))
+    x = torch.linspace(-1, 2, 8).view(2, 4)
+    expected = nn.BatchNorm1d(4, track_running_stats=statistics)(x)
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        with MixedDtypes():
+            found = norm(x.to(dtype))
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+
+
+def vectors():
+    short, long = torch.ones(3, dtype=torch.bfloat16), torch.full((3,), 1 / 3)
+    table = torch.zeros(3, 3)
+    rows = torch.tensor([0])
+    return {
+        "dot": lambda: torch.dot(short, long),
+        "inner": lambda: torch.inner(long, short),
+        "cross": lambda: torch.linalg.cross(short, long),
+        "lerp": lambda: torch.lerp(long, short, 0.5),
+        "cdist": lambda: torch.cdist(table, short[None]),
+        "index_add": lambda: table.index_add(0, rows, short[None]),
+        "index_put": lambda: table.index_put((rows,), short[None]),
+        "scatter_add": lambda: table.scatter_add(0, torch.zeros(1, 3).long(), short[None]),
+    }
+
+
+@pytest.mark.parametrize("name", list(vectors()))
+def test_kernels_of_one_dtype_beside_products_compute_in_the_widest(name):
+    call = vectors()[name]
+    with pytest.raises(RuntimeError):  # without the mode there is no such call
+        call()
+    with MixedDtypes():
+        assert call().dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(4, 4),
+        nn.GRU(4, 4),
+        nn.GRUCell(4, 4),
+        nn.PReLU(4),
+        nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_layers_take_float_features_of_a_batch(layer):
+    """The first layer of a model of time series gets fp32 from the batch; autocast casts it."""
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    expected = layer(x)
+    with MixedDtypes():
+        found = cast_parameters(copy.deepcopy(layer))(x)
+    found, expected = (y[0] if isinstance(y, tuple) else y for y in (found, expected))
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.03, atol=0.03)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.memory = nn.BatchNorm1d(4), nn.LSTM(4, 4)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.memory(self.norm(x))[0], target)
+
+
+def test_a_recurrent_model_of_float_features_is_captured_in_bf16():
+    def batch(size):
+        x = torch.linspace(-1, 1, size * 4).view(size, 4)
+        return {"x": x, "target": x.flip(0)}
+
+    module = Recurrent()
+    expected = module(**batch(4))
+    graph = capture_cast(module, batch)
+    found = interpret(graph, cast_parameters(copy.deepcopy(module)), batch(4))
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=0)

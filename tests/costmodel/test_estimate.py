@@ -8,7 +8,6 @@ from costmodel import CostCache, StageLoad, estimate
 from costmodel.estimate import plan_job_seconds
 from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
@@ -20,6 +19,7 @@ from planner.schedule import build_schedule
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.costmodel.memory.test_stage import KEPT, block_of, stage_of
 
 
 @pytest.fixture(scope="module")
@@ -156,20 +156,10 @@ def test_zero_shards_what_it_says(graph, profile):
     assert by_stage[3].parameter_bytes < whole.parameter_bytes
 
 
-class OneByte:
-    """A stage that keeps one byte of each microbatch."""
-
-    blocks, side, arriving, sent_copies, gradient_factor = (), {}, {}, {}, 1
-    forward = ForwardBytes(samples=(), last_bytes=1, kept_bytes=1, kept={})
-
-    def backward(self, received, **how):
-        return BackwardBytes(samples=(), rise_bytes=0, new_gradient_bytes=0, deferred=())
-
-
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
-    one = OneByte()
+    one = stage_of(block_of(0), arriving={}, leaving=frozenset())
     jobs = StageJobs(
         walk=one, last=one, first_deferred=one, all_deferred=one, incoming=(), outgoing=(),
         accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
@@ -181,8 +171,8 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
         return max(sample.saved_bytes for sample in samples)
 
     for rank in range(pp):
-        assert most_kept("1f1b", rank) == min(m, pp - rank)
-        assert most_kept("fthenb", rank) == m
+        assert most_kept("1f1b", rank) == KEPT * min(m, pp - rank)
+        assert most_kept("fthenb", rank) == KEPT * m
 
 
 def test_weight_gradients_take_their_products(graph, profile):

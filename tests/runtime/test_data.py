@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import planner
+from planner.data import ShardedSampler
 from planner.errors import ModelError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
@@ -25,7 +26,7 @@ from tests.spawn import run_ranks
 def test_shards_cover_the_data_once_and_wrap_around(num_samples, batch_size, num_shards):
     """M4: odd sizes begin again from the front; all shards have the same whole batches."""
     shards = [
-        planner.ShardedSampler(
+        ShardedSampler(
             num_samples, batch_size=batch_size, num_shards=num_shards, shard_id=s, seed=3
         )
         for s in range(num_shards)
@@ -44,19 +45,19 @@ def test_shards_cover_the_data_once_and_wrap_around(num_samples, batch_size, num
 
 def test_orders_differ_by_epoch_and_seed_and_not_by_random_state():
     """M4."""
-    sampler = planner.ShardedSampler(50, seed=1)
+    sampler = ShardedSampler(50, seed=1)
     first = list(sampler)
     random.seed(5)
     torch.manual_seed(5)
-    assert list(sampler) == first == list(planner.ShardedSampler(50, seed=1))
+    assert list(sampler) == first == list(ShardedSampler(50, seed=1))
     sampler.set_epoch(1)
     assert list(sampler) != first
-    assert list(planner.ShardedSampler(50, seed=2)) != first
-    assert list(planner.ShardedSampler(3, shuffle=False)) == [0, 1, 2]
+    assert list(ShardedSampler(50, seed=2)) != first
+    assert list(ShardedSampler(3, shuffle=False)) == [0, 1, 2]
     with pytest.raises(ModelError, match="shard_id=2 is not one of the 2 shards; use 0 to 1"):
-        planner.ShardedSampler(3, num_shards=2, shard_id=2)
+        ShardedSampler(3, num_shards=2, shard_id=2)
     with pytest.raises(ModelError, match="must both be at least 1"):
-        planner.ShardedSampler(0)
+        ShardedSampler(0)
 
 
 def load_and_step(plans: list[Plan]) -> list[tuple[list[int], list[str], float]]:
@@ -69,7 +70,7 @@ def load_and_step(plans: list[Plan]) -> list[tuple[list[int], list[str], float]]
         torch.manual_seed(rank)  # as scripts that seed their ranks apart
         data = gpt_batch(11)
         samples = [{k: v[i] for k, v in data.items()} for i in range(11)]
-        sampler = planner.ShardedSampler(11, batch_size=plan.global_batch)
+        sampler = ShardedSampler(11, batch_size=plan.global_batch)
         loader = DataLoader(samples, batch_size=plan.global_batch, sampler=sampler)
         engine = planner.apply(plan, module)
         given, losses = [], []

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import planner
 from planner.errors import LayoutError, ModelError
 from planner.graph.batch_split import BatchSplit
+from planner.loss_weight import count_tokens
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from tests.builders import PlainGPT, gpt_batch
@@ -175,9 +176,9 @@ def test_means_over_tokens_and_over_samples_differ():
 
 def test_tokens_are_counted_as_the_loss_counts_them():
     labels = torch.tensor([[1, -100, 3], [-100, 5, 0]])
-    assert planner.count_tokens("labels")({"labels": labels}) == 4
-    assert planner.count_tokens("labels", skip_first=True)({"labels": labels}) == 3
-    assert planner.count_tokens("1", ignore_index=0)((None, labels)) == 5
+    assert count_tokens("labels")({"labels": labels}) == 4
+    assert count_tokens("labels", skip_first=True)({"labels": labels}) == 3
+    assert count_tokens("1", ignore_index=0)((None, labels)) == 5
 
 
 def step_of_another_size(plan: Plan) -> str:

@@ -26,12 +26,16 @@ IN, OUT = 512, LARGE_BYTES // 512 // 8  # of the size from which products add, i
 
 
 def gradients(
-    way: Callable[[Tensor, Tensor, Tensor], Tensor], *, transposed: bool, hook: bool = False
+    way: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    transposed: bool,
+    hook: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
     """Gradients of x, weight and bias after three microbatches."""
     torch.manual_seed(0)
-    weight = torch.randn(*((OUT, IN) if transposed else (IN, OUT)), dtype=torch.float64)
-    weight, bias = nn.Parameter(weight), nn.Parameter(torch.randn(OUT, dtype=torch.float64))
+    weight = torch.randn(*((OUT, IN) if transposed else (IN, OUT)), dtype=dtype)
+    weight, bias = nn.Parameter(weight), nn.Parameter(torch.randn(OUT, dtype=dtype))
     moved = torch.zeros_like(weight)
     if hook:
 
@@ -42,8 +46,8 @@ def gradients(
         weight.register_post_accumulate_grad_hook(take)
     found = []
     for _ in range(3):
-        x = torch.randn(2, 3, IN, dtype=torch.float64, requires_grad=True)
-        way(x, weight, bias).square().sum().backward()
+        x = torch.randn(2, 3, IN, dtype=dtype, requires_grad=True)
+        way(x, weight, bias).abs().square().sum().backward()
         found.append(x.grad)
     if isinstance(way, Late):
         way.flush()
@@ -67,13 +71,16 @@ class Late:
 
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("hook", [False, True])
-def test_gradients_are_autograds(transposed, hook):
-    """With a hook that takes each gradient elsewhere, as for fp32 masters, too."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_are_autograds(transposed, hook, dtype):
+    """With a hook that takes each gradient elsewhere, as for fp32 masters, too; and for complex
+    numbers, whose gradients read conjugates.
+    """
 
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return x @ (weight.t() if transposed else weight) + bias
 
-    settings = {"transposed": transposed, "hook": hook}
+    settings = {"transposed": transposed, "hook": hook, "dtype": dtype}
     expected = gradients(plain, **settings)
     at_once = WeightProduct(WeightQueue(), transposed=transposed)
     for way in (at_once, Late(transposed=transposed)):

@@ -13,16 +13,15 @@ from planner.schedule import (
     Schedule,
     StageTimes,
     build_schedule,
-    communication_order,
     in_flight,
     in_flight_at_rank_peak,
     in_flight_per_stage,
     most_kept,
     time_schedule,
-    validate_communication,
-    validate_schedule,
 )
+from planner.schedule.communication import communication_order, validate_communication
 from planner.schedule.job_order import JobOrder, RoundTrips
+from planner.schedule.validate import validate_schedule
 
 NAMES = sorted(SCHEDULES)
 

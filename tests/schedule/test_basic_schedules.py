@@ -8,16 +8,15 @@ from planner.errors import ScheduleError
 from planner.schedule import (
     Schedule,
     build_schedule,
-    communication_order,
-    draw_schedule,
     in_flight,
     in_flight_per_stage,
     register_schedule,
     time_schedule,
-    validate_communication,
-    validate_schedule,
 )
+from planner.schedule.communication import communication_order, validate_communication
+from planner.schedule.draw import draw_schedule
 from planner.schedule.registry import SCHEDULES
+from planner.schedule.validate import validate_schedule
 
 
 def build(name: str, pp: int, num_microbatches: int) -> Schedule:

@@ -17,17 +17,15 @@ from planner.schedule import (
     Schedule,
     StageTimes,
     build_schedule,
-    communication_order,
-    draw_schedule,
-    draw_table,
-    fold_placement,
     forward,
     full_backward,
     register_schedule,
     time_schedule,
-    validate_communication,
-    validate_schedule,
 )
+from planner.schedule.communication import communication_order, validate_communication
+from planner.schedule.draw import draw_schedule, draw_table
+from planner.schedule.placements import fold_placement
+from planner.schedule.validate import validate_schedule
 
 
 @pytest.fixture

@@ -9,16 +9,9 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import (
-    Job,
-    JobKind,
-    Schedule,
-    Transfer,
-    build_schedule,
-    communication_order,
-    validate_communication,
-    validate_schedule,
-)
+from planner.schedule import Job, JobKind, Schedule, build_schedule
+from planner.schedule.communication import Transfer, communication_order, validate_communication
+from planner.schedule.validate import validate_schedule
 from tests.schedule.tables import random_table
 
 PLAIN = build_schedule("1f1b", pp=3, vpp=1, num_microbatches=4)

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pytest
 
 from planner.errors import ScheduleError
-from planner.schedule import (
-    Schedule,
-    build_schedule,
-    communication_order,
-    fold_placement,
-    in_flight,
-    loop_placement,
-    stage_to_pp_rank,
-    time_schedule,
-    validate_schedule,
-)
+from planner.schedule import Schedule, build_schedule, in_flight, stage_to_pp_rank, time_schedule
+from planner.schedule.communication import communication_order
 from planner.schedule.named.interleaved import group_sizes
+from planner.schedule.placements import fold_placement, loop_placement
+from planner.schedule.validate import validate_schedule
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule import (
-    Schedule,
-    StageTimes,
-    build_schedule,
-    draw_schedule,
-    in_flight,
-    time_schedule,
-)
+from planner.schedule import Schedule, StageTimes, build_schedule, in_flight, time_schedule
+from planner.schedule.draw import draw_schedule
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:

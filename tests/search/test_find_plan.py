@@ -285,6 +285,7 @@ def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):
         assert certificate.unexplored > 0
 
 
+@pytest.mark.slow  # (`test_pareto` compares the set of a smaller model with every plan there is)
 def test_the_pareto_set_has_no_dominated_point_and_misses_no_best(gpt):
     """X4: step time against peak memory; the ends are the fastest and the leanest."""
     request = ask(2, 4, schedule="1f1b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.messages import find_traffic
@@ -10,7 +10,7 @@ from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.parts import MemoryParts, with_overheads
-from costmodel.time.plan_price import PlanPrice
+from costmodel.time.plan_price import PlanPrice, stages_of_rank
 from costmodel.time.tied import check_copies, tied_stages
 from planner.runtime.step.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
@@ -23,26 +23,18 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)
     placed = PlacedStages(plan, costs, edges)
-    ranks = (_rank_state(price, costs, rank, placed, tied) for rank in range(plan.pp))
-    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
-
-
-def _rank_state(
-    price: PlanPrice,
-    costs: CostCache,
-    pp_rank: int,
-    placed: PlacedStages,
-    tied: Mapping[str, Sequence[int]],
-) -> RankState:
-    mine = [s for s, stage in enumerate(price.plan.stages) if stage.pp_rank == pp_rank]
-    return RankState(
-        plan=price.plan,
-        costs=costs,
-        pp_rank=pp_rank,
-        stages={s: placed.jobs(s) for s in mine},
-        weights=price.weights(pp_rank),
-        tied=tied,
+    ranks = (
+        RankState(
+            plan=plan,
+            costs=costs,
+            pp_rank=pp_rank,
+            stages={s: placed.jobs(s) for s in stages_of_rank(plan, pp_rank)},
+            weights=price.weights(pp_rank),
+            tied=tied,
+        )
+        for pp_rank in range(plan.pp)
     )
+    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
 
 
 def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:

@@ -115,6 +115,7 @@ class FunctionCalls:
             torch.autograd.Function.apply = given  # type: ignore[method-assign]
 
     def _call(self, function: AutogradFunction, args: tuple[Any, ...], kwargs: Any) -> Any:
+        # Keywords are bound to places, because an op's arguments are recorded in order.
         if kwargs or _has_setup_context(function):
             bound = inspect.signature(function.forward).bind(*args, **kwargs)
             bound.apply_defaults()
@@ -177,6 +178,7 @@ def _run_forward(call: FunctionCall, tensors: list[Tensor]) -> list[Tensor]:
     given = iter(tensors)
     args = [next(given) if isinstance(arg, Tensor) else arg for arg in call.args]
     context = _Context(call, tuple(isinstance(arg, Tensor) for arg in args))
+    # As Function.apply runs it: a forward's own ops have no gradient, `backward` stands for them.
     with torch.no_grad(), _OwnArguments(call, tensors), _NoDraws(call):
         if _has_setup_context(call.function):
             result = call.function.forward(*args)

@@ -106,6 +106,7 @@ def _sharing_memory(module: nn.Module) -> tuple[str, str] | None:
     for name, tensor in held.values():
         if type(tensor.data) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
             continue
+        # Overlap is by bytes: parts of one flat buffer, side by side, are independent tensors.
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         start = int(tensor.storage_offset()) * tensor.element_size()
         end = start + (reach + 1) * tensor.element_size()

@@ -87,6 +87,7 @@ def rehearse(
             "forward draws random numbers from Python or NumPy, and a captured model would repeat "
             "one draw in every step; draw with torch (torch.rand, torch.where)"
         )
+    # Equal numbers are not enough: a loss may read what an earlier forward kept of its batch.
     is_same = first.number == second.number and not second.reads_old_batch
     _refuse_evolving(before, after_first, _state_of(module), is_same=is_same)
     return found
@@ -302,6 +303,7 @@ class _Numbers(TorchDispatchMode):
         from_batch, from_old = torch.Tag.nondeterministic_seeded in func.tags, False
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
+                # Equal ops on equal numbers have equal results.
                 value = self._value(leaf)
                 parts.append(value.number)
                 from_batch |= value.from_batch

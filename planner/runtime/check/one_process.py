@@ -1,6 +1,6 @@
-"""The one process that `planner verify` compares with: the user's module, trained alone.
+"""The single process that `planner verify` compares with: the user's module, trained alone.
 
-It knows nothing of lowering, schedules or collectives, and of the capture two things: which
+It reads nothing of lowering, schedules or collectives, and of the capture two things: which
 dims of the batch count samples, and whether the model computes across them. It is trained a
 few times side by side: as it is, and with its weights moved by one unit in the last place
 and its samples in another order, which nothing but rounding tells from the first. How far
@@ -130,7 +130,7 @@ class OneProcess:
 
 
 def _backward(loss: Tensor) -> None:
-    """``loss.backward()``, inside which function modes would stand aside.
+    """``loss.backward()``, inside which function modes would not be active.
 
     The user's own autograd functions compute there.
     """

@@ -30,7 +30,7 @@ _WIDE = {
     "complex64": "complex128",
     "complex32": "complex128",
 }
-_WIDE_DTYPES = {getattr(torch, low): getattr(torch, wide) for low, wide in _WIDE.items()}
+_WIDE_DTYPES = {getattr(torch, low): getattr(torch, high) for low, high in _WIDE.items()}
 
 # Position of the dropout probability in the arguments of each op that has one.
 _DROPOUT_ARG = {
@@ -118,7 +118,7 @@ def _with_arg(op: Op, position: int, name: str, value: Arg) -> Op:
     return replace(op, kwargs=tuple((k, value if k == name else v) for k, v in op.kwargs))
 
 
-def wide(tensor: Tensor) -> Tensor:
+def in_fp64(tensor: Tensor) -> Tensor:
     """Return a tensor in fp64 or complex128 if it is of a shorter such type, else itself."""
     return tensor.to(_WIDE_DTYPES.get(tensor.dtype, tensor.dtype))
 
@@ -169,7 +169,7 @@ def promote_module(module: nn.Module, values: nn.Module | None = None) -> None:
             "another, so build the model inside model()"
         )
     for name, tensor in held.items():
-        value = wide(given[name].detach())
+        value = in_fp64(given[name].detach())
         tensor.data = value.clone() if values is not None else value
 
 
@@ -268,7 +268,7 @@ class ReferenceMode(TorchFunctionMode):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._numbers)
         try:
-            return wide(func(*args, **kwargs))
+            return in_fp64(func(*args, **kwargs))
         finally:
             torch.set_default_dtype(before)
 
@@ -283,7 +283,7 @@ def _writes(func: Any) -> bool:
 
 def _promoted(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return wide(value)
+        return in_fp64(value)
     if type(value) in (list, tuple):
         return type(value)(map(_promoted, value))
     return _promoted_dtype(value)

@@ -179,7 +179,7 @@ class _OpenByEvents:
 
 
 def start_recorder(mesh: Mesh) -> Recorder | None:
-    """Return a recorder if the environment asks for timelines."""
+    """Return a recorder if the environment variable for timelines is set."""
     folder = os.environ.get(TIMELINE_DIR)
     return Recorder(Path(folder), mesh) if folder else None
 

@@ -2,8 +2,8 @@
 
 A few steps are trained under the plan, and in one process by the user's unmodified module
 called on the whole batch, from the same weights and data, in fp64 and without dropout,
-whatever the plan's precision. The one process (`planner.runtime.check.one_process`) knows nothing
-of lowering, schedules or collectives. Losses, gradients, updated parameters and buffers are
+whatever the plan's precision. The single process (`planner.runtime.check.one_process`) reads
+nothing of lowering, schedules or collectives. Losses, gradients, updated parameters and buffers are
 compared, each tensor beside its rounding, which is measured and not assumed.
 """
 
@@ -41,9 +41,9 @@ from planner.runtime.check.promote import (
     ReferenceMode,
     drawing_ops,
     has_dropout,
+    in_fp64,
     promote_graph,
     promote_module,
-    wide,
 )
 from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.mesh import build_mesh
@@ -374,7 +374,7 @@ def _shared_batch(source: ModelSource, engine: Engine, step: int) -> Any:
         with torch.device("cpu"):
             batch = source.batch(engine.plan.global_batch)
         leaves, tree = flatten_batch(batch)
-        payload = [unflatten_batch(tree, {path: wide(t) for path, t in leaves.items()})]
+        payload = [unflatten_batch(tree, {path: in_fp64(t) for path, t in leaves.items()})]
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(payload, src=0, group=engine.mesh.control)
     return payload[0]

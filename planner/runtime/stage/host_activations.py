@@ -26,33 +26,35 @@ from planner.schedule.trips import Trip, trips
 
 
 class ActivationsOnHost:
-    """The activations of one rank's microbatches that make a trip. Mutable: those on one.
+    """The activations of one rank's microbatches that are offloaded. Mutable: those that are now.
 
     `current` is the parcel that the forward under way packs into.
     """
 
     def __init__(self, host: Host, row: Sequence[Job], stages: Iterable[int]) -> None:
-        """`stages` are those of the rank that send theirs to the host, `row` its jobs."""
+        """`stages` are those of the rank that offload theirs, `row` its jobs."""
         self.current: Parcel | None = None
         self._host = host
         self._parcels: dict[Trip, Parcel] = {}
         found = trips(row, frozenset(stages))
-        self._trips = {(trip.stage_index, trip.microbatch_index): trip for trip in found}
+        self._offloads = {
+            (offload.stage_index, offload.microbatch_index): offload for offload in found
+        }
         self._at: dict[str, dict[int, list[Trip]]] = {}
         for moment in ("forward", "leaving", "arriving", "backward"):
             self._at[moment] = {}
-            for trip in found:
-                self._at[moment].setdefault(getattr(trip, moment), []).append(trip)
+            for offload in found:
+                self._at[moment].setdefault(getattr(offload, moment), []).append(offload)
 
     def travels(self, job: Job) -> bool:
-        """Whether what this forward saves makes a trip."""
-        return (job.stage_index, job.microbatch_index) in self._trips
+        """Whether what this forward saves is offloaded."""
+        return (job.stage_index, job.microbatch_index) in self._offloads
 
     @contextmanager
     def packing(self, job: Job, held: Iterable[Tensor]) -> Iterator[None]:
         """Take what autograd saves inside; `held` is not to be moved."""
-        trip = self._trips[job.stage_index, job.microbatch_index]
-        parcel = self._parcels[trip] = self.current = Parcel(self._host, str(job))
+        offload = self._offloads[job.stage_index, job.microbatch_index]
+        parcel = self._parcels[offload] = self.current = Parcel(self._host, str(job))
         parcel.hold(held)
         try:
             with saved_tensors_hooks(parcel.pack, parcel.unpack):
@@ -67,17 +69,17 @@ class ActivationsOnHost:
 
     def before(self, position: int) -> None:
         """Do what comes before the job at a position: arrivals, and the next ones' departure."""
-        for trip in self._at["backward"].get(position, ()):
-            self._parcels.pop(trip).arrive()
-        for trip in self._at["arriving"].get(position, ()):
-            self._parcels[trip].fetch()
+        for offload in self._at["backward"].get(position, ()):
+            self._parcels.pop(offload).arrive()
+        for offload in self._at["arriving"].get(position, ()):
+            self._parcels[offload].fetch()
 
     def after(self, position: int) -> None:
         """Do what comes after the job at a position."""
-        for trip in self._at["leaving"].get(position, ()):
-            self._parcels[trip].let_go()
-        for trip in self._at["forward"].get(position, ()):
-            self._parcels[trip].leave()
+        for offload in self._at["leaving"].get(position, ()):
+            self._parcels[offload].let_go()
+        for offload in self._at["forward"].get(position, ()):
+            self._parcels[offload].leave()
 
 
 class _Load:
@@ -103,7 +105,13 @@ class Saved:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    """Steps in elements of `dtype`."""
     offset: int
+    """First element in the storage, in elements of `dtype`."""
+    is_conjugate: bool
+    """Reading it conjugates what lies in memory: `x.conj()` copies nothing."""
+    is_negative: bool
+    """Reading it negates what lies in memory, as of the imaginary part of a conjugate."""
 
 
 class Parcel:
@@ -132,8 +140,15 @@ class Parcel:
         if load is None:
             load = self._loads[key] = _Load(_whole_storage(tensor))
         load.uses += 1
-        offset = int(tensor.storage_offset())
-        return Saved(load, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return Saved(
+            load,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def unpack(self, saved: Tensor | Saved) -> Tensor:
         """Give autograd a tensor back."""
@@ -145,7 +160,9 @@ class Parcel:
         load.uses -= 1
         if not load.uses:
             load.on_device = None
-        return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view = flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        view = view.conj() if saved.is_conjugate else view
+        return torch._neg_view(view) if saved.is_negative else view
 
     def leave(self) -> None:
         """Begin to copy everything to the host."""
@@ -187,9 +204,13 @@ class Parcel:
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, flat, in its dtype."""
+    """All of a tensor's storage as it lies in memory, flat, in its dtype."""
+    tensor = tensor.detach()
+    # Both take back what is only marked: other tensors of the storage may be without the mark.
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
+    return tensor.as_strided((count,), (1,), 0)
 
 
 class Incoming:

@@ -6,7 +6,7 @@ that generator. Ops that run on replicas are not disturbed.
 
 Dropout is made of an operator of ours that draws, which a compiler takes as it is, and plain
 arithmetic. Attention keeps its fused kernel, whose numbers come from the default generator,
-set aside for it; as a compiler can't follow that, compiled attention with dropout is the
+forked for it; as a compiler can't follow that, compiled attention with dropout is the
 plain formula.
 """
 
@@ -118,12 +118,14 @@ def _native_dropout(
     if not train:
         return x, torch.ones_like(x, dtype=torch.bool)
     kept = _kept(stream, x, p)
+    # 1 / (1 - p) keeps the expectation; with p = 1 nothing is left to scale.
     return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
 
 
 def _feature_dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
     if not train:
         return x
+    # One number for each channel of a sample, stretched over its positions.
     by_channel = x.new_empty(x.shape[:2] + (1,) * (x.dim() - 2))
     kept = _kept(stream, by_channel, p)
     return x * kept * (1 / (1 - p) if p < 1 else 0.0)
@@ -133,6 +135,7 @@ def _alpha_dropout(stream: int, x: Tensor, p: float, train: bool) -> Tensor:
     if not train:
         return x
     kept = _kept(stream, x, p)
+    # The affine map that brings mean 0 and variance 1 back (Klambauer et al. 2017, section 2).
     scale = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
     return scale * (torch.where(kept, x, -_ALPHA) + _ALPHA * p)
 

@@ -1,7 +1,7 @@
 """Program → torch.fx.GraphModule: plain ATen calls and our collectives, nothing else.
 
 The module has no state: parameters are arguments, so all blocks of a class share one
-module and whoever holds the parameters (a plain stage, FSDP2) passes what it likes.
+module, and the holder of the parameters (a plain stage, FSDP2) passes them.
 `torch.compile` takes the result as it is.
 """
 
@@ -44,7 +44,7 @@ def to_graph_module(
     `program` is bound (no Affine left). `groups` gives the process group of each mesh axis
     that its ``planner.*`` ops name; None stands for an axis of size one, on which they act
     on the whole tensor. With a `weight_queue`, products with trained weights add their
-    weight gradients to the sums themselves, and can put them aside in it. With a `keeper`, the
+    weight gradients to the sums themselves, and can defer them in it. With a `keeper`, the
     results of all ops but those named in `made_again` can be kept where a block is recomputed.
     Raises LayoutError for an op of ours that does not exist or an axis without a group.
     """

@@ -1,7 +1,7 @@
 """Activation recomputation of a block: keep little, and run it again in the backward.
 
 A call of a block runs twice. In the first run autograd saves no tensor, only a number for
-each that it would have saved; when the backward asks for one, the second run makes them
+each that it would have saved; when the backward needs one, the second run makes them
 all. Ops that are *kept* (`KeptOp`, none under "full") run in the first run only: what
 autograd saves of their own making is saved as ever, what they were given is made again,
 and the second run reads their results where it needs them.

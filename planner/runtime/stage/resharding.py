@@ -96,7 +96,7 @@ def _follow(x: Tensor, steps: tuple[ReshardStep, ...], groups: Groups) -> Tensor
 def _transfer(
     x: Tensor | None, way: Reshard, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Send this rank's parts to whoever needs them and put together what it needs."""
+    """Send this rank's parts to the ranks that need them, and put together what it needs."""
     rank = dist.get_rank()
     own = way.departure.box(way.shape, rank) if x is not None else ()
     received: list[tuple[Box, Tensor]] = []

@@ -43,7 +43,7 @@ class BlockModule(nn.Module):
     passes (a shared parameter, a buffer, a constant); `written` are the positions of buffers
     that the program reads and writes. `recomputed` makes a run one that
     keeps little; `away` takes activations to the host, and no parameters.
-    `params_are_dtensors` is set by whoever makes them so.
+    `params_are_dtensors` is set by the code that makes them so (`planner.runtime.state.zero`).
     """
 
     def __init__(

@@ -11,8 +11,8 @@ in Python costs more than that). Hooks on a weight are for gradients that autogr
 they are not called for those.
 
 *Later*: a table with I and W jobs gains nothing if I computes both gradients. There the
-backward makes the input gradient only and puts (activation, output gradient) aside; W
-multiplies them.
+backward makes the input gradient only and keeps (activation, output gradient); W multiplies
+them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def _give(tensor: Tensor, grad: Tensor) -> None:
 
 def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: bool) -> Tensor | None:
     """Add a weight's gradient to the sum so far and return None, or return it if there is none."""
-    left, right = (grad, x) if transposed else (x, grad)
+    # The gradient by a factor of a product is the other factor's conjugate: of y = x @ w, x^H @ dy.
+    # (Autograd's convention for complex tensors; `conj` of a real one is the tensor itself.)
+    left, right = (grad, x.conj()) if transposed else (x.conj(), grad)
     if weight.is_leaf and weight.grad is not None:
         weight.grad.addmm_(left.t(), right)
         return None
@@ -72,9 +74,9 @@ def _weight_gradient(weight: Tensor, x: Tensor, grad: Tensor, *, transposed: boo
 
 
 class WeightQueue:
-    """Weight gradients put aside, by stage and microbatch. Mutable.
+    """Deferred weight gradients, by stage and microbatch. Mutable.
 
-    Products put theirs aside only inside `collecting`; elsewhere their backward makes them.
+    Products defer theirs only inside `collecting`; elsewhere their backward makes them.
     """
 
     def __init__(self) -> None:
@@ -83,7 +85,7 @@ class WeightQueue:
 
     @contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
-        """Let products made (or made again) inside put their weight gradients aside."""
+        """Let products that run (or are recomputed) inside defer their weight gradients."""
         self.current = self._pending.setdefault(place, [])
         try:
             yield
@@ -96,7 +98,7 @@ class WeightQueue:
 
     @torch.no_grad()
     def flush(self, place: Place) -> None:
-        """Make the weight gradients put aside at a place, and forget what they needed."""
+        """Make the deferred weight gradients of a place, and forget what they needed."""
         pending = self._pending.pop(place, [])
         while pending:
             pending.pop().accumulate()
@@ -140,7 +142,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _input_gradient(grad: Tensor, weight: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    return torch.mm(grad, weight if transposed else weight.t()).view(x.shape)
+    factor = weight.conj()
+    return torch.mm(grad, factor if transposed else factor.t()).view(x.shape)
 
 
 class _Product(torch.autograd.Function):
@@ -174,7 +177,7 @@ class _Product(torch.autograd.Function):
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """The product whose backward makes the input gradient and puts the rest aside."""
+    """The product whose backward makes the input gradient and defers the rest."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Keep gloo's socket threads from holding a core that has work to do.
 
 Gloo reads its sockets in a thread per group. When a message has come for which no buffer is
-posted yet, that thread asks the system for it again and again. On a rank with one core it
+posted yet, that thread polls the system for it. On a rank with one core it
 so uses up its time slice, milliseconds, before the thread runs that would post the buffer.
 Behind all other threads it waits for nobody in vain: between two ranks on two cores an
 all-reduce of 1 KiB took 0.4 ms instead of 1.8 on average (of 1 MiB: 0.9 instead of 3.0),

@@ -7,7 +7,7 @@ Process groups are made for
     "data", several axes together           ranks that hold the same parameters, over which
                                             gradients are summed and ZeRO shards
 
-and by whoever needs others, through `Mesh.open_group`. Every rank takes part in making every
+and, through `Mesh.open_group`, by modules that need others. Every rank takes part in making every
 group, in one order: groups that only their members make are named by how many groups a
 process has, which is not equal on ranks of different meshes.
 """

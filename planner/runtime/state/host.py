@@ -89,7 +89,7 @@ class Host:
         return self.recorder.span(kind, name, on_host=on_host)
 
     def down(self, pairs: Pairs, name: str) -> Ticket:
-        """Begin copies from the device; whoever calls keeps their sources alive and unchanged
+        """Begin copies from the device; the caller keeps their sources alive and unchanged
         until the device was held for them.
         """
         return self._begin(pairs, "down", name)

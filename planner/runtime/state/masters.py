@@ -21,7 +21,9 @@ from planner.plan import Precision
 
 def rest_dtype(meta: TensorMeta, precision: Precision) -> torch.dtype:
     """Return the dtype in which a tensor is kept: fp32 for a bf16 parameter that trains."""
-    if precision == "bf16" and meta.kind == "param" and meta.requires_grad:
+    # (A complex parameter is not cast: bfloat16 has no complex form.)
+    is_short = precision == "bf16" and meta.dtype == "bfloat16"
+    if is_short and meta.kind == "param" and meta.requires_grad:
         return torch.float32
     return getattr(torch, meta.dtype)
 
@@ -41,6 +43,7 @@ class MasterParams:
                 continue
             master = self._named[fqn] = nn.Parameter(values[fqn])
             self._pairs.append((param, master))
+            # In the backward itself: the bf16 gradient is freed before the next one is made.
             param.register_post_accumulate_grad_hook(partial(hand_over, master))
 
     def named_params(self) -> dict[str, nn.Parameter]:

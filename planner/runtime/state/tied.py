@@ -23,6 +23,7 @@ from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.layout.reshard import box_transfers
 from planner.plan import Plan
+from planner.plan.replication import Replication
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.host_optimizer import HostMasters
@@ -117,10 +118,11 @@ def _box(
         first = start + mesh.number(rank, axis) * length
         box[placement.dim] = (first, first + length)
     data = members("data")
-    if plan.zero_stage and mesh.size(*data) > 1:
+    replicas = Replication(replicas=mesh.size(*data), zero_stage=plan.zero_stage)
+    if replicas.is_sharded:
         # As torch.chunk cuts: the last may be short or empty.
         start, stop = box[0]
-        length = -(-(stop - start) // mesh.size(*data))
+        length = -(-(stop - start) // replicas.shards)
         first = min(stop, start + mesh.number(rank, *data) * length)
         box[0] = (first, min(stop, first + length))
     return tuple(box)
@@ -151,10 +153,14 @@ def _add_across(totals: list[Tensor], ways: list[list[dict[int, Box]]]) -> list[
                     jobs.append(dist.P2POp(dist.irecv, part, way.src_rank))
                     terms.append((way.box, part))
         sums.append((mine[here], terms))
+    # All at once: NCCL runs what a communicator is given in order, and a send that waits for its
+    # receive would hold up the receive behind it.
     for work in dist.batch_isend_irecv(jobs) if jobs else []:
         work.wait()
     result = []
     for total, (held, terms) in zip(totals, sums, strict=True):
+        # In the order of the pp ranks, on every rank: another order rounds otherwise, and copies
+        # that differ in the last bit drift apart.
         summed = torch.zeros_like(total)
         for box, term in terms:
             summed[slices(box, held)] += term

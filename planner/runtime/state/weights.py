@@ -92,6 +92,7 @@ def synced_tensors(
             for meta in bucket
         ]
         if dist.get_world_size() > 1:
+            # One message for many tensors: a broadcast each would cost a latency each.
             flat = torch.cat([t.reshape(-1) for t in tensors])
             dist.broadcast(flat, src=0)
             tensors = [

@@ -79,6 +79,8 @@ def shard_stage(
         CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
     )
     policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    # Blocks first: a parameter belongs to the innermost unit around it, so the unit of the stage
+    # gets only what several blocks share.
     for block in stage.blocks:
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
@@ -94,6 +96,7 @@ def shard_stage(
 def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None:
     """Tell FSDP2 what to do in the backward that comes; `is_last` is the stage's last one."""
     assert isinstance(stage, FSDPModule)
+    # Without sync FSDP2 accumulates the gathered gradient: whole, as ZeRO 1 keeps it.
     stage.set_requires_gradient_sync(zero_stage > 1 or is_last)
     stage.set_reshard_after_backward(zero_stage == 3 or is_last)
     stage.set_is_last_backward(is_last)

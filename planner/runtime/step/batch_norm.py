@@ -34,6 +34,7 @@ class Moments:
     def merge(self, other: Moments) -> Moments:
         """Return the moments of both sets of values together."""
         count = self.count + other.count
+        # n_b / n; the squares around both means differ by (mean_b - mean_a)^2 n_a n_b / n.
         share = other.count / count.clamp(min=1)
         apart = other.mean - self.mean
         return Moments(

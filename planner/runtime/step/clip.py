@@ -28,7 +28,7 @@ def clip_gradients(
     alike: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, float]]] = defaultdict(list)
     for param, share in shares:
         if param.grad is not None and param.grad.numel():
-            grad = _local(param.grad)
+            grad = _real(_local(param.grad))
             alike[grad.device, grad.dtype].append((grad, share))
     for (_, dtype), members in alike.items():
         counted = [(grad, share) for grad, share in members if share and grad.numel()]
@@ -38,6 +38,7 @@ def clip_gradients(
             weights = torch.tensor([share for _, share in counted], dtype=torch.float64)
             together = torch.stack(norms).double().square() @ weights.to(norms[0].device)
             squares += together.to(mesh.device)
+    # Over all ranks of the plan, stages too: shares count an element once wherever its copies are.
     if dist.get_world_size() > 1:
         dist.all_reduce(squares)
     norm = squares.sqrt()
@@ -50,6 +51,11 @@ def clip_gradients(
 
 def _local(grad: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def _real(grad: Tensor) -> Tensor:
+    """The gradient as real numbers: |z|^2 is the sum of the squares of both parts of z."""
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:

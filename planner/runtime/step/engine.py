@@ -22,6 +22,7 @@ from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.replication import Replication
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -95,8 +96,10 @@ class Engine:
         self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
         self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
         self.schedule = schedule_of(plan)
+        own_stages = self.schedule.stages_of(mesh.rank("pp"))
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
-        self._zero_stage = plan.zero_stage if mesh.size("data") > 1 else 0
+        is_sharded = Replication.of(plan, own_stages[0]).is_sharded
+        self._zero_stage = plan.zero_stage if is_sharded else 0
         # FSDP2 reduces a gradient when its block's backward ends; one made later would be lost.
         self._weight_queue = None if self._zero_stage else WeightQueue()
         self._keeper = Keeper()
@@ -237,12 +240,14 @@ class Engine:
         """
         if self._untouched is not None:
             self._untouched.check()
+        # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
         self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
         with self._drawn():
             losses = self._executor.train(feed)
+        # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         with self._recorded("REDUCE"):
             if self._statistics is not None:

@@ -93,12 +93,12 @@ class Executor:
         away: ActivationsOnHost | None = None,
         lookahead: int,
     ) -> None:
-        """`weight_queue` is where the stages' programs put weight gradients aside; without
+        """`weight_queue` is where the stages' programs defer weight gradients; without
         one (ZeRO) an I job makes them all and a W job has nothing left to do. `lookahead` is how
         many jobs ahead receives are posted (`Plan.receive_ahead`).
 
         A backward whose input gradient leaves the rank sends it before weight gradients that
-        were put aside are made, so that the rank before waits less for it. In all but the last
+        were deferred are made, so that the rank before waits less for it. In all but the last
         those are the stage's first block's: enough to hide a message, and when that block's
         turn comes the activations of the others are gone, so it takes no memory. In the last,
         which the rank before has nothing left to do but to wait for, they are the whole stage's.
@@ -146,7 +146,7 @@ class Executor:
         home = self.schedule.stage_to_pp_rank
         return (
             job.kind is JobKind.FULL_BACKWARD
-            # (What is made again lives for a block; put aside, it would live for the stage.)
+            # (What is recomputed lives for a block; deferred, it would live for the stage.)
             and not self._stages[job.stage_index].is_recomputed
             and any(
                 home[self._edges[message.edge].producer] != self._pp_rank
@@ -173,6 +173,7 @@ class Executor:
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
         self._post.open(with_grads=with_grads, split=feed.split)
+        # Receives are posted early, so that a message travels while earlier jobs compute.
         for position in islice(ahead, self._lookahead):
             self._post.expect(self._taken[position])
         for position in order:
@@ -211,6 +212,8 @@ class Executor:
         leaves: list[tuple[Edge, Tensor | Incoming]] = []
         arrived = []
         for edge in wiring.incoming:
+            # A stage's graph begins here: autograd can't walk across ranks, and stages of one rank
+            # run their backwards as jobs of their own.
             tensor = self._get(Message(edge.index, m, False)).detach()
             if edge.requires_grad and torch.is_grad_enabled():
                 leaf, tensor = self._enter(job, tensor)
@@ -234,6 +237,7 @@ class Executor:
             # A copy: some losses lie in as much memory as what they are the mean of.
             losses[m] = outputs[-1].detach().clone()
         if torch.is_grad_enabled():
+            # Edges into the graph, not outputs: their memory is free once they are sent.
             roots = tuple(get_gradient_edge(o) if o.requires_grad else None for o in outputs)
             loss = roots[-1] if wiring.has_loss else None
             sent = roots[:-1] if wiring.has_loss else roots
@@ -255,6 +259,7 @@ class Executor:
         for edge, index in zip(wiring.outgoing, wiring.output_of, strict=True):
             if edge.requires_grad:
                 grad = self._get(Message(edge.index, m, True))
+                # A tensor that several later stages read: its gradient is the sum of theirs.
                 total = grads[index]
                 grads[index] = grad if total is None else total + grad
         pairs = [
@@ -279,6 +284,7 @@ class Executor:
     def _send_gradients(self, live: Live, microbatch: int) -> None:
         for edge, leaf in live.leaves:
             grad = leaf.grad
+            # The rank before waits for a message, though this forward did not use its input.
             if grad is None:
                 grad = torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf.zeros()
             self._post.put(Message(edge.index, microbatch, True), grad)
@@ -344,7 +350,7 @@ class Executor:
         return None if puts_all_aside or self._queue is None else self._queue.stop
 
     def _collecting(self, job: Job) -> AbstractContextManager[None]:
-        """Weight gradients are put aside where a W job makes them, or the job's own end."""
+        """Weight gradients are deferred where a W job makes them, or the job's own end."""
         place = job.stage_index, job.microbatch_index
         if (
             (place in self._split or place in self._sends_first)

@@ -3,7 +3,7 @@
 Ranks with the same samples hold replicas of one computation and must draw the same dropout masks
 (ops on shards take streams of their own from there); other ranks work on other samples or other
 layers. The stream is the engine's own: the script's generator, which it
-may use to choose equal batches on every rank, is put aside during a step.
+may use to choose equal batches on every rank, is saved before a step and restored after it.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ class GradBuckets:
         self._under_way: list[dist.Work] = []
         bucket: list[nn.Parameter] = []
         for param in reversed([p for p in params if p.requires_grad]):
-            kin = bucket and bucket[0].dtype == param.dtype
+            is_same_dtype = bucket and bucket[0].dtype == param.dtype
             size = sum(p.numel() * p.element_size() for p in (*bucket, param))
-            if bucket and (not kin or size > BUCKET_BYTES):
+            if bucket and (not is_same_dtype or size > BUCKET_BYTES):
                 self._flats.append(_flat_grads(bucket))
                 bucket = []
             bucket.append(param)
@@ -43,6 +43,7 @@ class GradBuckets:
     def start(self) -> None:
         """Begin summing over the group; the gradients must be complete."""
         for flat in self._flats:
+            # Sums, not means: each part's loss carries its weight (`loss_weights`).
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             self._under_way.append(work)
 
@@ -95,6 +96,7 @@ class TiedCopies:
             for param in params:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
+                # In place: it may be a view of a bucket.
                 _local(param.grad).copy_(total)
 
 

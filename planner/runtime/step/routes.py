@@ -2,7 +2,7 @@
 
 Between meshes of one shape every rank sends what it holds to the rank at its own place of
 the other pp rank. Between meshes of different shapes each rank receives exactly the part
-it needs, from whoever holds pieces of it; every element once.
+it needs, from the ranks that hold pieces of it; every element once.
 """
 
 from __future__ import annotations

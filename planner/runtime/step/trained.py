@@ -36,7 +36,7 @@ Owner = StageModule | MasterParams | HostMasters
 class TrainedParams:
     """A rank's trained parameters by stage. Mutable: gradients, and sums under way.
 
-    `owners` has, for each of the rank's stages, whoever names what is trained of it.
+    `owners` has, for each of the rank's stages, the object that names what is trained of it.
     `sharded` says that FSDP2 holds them, and sums their gradients itself.
     """
 
@@ -131,6 +131,7 @@ class TrainedParams:
                 copies = replicas
                 for axis in split_axes():
                     is_piece = isinstance(self._placements[name][axis.name], Shard)
+                    # Whole on the axis: each of its ranks has the same gradient.
                     copies *= 1 if is_piece else self._mesh.size(axis.name)
                 yield param, is_first_copy / copies
 

@@ -79,7 +79,7 @@ def block_placements(
 ) -> BlockPlacements:
     """Return the placements of a block's inputs, params and outputs.
 
-    `stage` is the one that holds the block: who knows it spares the search for it.
+    `stage` is the stage that holds the block; it is looked up where it is not given.
     """
     block = graph.blocks[block_index]
     stage = stage_of(plan, block_index) if stage is None else stage

@@ -27,7 +27,7 @@ def dualpipe_v(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
 
     In the steady phase a forward of one chunk is next to a backward of the other, so while
     one waits for its collectives the other computes. W is split off only where its time is
-    needed: in the fill of the up-going chunk, and in the drain.
+    needed: in the fill of the upward chunk, and in the drain.
     """
     table = []
     total = max(num_microbatches, 2 * pp)  # what the fill needs; see VRow on the surplus

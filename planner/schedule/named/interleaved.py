@@ -42,7 +42,7 @@ def _warmup(pp: int, vpp: int, num_microbatches: int) -> list[int]:
     """Return how many forwards each rank runs before its first pair of F and B.
 
     The first group has to go through all chunks but the last, and each rank before the last
-    needs two more for every hop to it and back (arXiv 2104.04473, section 2.2).
+    needs two more for every transfer to it and back (arXiv 2104.04473, section 2.2).
     """
     largest = group_sizes(pp, num_microbatches)[0]
     return [

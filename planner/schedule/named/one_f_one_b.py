@@ -43,7 +43,7 @@ def _limit_eager(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
 def eager_1f1b(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the Eager-1F1B table (arXiv 2211.05322): 2(pp - rank) - 1 forwards first.
 
-    Each hop between ranks gets a whole job of slack in either direction, so a transfer no
+    Each transfer between ranks gets a whole job of slack in either direction, so one no
     longer than a job costs nothing in the steady phase, paid for with activation memory.
     """
     return _pairs_after_warmup(_limit_eager(pp, vpp, num_microbatches), num_microbatches)

@@ -25,7 +25,7 @@ def _limit(pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
 def zb_v(pp: int, vpp: int, num_microbatches: int) -> list[list[Job]]:
     """Return the ZB-V table; every rank holds 2 * pp half-size stages, as rank 0 of 1F1B does.
 
-    The phases of rank r, chunk 0 going down the V and chunk 1 coming up:
+    The phases of rank r, chunk 0 down the V and chunk 1 up:
 
     - fill: 2(pp-r)-1 forwards until the first microbatch is back at r on its way up, then
       both chunks in turn while the ranks after r turn round;

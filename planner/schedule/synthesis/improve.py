@@ -60,6 +60,8 @@ def improve_schedule(
             if changed_play.stuck:
                 continue
             cost = _cost(changed_play)
+            # Simulated annealing: a worse table is taken within a temperature that falls to 0, so
+            # the search crosses ridges early and only descends late.
             worst = _TEMPERATURE * best_cost[0] * (num_left / max_evaluations) * rng.random()
             if cost < current_cost or cost[0] <= current_cost[0] + worst:
                 current, play, current_cost, moved = changed, changed_play, cost, True
@@ -116,6 +118,7 @@ def _critical_path(schedule: Schedule, play: Playback) -> list[tuple[int, int]]:
     position = len(ends[rank]) - 1
     path = [(rank, position)]
     while play.start_s[rank][position] > 0:
+        # (Equal to the bit: a job's start is the very number that its cause ended at.)
         if position and ends[rank][position - 1] == play.start_s[rank][position]:
             position -= 1
         else:  # its start was set by what came from another rank

@@ -2,7 +2,7 @@
 
 Microbatches are alike, so jobs of one kind on one stage run in microbatch order without
 loss: give the k-th such job of any table to microbatch k and every input is still there in
-time. The state is therefore three counters a stage: how many F, G (B or I) and W have begun.
+time. The state is therefore three counters a stage: how many F, G (B or I) and W have started.
 
 Two things a plain list scheduler lacks:
 
@@ -75,7 +75,7 @@ class ListScheduler:
         self._stages_of = [
             [s for s, rank in enumerate(stage_to_pp_rank) if rank == r] for r in range(num_ranks)
         ]
-        # Jobs begun of each stage, and when the inputs of all known ones arrive.
+        # Jobs started of each stage, and when the inputs of all known ones arrive.
         self._forwards = [0] * self._num_stages
         self._gradients = [0] * self._num_stages
         self._weights = [0] * self._num_stages
@@ -114,11 +114,14 @@ class ListScheduler:
                 best = (urgency, kind, stage)
         gap_end = inf
         if best is not None:
+            # A more urgent job that arrives before `reach` would have to wait for this one to end:
+            # idle until then, or fill the gap with a W.
             reach = now + self._rule.patience * self._seconds(best[1], best[2])
             gap_end = min((at for u, at in coming if u < best[0] and at < reach), default=inf)
             if gap_end == inf:
                 return best[1:]
         elif coming:
+            # Nothing can run yet; the next arrival ends the gap.
             gap_end = min(at for _, at in coming)
         return self._weight_that_fits(rank, now, gap_end)
 
@@ -171,18 +174,21 @@ class ListScheduler:
         free = self._limit_bytes[rank] - self._held_bytes[rank] - self._live_bytes[stage]
         if free < -1e-9 * self._limit_bytes[rank]:
             return False
+        # (With one stage, no microbatch on the rank waits for memory of the rank.)
         if len(stages) == 1:
             return True
         most = sum(self._live_bytes[s] for s in stages)
-        begun = {s: self._forwards[s] + (s == stage) for s in stages}
+        started = {s: self._forwards[s] + (s == stage) for s in stages}
         ended = self._weights if self._rule.split_backward else self._gradients
-        for microbatch in range(min(ended[s] for s in stages), max(begun.values())):
+        for microbatch in range(min(ended[s] for s in stages), max(started.values())):
+            # Room for a whole microbatch: this and all younger ones can pass one after the other.
             if free >= most:
                 return True
-            missing = sum(self._live_bytes[s] for s in stages if begun[s] <= microbatch)
+            missing = sum(self._live_bytes[s] for s in stages if started[s] <= microbatch)
             if missing > free + 1e-9 * most:
                 return False
-            free += sum(self._live_bytes[s] for s in stages if ended[s] <= microbatch < begun[s])
+            # It gets through to its end, and frees what it holds on all of the rank's stages.
+            free += sum(self._live_bytes[s] for s in stages if ended[s] <= microbatch < started[s])
         return True
 
     def _start(self, kind: str, stage: int, rank: int, now: float) -> None:
@@ -196,6 +202,7 @@ class ListScheduler:
         else:
             counter, seconds = self._weights, self._weight_s[stage]
             job_kind = JobKind.BACKWARD_WEIGHT
+        # After I a microbatch's activations stay: W multiplies them by the output gradients.
         if kind == "W" or job_kind is JobKind.FULL_BACKWARD:
             self._held_bytes[rank] -= self._live_bytes[stage]
         self.rows[rank].append(

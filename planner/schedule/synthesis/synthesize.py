@@ -1,10 +1,10 @@
 """Make a job table for stages as they are: uneven, with transfers, under a memory limit.
 
 Fixed tables are made for equal stages. Here a set of greedy rules (`list_scheduler`) and the
-fixed tables that fit are played with the real times, and the best are improved along their
+fixed tables that fit are simulated with the real times, and the best are improved along their
 critical path (`improve`). The result is never slower than a fixed table of the same
 placement and memory, and comes with a lower bound on what any table could reach.
-`tests/referees/schedules.py` solves small cases exactly and is the referee of this one.
+`tests/referees/schedules.py` solves small cases exactly, as reference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MANY_JOBS = 4_000
 """Above this many jobs the rules are cut to the few that win most often."""
 
 _MOST_JOB_PLAYS = 1_200_000
-"""Jobs played in all while improving: a second or two."""
+"""Jobs simulated in all while improving: a second or two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def synthesize_schedule(
     """Return the fastest table found for the pipeline; deterministic.
 
     `split_backward` says whether backwards are I and W jobs (True), B jobs (False), or
-    whichever is faster (None). `max_evaluations` bounds the playings spent on improving;
+    whichever is faster (None). `max_evaluations` bounds the simulations spent on improving;
     large tables get fewer.
     """
     num_jobs = 3 * len(pipeline.stage_to_pp_rank) * pipeline.num_microbatches
@@ -173,6 +173,8 @@ def lower_bound_s(pipeline: Pipeline, *, split_backward: bool = True) -> float:
         start = min(fill[s] for s in stages)
         before_drain = m * sum(times.forward_s[s] + gradient[s] for s in stages)
         all_work = before_drain + m * sum(weight_s[s] for s in stages)
+        # The rank's last gradient passes the stages before it; then stage 0 still has its W to run.
+        # A rank that holds stage 0 itself (last = 0) counts that W in all_work.
         last = min(drain[s] for s in stages)
         bounds.append(start + max(all_work, before_drain + last + last_weight_s * (last > 0)))
     return max(bounds)
@@ -236,6 +238,7 @@ def _limits(pipeline: Pipeline, *, few: bool) -> list[tuple[float, ...]]:
             times.forward_s[stage] + times.backward_input_s[stage] + times.backward_weight_s[stage]
         )
     slowest = max(work)
+    # A tighter limit changes the order only where memory would let a rank run far ahead.
     if few or slowest <= 0:
         return limits
     delay = times.boundary_s(placed)
@@ -243,11 +246,11 @@ def _limits(pipeline: Pipeline, *, few: bool) -> list[tuple[float, ...]]:
         tighter = []
         for rank in range(pp):
             first = placed.index(rank)
-            trip = sum(
+            round_s = sum(
                 times.forward_s[s] + times.backward_input_s[s] + times.backward_weight_s[s]
                 for s in range(first, len(placed))
             ) + 2 * sum(delay[first + 1 :])
-            count = ceil(trip / slowest - 1e-9) + extra
+            count = ceil(round_s / slowest - 1e-9) + extra
             least_bytes = pipeline.bytes_of_one(rank)
             tighter.append(max(least_bytes, min(pipeline.limit_bytes[rank], count * least_bytes)))
         if tuple(tighter) not in limits:

@@ -1,0 +1,1 @@
+"""Ops entry by entry or along a dim, and ops that make tensors; their time is that of memory."""

@@ -1,0 +1,87 @@
+"""Embedding: by token, by hidden dim, or with the vocabulary divided among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from planner.layout.placement import OpSharding, Shard
+from planner.ops.call import Call, LocalForm, P, Placed, R
+from planner.ops.flops import Work, arriving_bytes, made_bytes
+from planner.ops.kernel import KernelCall, Saved, saves_inputs
+from planner.ops.letters import by_letters
+from planner.ops.record import OpFamily, ShardRule, aten, register
+
+
+def embedding_by_vocabulary(call: Call) -> Iterator[OpSharding]:
+    """Each rank has a range of rows and makes a term of the sum."""
+    if not _depends_on_the_batch(call):
+        yield OpSharding(inputs=(Shard(0), R), outputs=(P,))
+
+
+def embedding(call: Call) -> Iterator[OpSharding]:
+    """Weight [vocabulary, hidden], indices […], output […, hidden]."""
+    if not _depends_on_the_batch(call):
+        indices = list(range(len(call.inputs[1])))
+        yield from by_letters([[None, "h"], indices], [[*indices, "h"]])
+
+
+def _depends_on_the_batch(call: Call) -> bool:
+    """Whether gradients are scaled by how often a row is used, or sparse."""
+    return bool(call.arg(3, "scale_grad_by_freq", False) or call.arg(4, "sparse", False))
+
+
+def embedding_on_shard(placed: Placed) -> LocalForm:
+    """With the vocabulary divided, a rank looks up its own rows and has zeros elsewhere."""
+    if placed.sharding.inputs[0] != Shard(0):
+        return LocalForm((placed.op,))
+    padding = placed.call.arg(2, "padding_idx", -1)
+    return placed.with_args(
+        *placed.op.args[:2], padding, placed.axis, target="planner.vocab_embedding"
+    )
+
+
+def vocab_embedding(call: Call) -> Iterator[OpSharding]:
+    """A range of rows [rows, hidden], indices […]: by token; the range is on another axis."""
+    tokens = list(range(len(call.inputs[1])))
+    yield from by_letters([[None, None], tokens], [[*tokens, None]])
+
+
+def _gathered_bytes(call: Call) -> float:
+    """Reads the rows it gathers and their numbers, not the table."""
+    return arriving_bytes(call) + call.num_bytes(call.op.inputs[1])
+
+
+def _backward(call: Call, forward: Work) -> Work:
+    """Adds the gradient of each row to a table of zeros."""
+    arriving = arriving_bytes(call)
+    return Work(flop=arriving, read_bytes=arriving, write_bytes=made_bytes(call) + arriving)
+
+
+def _local_rows(call: KernelCall) -> Saved:
+    """Indices counted from this rank's first row (int64) and which of them lie elsewhere."""
+    return Saved(extra_bytes=9 * call.numel(call.op.inputs[1]))
+
+
+register(
+    OpFamily(
+        name="embedding",
+        targets=aten("embedding"),
+        shard=(
+            ShardRule(embedding_by_vocabulary, contiguous=True, together=True),
+            ShardRule(embedding),
+        ),
+        local_form=embedding_on_shard,
+        worth_moving=True,
+        backward=_backward,
+        reads=_gathered_bytes,
+        saved=saves_inputs(1),
+    )
+)
+register(
+    OpFamily(
+        name="embedding with a shard of the vocabulary",
+        targets=("planner.vocab_embedding",),
+        shard=(ShardRule(vocab_embedding),),
+        saved=_local_rows,
+    )
+)

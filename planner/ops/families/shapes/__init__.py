@@ -1,0 +1,1 @@
+"""The same entries in other places: views first, then parts and indexing."""

@@ -1,0 +1,51 @@
+"""What a stalled run prints: each rank's job, once, and for whom all others wait."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from planner.runtime.check.watchdog import STALL_S, Status, Watchdog
+
+
+class Executor:
+    def __init__(self, status: Status) -> None:
+        self.now = status
+
+    def status(self) -> Status:
+        return self.now
+
+
+def note(store, rank: int, *, waits: bool, text: str, age_s: float = 0.0) -> None:
+    prefixed = dist.PrefixStore("planner-watchdog", store)
+    prefixed.set(str(rank), f"{time.time() - age_s:.0f} {waits:d} {text}")
+
+
+def test_it_names_the_rank_that_all_others_wait_for(capfd):
+    store = dist.HashStore()
+    executor = Executor(Status(3, True, "job 0F1"))
+    dog = Watchdog(executor.status, store, rank=0, world_size=4)
+    note(store, 0, waits=True, text="job 0F1 waits for 1B0")
+    note(store, 1, waits=False, text="job 1B0")
+    note(store, 2, waits=True, text="job 2F1", age_s=100)
+    dog._tell(3)
+    dog._tell(3)  # another rank found it too
+    printed = capfd.readouterr().err
+    assert printed.count("nothing has moved") == 1
+    assert "rank 2: job 2F1 (silent for 100 s)" in printed
+    assert "rank 3: not heard of yet" in printed
+    assert "all others wait, in the end, for rank 1 (job 1B0)" in printed
+
+
+def test_a_job_that_moves_is_no_stall_and_one_that_does_not_is(capfd, monkeypatch):
+    monkeypatch.setenv(STALL_S, "0.08")
+    executor = Executor(Status(1, True, "job 0F0"))
+    dog = Watchdog(executor.status, dist.HashStore(), rank=0, world_size=2)
+    dog.start()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and "job 0F0" not in capfd.readouterr().err:
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
+    dog.stop()
+    assert not dog.is_alive()

@@ -1,0 +1,76 @@
+"""Copies of a parameter on several stages: which part of its gradient each rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import LayoutError
+from planner.graph import TensorMeta
+from planner.layout.layout import ProcessMesh
+from planner.layout.placement import Replicate, Shard
+from planner.layout.placements import WHOLE as WHOLE_MODEL
+from planner.plan.defaults import default_plan
+from planner.runtime.state.tied import _box, tied_copies
+from tests.runtime.alone import mesh_of
+from tests.runtime.scenarios import capture
+
+WEIGHT = TensorMeta(name="w", shape=(10, 4), dtype="float32", kind="param", requires_grad=True)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return capture("tied-gpt")
+
+
+def boxes(graph, placement, *, zero_stage: int, dp: int = 2, tp: int = 2) -> list:
+    weight = replace(WEIGHT, name=next(m.name for m in graph.params if m.fqn == "token.weight"))
+    plan = default_plan(graph).model_copy(update={"zero_stage": zero_stage})
+    mesh = ProcessMesh(axes=("dp", "cp", "tp"), shape=(dp, 1, tp), ranks=tuple(range(dp * tp)))
+    placements = WHOLE_MODEL.on("tp", placement)
+    return [_box(graph, plan, weight, placements, mesh, rank) for rank in mesh.ranks]
+
+
+def test_tp_cuts_coarse_and_zero_cuts_each_piece_as_chunk_does(graph):
+    whole, left, right = ((0, 10), (0, 4)), ((0, 10), (0, 2)), ((0, 10), (2, 4))
+    assert boxes(graph, Replicate(), zero_stage=0) == [whole] * 4
+    assert boxes(graph, Shard(1), zero_stage=0) == [left, right] * 2
+    rows = [box[0] for box in boxes(graph, Shard(0), zero_stage=1)]
+    assert rows == [(0, 3), (5, 8), (3, 5), (8, 10)]  # chunks of 3 and 2 of five rows
+    alone = boxes(graph, Shard(1), zero_stage=3, dp=1)
+    assert alone == [left, right]  # one replica has nothing to shard over
+
+
+def test_segments_cannot_be_matched_with_another_mesh(graph):
+    with pytest.raises(LayoutError, match="give both stages the same tp"):
+        boxes(graph, Shard(0, 5), zero_stage=0, tp=1)
+
+
+def test_copies_on_one_rank_have_the_sum_of_their_gradients(graph):
+    plan = default_plan(graph)
+    half = len(graph.blocks) // 2
+    stages = tuple(
+        plan.stages[0].model_copy(update={"first_block": a, "last_block": b})
+        for a, b in ((0, half - 1), (half, len(graph.blocks) - 1))
+    )
+    plan = plan.model_copy(update={"stages": stages, "vpp": 2})
+
+    class Owner:
+        def __init__(self) -> None:
+            self.params = {"token.weight": nn.Parameter(torch.zeros(3))}
+
+        def named_params(self):
+            return self.params
+
+    owners = {0: Owner(), 1: Owner()}
+    (tied,) = tied_copies(graph, plan, mesh_of(plan), owners)
+    first, second = (owner.params["token.weight"] for owner in owners.values())
+    first.grad = torch.ones(3)
+    tied.sum()
+    assert torch.equal(first.grad, second.grad)
+    second.grad.add_(1)
+    tied.sum()
+    assert torch.equal(first.grad, torch.full((3,), 3.0))

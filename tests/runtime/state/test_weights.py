@@ -1,0 +1,59 @@
+"""Pieces of a user's weights: cut by axis, by segment, and read from the module by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from planner.errors import LayoutError, ModelError
+from planner.graph import TensorMeta
+from planner.layout.placement import Replicate, Shard
+from planner.layout.placements import WHOLE as WHOLE_MODEL
+from planner.runtime.state import weights
+from planner.runtime.state.weights import local_piece, module_tensor, own_piece
+from tests.runtime.alone import Parts
+
+WHOLE = torch.arange(24.0).view(8, 3)
+
+
+def test_a_rank_has_its_piece_of_each_segment():
+    """Query, key and value in one weight: a rank has some heads of each."""
+    plain = local_piece(WHOLE, Shard(0), "tp", 2, 1, "w")
+    assert torch.equal(plain, WHOLE[4:])
+    segments = local_piece(WHOLE, Shard(0, 2), "tp", 2, 1, "w")
+    assert torch.equal(segments, torch.cat([WHOLE[2:4], WHOLE[6:8]]))
+    with pytest.raises(LayoutError, match="tp=3 does not divide dim 0 of w"):
+        local_piece(WHOLE, Shard(0), "tp", 3, 0, "w")
+
+
+def test_a_piece_is_a_copy_of_its_own():
+    mesh = Parts({"tp": 2}, {"tp": 1})
+    piece = own_piece(WHOLE, WHOLE_MODEL.on("tp", Shard(0)), mesh, "w")
+    assert torch.equal(piece, WHOLE[4:])
+    assert piece.untyped_storage().nbytes() == piece.nbytes  # not the memory of the whole
+    whole = own_piece(WHOLE, WHOLE_MODEL.on("tp", Replicate()), mesh, "w")
+    assert whole.data_ptr() != WHOLE.data_ptr()
+
+
+def meta(name: str, *, kind="param", shape=(2,), dtype="float32", **fields) -> TensorMeta:
+    return TensorMeta(name=name, shape=shape, dtype=dtype, kind=kind, fqn=name, **fields)
+
+
+def test_tensors_are_found_by_name_or_by_value():
+    module = nn.Linear(2, 2)
+    assert torch.equal(module_tensor(module, meta("weight")), module.weight)
+    assert not module_tensor(module, meta("weight")).requires_grad
+    made = meta("c", kind="constant", shape=(2, 1), data=(1.0, 2.0))
+    assert torch.equal(module_tensor(module, made), torch.tensor([[1.0], [2.0]]))
+    with pytest.raises(ModelError, match="the model has no param 'head'"):
+        module_tensor(module, meta("head"))
+    with pytest.raises(ModelError, match="on the meta device and has no values"):
+        module_tensor(module.to("meta"), meta("weight"))
+
+
+def test_messages_are_of_one_dtype_and_a_size(monkeypatch):
+    monkeypatch.setattr(weights, "BROADCAST_BYTES", 16)
+    metas = [meta("a"), meta("b"), meta("n", dtype="int64", kind="buffer"), meta("c")]
+    found = [[m.name for m in bucket] for bucket in weights._buckets(metas, "model")]
+    assert found == [["a", "b"], ["c"], ["n"]]

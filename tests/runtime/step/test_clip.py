@@ -1,0 +1,48 @@
+"""Clipping on one rank is `torch.nn.utils.clip_grad_norm_`, whatever dtypes the model has."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.runtime.step.clip import clip_gradients
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return SimpleNamespace(device=torch.device("cpu"))
+
+
+def params_with_gradients() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    params = [
+        nn.Parameter(torch.zeros(3, dtype=dtype))
+        for dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    ]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return [*params, nn.Parameter(torch.zeros(2))]  # no gradient reaches the last
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_all_gradients_are_scaled_by_their_joint_norm(mesh, max_norm):
+    ours, theirs = params_with_gradients(), params_with_gradients()
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    norm = clip_gradients([(param, 1.0) for param in ours], max_norm, mesh)
+    torch.testing.assert_close(norm, expected.double(), rtol=1e-6, atol=0)
+    for param, other in zip(ours[:-1], theirs[:-1], strict=True):
+        torch.testing.assert_close(param.grad, other.grad)
+    assert ours[-1].grad is None
+
+
+def test_an_element_that_several_ranks_hold_counts_by_its_share(mesh):
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([6.0, 8.0])
+    norm = clip_gradients([(param, 0.25)], 2.5, mesh)  # four replicas, of which this is one
+    assert norm.item() == pytest.approx(5.0)
+    torch.testing.assert_close(param.grad, torch.tensor([3.0, 4.0]))

@@ -1,0 +1,41 @@
+"""What the loss of each part counts for: they sum to one over all parts of all replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from planner.errors import ModelError
+from planner.plan.defaults import default_plan
+from planner.runtime.step.feed import cut_batch
+from planner.runtime.step.loss_weights import LossWeights
+from tests.builders import gpt_batch
+from tests.captures import capture_tiny
+from tests.runtime.alone import Parts
+
+
+def weights_of(number: int, *, count=None, has_loss: bool = True, samples: int = 7):
+    graph = capture_tiny("gpt")
+    plan = default_plan(graph, dp=2, microbatch_size=2, num_microbatches=2)
+    cut = cut_batch(gpt_batch(samples), graph, plan)
+    mesh = Parts({"batch": 2}, {"batch": number})
+    weights = LossWeights(mesh, dtype=torch.float64, has_loss=has_loss, count=count)
+    return [w.item() for w in weights.of(cut)]
+
+
+def test_samples_count_alike_however_unevenly_they_are_cut():
+    both = [weights_of(number) for number in range(2)]
+    assert sorted(w for own in both for w in own) == pytest.approx([1 / 7, 2 / 7, 2 / 7, 2 / 7])
+    assert weights_of(0, has_loss=False) == []
+
+
+def test_what_the_user_counts():
+    ids = iter(range(100))
+
+    def count(part) -> float:
+        return float(next(ids) % 4)  # 0, 1, 2, 3 for the parts of both replicas, in order
+
+    assert weights_of(1, count=count) == pytest.approx([2 / 6, 3 / 6])
+    for bad in (0.0, -1.0, float("nan")):
+        with pytest.raises(ModelError, match="must not be negative, nor all zero"):
+            weights_of(0, count=lambda part, bad=bad: bad)

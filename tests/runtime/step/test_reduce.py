@@ -1,0 +1,46 @@
+"""Gradients in flat buckets, and copies of one parameter with one gradient."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from planner.runtime.step import reduce
+from planner.runtime.step.reduce import GradBuckets, TiedCopies
+
+
+def test_gradients_accumulate_in_buckets_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(reduce, "BUCKET_BYTES", 24)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    params = [
+        nn.Parameter(torch.ones(4)),
+        nn.Parameter(torch.ones(2)),
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(2, dtype=torch.float64)),
+        nn.Parameter(torch.ones(2), requires_grad=False),
+    ]
+    buckets = GradBuckets(params, dist.group.WORLD)
+    # Last parameters first: their gradients are ready first. 3 + 2 floats fit, 4 more do not.
+    assert [(flat.numel(), flat.dtype) for flat in buckets._flats] == [
+        (2, torch.float64),
+        (5, torch.float32),
+        (4, torch.float32),
+    ]
+    (params[0].sum() + 2 * params[2].sum()).backward()
+    assert torch.equal(buckets._flats[1], torch.tensor([2.0, 2.0, 2.0, 0.0, 0.0]))
+    buckets.start()
+    buckets.finish()
+    assert torch.equal(params[0].grad, torch.ones(4))
+    buckets.zero()
+    assert not params[0].grad.any()
+    assert params[4].grad is None
+
+
+def test_every_copy_gets_the_sum_over_all_ranks():
+    here, there = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    here.grad = torch.tensor([1.0, 2.0])
+    tied = TiedCopies([[here, there]], lambda totals: [10 + total for total in totals])
+    tied.sum()
+    assert torch.equal(here.grad, torch.tensor([11.0, 12.0]))
+    assert torch.equal(there.grad, here.grad)  # it had none of its own

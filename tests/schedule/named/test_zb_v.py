@@ -1,0 +1,30 @@
+"""ZB-V: both chunks of a V, also of fewer microbatches than its fill is written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.schedule.in_flight import in_flight
+from planner.schedule.jobs import JobKind, Schedule
+from planner.schedule.named.zb_v import zb_v
+from planner.schedule.placements import fold_placement
+from planner.schedule.validate import validate_schedule
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+def test_every_job_once_and_no_more_in_flight_than_stated(pp, num_microbatches):
+    rows = zb_v(pp, 2, num_microbatches)
+    schedule = Schedule(
+        name="table",
+        stage_to_pp_rank=fold_placement(pp, 2),
+        num_microbatches=num_microbatches,
+        jobs=tuple(map(tuple, rows)),
+    )
+    validate_schedule(schedule)
+    assert max(in_flight(schedule)) == min(2 * num_microbatches, 2 * pp)
+
+
+def test_all_backwards_are_split():
+    kinds = {job.kind for row in zb_v(2, 2, 4) for job in row}
+    assert JobKind.FULL_BACKWARD not in kinds
