@@ -37,7 +37,6 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.topology import check_priced
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
@@ -141,7 +140,7 @@ def estimate(
     priced for, this project's own where not given. `costs` keeps prices of block classes between
     calls, on the profile and for the runtime it was made with (`cost_cache` where not given), and
     says whether gradients are clipped. Raises ScheduleError when the
-    plan's schedule can't be built, LayoutError for a mesh axis that is not priced.
+    plan's schedule can't be built.
     """
     costs = costs or cost_cache(graph, profile, plan.world_size, execution=execution)
     price, timeline, time = _timed(plan, costs)
@@ -165,7 +164,6 @@ def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
 
 def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
     """The prices of a plan, when its jobs run, and its step in parts."""
-    check_priced(plan.degrees)
     price = price_plan(plan, costs)
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, costs.profile, table)

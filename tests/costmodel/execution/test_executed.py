@@ -126,9 +126,9 @@ def test_eight_bits_multiply_faster_in_layers_alone(h100: Profile) -> None:
         h100, costs.profile.rates, num_nodes=1, execution=core, product_dtype="float8_e4m3fn"
     )
     eight = type(costs)(GRAPH, narrow)
-    layer, head = (costs.block(i, 1, 1).forward_s for i in (1, 2))
-    assert eight.block(1, 1, 1).forward_s < 0.8 * layer
-    assert eight.block(2, 1, 1).forward_s == head
+    layer, head = (costs.block(i, 1).forward_s for i in (1, 2))
+    assert eight.block(1, 1).forward_s < 0.8 * layer
+    assert eight.block(2, 1).forward_s == head
 
 
 def test_a_measured_profile_has_no_rates(h100: Profile) -> None:
