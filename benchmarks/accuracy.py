@@ -22,6 +22,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,6 +198,17 @@ def estimated_errors(cases: list[Case]) -> tuple[list[Case], np.ndarray]:
     return kept, np.array(errors)
 
 
+def closed_memory_bytes(case: Case) -> float:
+    """Return the live tensors of a case by the closed forms."""
+    return estimate_run_memory(case.run).total
+
+
+def estimated_memory_bytes(case: Case) -> float:
+    """Return the live tensors of a case's fullest rank, walked job by job."""
+    found = RowPrices().estimate(case.run, case.profile, case.rates)
+    return max(float(parts.tensor_bytes) for parts in found.memory)
+
+
 def fit_table(cases: list[Case]) -> dict[str, int]:
     """Return how many runs that ran, and that crashed, are said to fit and not to."""
     prices, counts = RowPrices(), defaultdict(int)
@@ -214,10 +226,12 @@ def report(
     cases: list[Case],
     held_out: dict[str, np.ndarray] | None = None,
     errors: np.ndarray | None = None,
+    memory_bytes: Callable[[Case], float] | None = None,
 ) -> list[dict]:
     """Return one line of figures per source, then for single and multi-node rows, and all.
 
-    `errors` are those of the cases, of the closed forms where not given.
+    `errors` are those of the cases and `memory_bytes` their live tensors, of the closed forms
+    where not given.
 
     `held_out` are errors of the same cases under rates that were not fitted to them, by name.
     """
@@ -234,7 +248,7 @@ def report(
         e = errors[mask]
         tau, regret, median_regret = rankings(chosen, e)
         memory = [
-            estimate_run_memory(c.run).total / GIB / c.measured_gib - 1
+            (memory_bytes or closed_memory_bytes)(c) / GIB / c.measured_gib - 1
             for c in chosen
             if c.measured_gib
         ]
@@ -350,7 +364,7 @@ def main() -> int:
     cases = [case for case in cases if case.ran]
     if options.estimate:
         cases, errors = estimated_errors(cases)
-        lines = report(cases, errors=errors)
+        lines = report(cases, errors=errors, memory_bytes=estimated_memory_bytes)
     else:
         lines = report(cases, held_out(cases) if options.held_out else None)
     if options.json:

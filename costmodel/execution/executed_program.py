@@ -25,6 +25,7 @@ from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Op, Program
 from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.families.products.attention import RING
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES
@@ -220,9 +221,6 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seco
     work, _ = op_works(op, local.tensor)
     vendor = profile.execution.vendor_attention
     flop = work.flop
-    if op.target == "planner.causal_attention":
-        # Ranks take positions from both ends, so that each has half of its scores to compute.
-        flop /= 2
     return Seconds(
         forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
         backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor) * profile.waited,
@@ -362,6 +360,14 @@ def _exposed(
     sums = 0
     size = 1
     for op in local.ops:
+        if op.target == RING:
+            num_bytes = cp * _bytes(local, op.inputs[1:3])
+            group = axes["cp"].group
+            ring_s += profile.collective_seconds("all_gather", num_bytes, group).seconds
+            # The backward sees the keys and values of all ranks again, and sends gradients.
+            back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
+            ring_back_s += ring_s + back
+            continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
                 there_s += sum(inner_seconds(op, local.tensor, profile, axes))
@@ -370,11 +376,6 @@ def _exposed(
             # Gradients of parameters that all ranks have are summed once a step, with the others.
             continue
         forward, backward = redistribute_seconds(op, local.tensor, profile, axes)
-        if op.args[1] == "cp" and local.tensor[op.inputs[0]].shape:
-            ring_s += forward
-            # The backward sees the keys and values of all ranks again, and sends gradients.
-            ring_back_s += forward + backward
-            continue
         there_s += forward
         back_s += backward
         count += forward > 0

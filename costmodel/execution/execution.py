@@ -45,6 +45,12 @@ class Execution:
     """Ops that the host issues for a layer's forward; a backward has twice as many."""
     head_kernels: int
     """Ops that it issues for the output matrix and the loss."""
+    copies_update: bool
+    """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
+    else it goes over flat buffers in place."""
+    rings_attention: bool
+    """With cp, keys and values go round a ring and no mask is made; else each rank gathers them and
+    gives its attention an explicit mask."""
     gradient_bytes: int
     """Memory of an accumulated gradient's element."""
     accumulate_bytes: int

@@ -135,3 +135,31 @@ def test_a_measured_profile_has_no_rates(h100: Profile) -> None:
     measured = Profile(h100.file.model_copy(update={"source": "measured"}))
     with pytest.raises(PlannerError, match="use a shipped profile, or ours-eager"):
         cost_cache(GRAPH, measured, 8, execution=find_execution("nanotron"))
+
+
+def test_keys_and_values_of_a_ring_are_never_whole(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    plan = plan_of(dp=1, cp=4)
+    found = [
+        estimate(GRAPH, h100, plan, execution=replace(core, rings_attention=rings))
+        for rings in (True, False)
+    ]
+    assert found[0].peak_bytes < found[1].peak_bytes
+    layer = cost_cache(GRAPH, h100, 8, execution=core).local(
+        1, 1, plan.degrees, tuple(own for own in plan.layouts if own.class_index == 1)
+    )
+    (ring,) = (op for op in layer.ops if op.target == "planner.ring_attention")
+    assert layer.tensor[ring.inputs[1]].shape == (1, 8, 1024, 128)
+    whole = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1).forward_flop
+    shared = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1, plan.degrees, plan.layouts[1:2])
+    assert shared.forward_flop == pytest.approx(whole / 4, rel=1e-3)
+
+
+def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    plan = plan_of(dp=1, tp=8, num_microbatches=1)
+    peaks = [
+        estimate(GRAPH, h100, plan, execution=replace(core, copies_update=copies)).peak_bytes
+        for copies in (True, False)
+    ]
+    assert peaks[0] > peaks[1]
