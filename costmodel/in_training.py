@@ -31,7 +31,6 @@ class TrainingProfile(Profile):
         super().__init__(profile.file, profile.ops, profile.collectives)
         self._alone = profile
         self.rates = rates
-        self.num_nodes = num_nodes
         self.waited = 1.0 + rates.node_spread * log2(num_nodes)
         self._op_answers: dict[OpQuery, Lookup] = {}
         self._collective_answers: dict[tuple[str, float, Group], Lookup] = {}

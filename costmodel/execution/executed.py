@@ -6,7 +6,6 @@ the middle of a step; the `Execution` says which kernels there are and what they
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil, log2
 
@@ -95,14 +94,3 @@ def executed(profile: Profile, execution: Execution, num_devices: int) -> Profil
 @lru_cache(maxsize=64)
 def _executed(profile: Profile, execution: Execution, num_nodes: int) -> Profile:
     return ExecutedProfile(profile, load_rates(profile), num_nodes=num_nodes, execution=execution)
-
-
-def with_rates(profile: ExecutedProfile, rates: DeviceRates) -> ExecutedProfile:
-    """Return the profile with other rates."""
-    return ExecutedProfile(
-        profile._alone,
-        rates,
-        num_nodes=profile.num_nodes,
-        execution=replace(profile.execution),
-        product_dtype=profile.product_dtype,
-    )

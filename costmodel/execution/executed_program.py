@@ -1,52 +1,40 @@
-"""Seconds of a block's ops as a runtime executes them, from the rates of its device.
+"""What a block takes as a runtime executes it: kernels, collectives that show, and the host.
 
-    forward  = products + attention + passes over memory         (device)
-    host     = what issuing the kernels adds where the device does not keep it busy
-
-An op that multiplies is a kernel of its own; ops that only move bytes are fused as the execution
-says (`costmodel.table.fusion`), and a kernel reads what comes from outside of it and writes what is
-used outside. A backward reads the gradients that arrive and what the forward saved, and writes
-gradients; where a tensor has several users, their gradients are added.
+forward  = products + attention + passes over memory         (device, `executed_kernels`)
+host     = what issuing the kernels adds where the device does not keep it busy
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import (
+    LOSSES,
+    UNFUSED_SOFTMAX,
+    Seconds,
+    bytes_of,
+    forked_bytes,
+    is_product,
+    kernel_seconds,
+    kernels_of,
+    products_of_head,
+)
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import SavedTensors
-from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
 from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
-from planner.graph import Op, Program
+from planner.graph import Program
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.families.products.attention import RING
-from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
-from planner.units import DTYPE_BYTES
-from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
-
-LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "cross_entropy_sum")
-LOSS_KERNELS = 5
-"""Launches of a loss, forward and as many backward."""
+from profiles.lookup.families import ATTENTION
 
 HOST_SHARPNESS = 4
 """How sharply a phase turns from waiting for the device to waiting for the host: where both are
 as slow, it takes 2 ** (1/4) times as long as either."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seconds:
-    """Device seconds of a kernel, and how many launches it is."""
-
-    forward_s: float
-    backward_s: float
-    kernels: int = 1
 
 
 def executed_times(
@@ -55,7 +43,7 @@ def executed_times(
     *,
     axes: Mapping[str, Axis],
     saved: SavedTensors,
-    remade: frozenset[str],
+    recomputed: frozenset[str],
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`."""
     execution, rates = profile.execution, profile.rates
@@ -63,33 +51,33 @@ def executed_times(
     forward_flop = backward_flop = 0.0
     kernels = unfused = 0
     # Flash attention computes its scores again in any case.
-    is_whole = all(op.name in remade for op in local.ops if op.target != REDISTRIBUTE)
+    is_whole = all(op.name in recomputed for op in local.ops if op.target != REDISTRIBUTE)
     is_flash = execution.flash_attention
     in_head = products_of_head(local)
     attention = Seconds(forward_s=0.0, backward_s=0.0)
-    for ops in _kernels(local, execution):
-        seconds = _seconds(ops, local, profile, saved, in_head)
+    for ops in kernels_of(local, execution):
+        seconds = kernel_seconds(ops, local, profile, saved, in_head)
         forward_s += seconds.forward_s
         backward_s += seconds.backward_s
         kernels += seconds.kernels
         unfused += seconds.kernels - 1 if seconds.kernels == UNFUSED_SOFTMAX.kernels else 0
         first = ops[0]
-        if first.name in remade and not (is_flash and not is_whole):
+        if first.name in recomputed and not (is_flash and not is_whole):
             recomputed_s += seconds.forward_s
         if family_of(first.target).arithmetic == ATTENTION:
             attention = seconds
-        if _is_product(first):
+        if is_product(first):
             weight_s += seconds.backward_s / 2
     for op in local.ops:
         if op.target != REDISTRIBUTE:
             work, back = op_works(op, local.tensor)
             forward_flop += work.flop
             backward_flop += back.flop
-    backward_s += profile.pass_seconds(_forked_bytes(local), 0)
+    backward_s += profile.pass_seconds(forked_bytes(local), 0)
     comm = _exposed(local, profile, axes, forward_s, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
-    if remade and not is_whole and execution.selective_skips_layers:
+    if recomputed and not is_whole and execution.selective_skips_layers:
         recomputed_s = forward_s / 2
     forward_host = issued * (rates.host_op_s + wait)
     forward_wait_s = _waited(execution, forward_s + comm.forward_s, forward_host)
@@ -127,213 +115,9 @@ def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
     """Return how many ops the host issues: an `Execution` counts those of a layer and of a head."""
     if any(packet_of(op.target) in LOSSES for op in local.ops):
         return execution.head_kernels
-    if any(_is_product(op) for op in local.ops):
+    if any(is_product(op) for op in local.ops):
         return execution.forward_kernels
     return kernels
-
-
-def _kernels(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
-    """Return the ops of each kernel, views left out where they stand alone."""
-    groups: tuple[tuple[Op, ...], ...] = ()
-    if execution.kernels == "fused":
-        groups = fused_groups(local)
-    elif execution.kernels == "modules":
-        groups = module_groups(local)
-    groups = tuple(ops for ops in groups if not any(packet_of(op.target) in LOSSES for op in ops))
-    inside = {op.name for ops in groups for op in ops}
-    alone = [(op,) for op in local.ops if op.name not in inside and op.target != REDISTRIBUTE]
-    return [*groups, *alone]
-
-
-def _is_product(op: Op) -> bool:
-    return family_of(op.target).arithmetic == MATMUL
-
-
-def products_of_head(local: Program) -> frozenset[str]:
-    """Return the products whose results a loss takes, through views and casts."""
-    wanted = {op.inputs[0] for op in local.ops if packet_of(op.target) in LOSSES}
-    found = set()
-    for op in reversed(local.ops):
-        if wanted.intersection(op.outputs):
-            if _is_product(op):
-                found.add(op.name)
-            else:
-                wanted.update(op.inputs[:1])
-    return frozenset(found)
-
-
-def _seconds(
-    ops: tuple[Op, ...],
-    local: Program,
-    profile: ExecutedProfile,
-    saved: SavedTensors,
-    in_head: frozenset[str],
-) -> Seconds:
-    op = ops[0]
-    if len(ops) == 1:
-        arithmetic = family_of(op.target).arithmetic
-        if arithmetic == MATMUL:
-            return _product_seconds(op, local, profile, is_head=op.name in in_head)
-        if arithmetic == ATTENTION:
-            return _attention_seconds(op, local, profile)
-        if packet_of(op.target) in LOSSES:
-            logits = _numel(local, op.inputs[0])
-            each = profile.execution.loss_pass_bytes * logits / 2
-            once = profile.pass_seconds(each, LOSS_KERNELS)
-            return Seconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
-    return _pass_seconds(ops, local, profile, saved)
-
-
-def _product_seconds(op: Op, local: Program, profile: ExecutedProfile, *, is_head: bool) -> Seconds:
-    tensor, rates = local.tensor, profile.rates
-    shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
-    batch, m, n, k = matmul_sizes(shapes, op.target)
-    of_weights = any(tensor[name].kind == "param" for name in op.inputs)
-    dtype = tensor[op.outputs[0]].dtype
-    if of_weights and not is_head and dtype in ("bfloat16", "float16"):
-        dtype = profile.product_dtype
-    if dtype not in rates.peak_flop_per_s:
-        dtype = "bfloat16"
-    # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
-    aligned = n % 8 == 0 or not is_head
-    forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned)
-    backward_s = 0.0
-    factors = op.inputs[family_of(op.target).first_factor :][:2]
-    needing = set(needing_gradient(op, tensor))
-    if factors[0] in needing:
-        backward_s += rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
-    if factors[1] in needing:
-        rows, columns = (n, k) if of_weights else (k, n)
-        backward_s += rates.matmul_seconds(
-            rows, columns, m, batch=batch, dtype=dtype, aligned=aligned
-        )
-    casts = 0.0
-    if dtype.startswith(("float8", "float4")):
-        # Operands are read in 16 bits and written in 8, as they are and transposed.
-        casts = profile.rates.pass_seconds(4.0 * batch * m * k, 0)
-    return Seconds(
-        forward_s=(forward_s + casts) * profile.waited,
-        backward_s=(backward_s + casts) * profile.waited,
-    )
-
-
-def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
-    work, _ = op_works(op, local.tensor)
-    vendor = profile.execution.vendor_attention
-    flop = work.flop
-    return Seconds(
-        forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
-        backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor) * profile.waited,
-    )
-
-
-ADDITIONS = ("add", "sub", "neg", "to", "expand", "sum")
-"""Ops whose gradient is that of their output, or its sum: nothing of the forward is read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _UnfusedSoftmax:
-    """Scale, mask, a cast to fp32, softmax and a cast back, a kernel each."""
-
-    forward_bytes: int = 24
-    backward_bytes: int = 26
-    kernels: int = 7
-
-
-UNFUSED_SOFTMAX = _UnfusedSoftmax()
-
-
-def _softmax_is_fused(shape: tuple[int, ...]) -> bool:
-    """Whether Megatron's fused causal softmax takes scores (batch, heads, queries, keys).
-
-    Its thread blocks hold four rows, so it takes batch * local heads divisible by 4, and at
-    most 2048 keys (megatron/fused_kernels/scaled_upper_triang_masked_softmax, 2021).
-    """
-    batch, heads, _, keys = shape
-    return batch * heads % 4 == 0 and 16 < keys <= 2048
-
-
-def _unfused_softmax_seconds(scores: int, profile: ExecutedProfile) -> Seconds:
-    parts = UNFUSED_SOFTMAX
-    return Seconds(
-        forward_s=profile.pass_seconds(parts.forward_bytes * scores, parts.kernels),
-        backward_s=profile.pass_seconds(parts.backward_bytes * scores, parts.kernels),
-        kernels=parts.kernels,
-    )
-
-
-def _pass_seconds(
-    ops: tuple[Op, ...], local: Program, profile: ExecutedProfile, saved: SavedTensors
-) -> Seconds:
-    """A kernel that moves bytes, and the kernel of its backward."""
-    tensor = local.tensor
-    if all(op_works(op, tensor)[0].num_bytes == 0 for op in ops):
-        back = sum(_joined_bytes(op, local) for op in ops)
-        return Seconds(
-            forward_s=0.0,
-            backward_s=profile.pass_seconds(profile.execution.pointwise_factor * back, 0),
-            kernels=0,
-        )
-    for op in ops:
-        shape = tensor[op.outputs[0]].shape_at(1)
-        if packet_of(op.target) == "softmax" and len(shape) == 4 and not _softmax_is_fused(shape):
-            return _unfused_softmax_seconds(prod(shape), profile)
-    made = {name for op in ops for name in op.outputs}
-    inside = {op.name for op in ops}
-    others = {n for op in local.ops if op.name not in inside for n in op.inputs}
-    read = dict.fromkeys(n for op in ops for n in op.inputs if n not in made)
-    written = [n for n in made if n in others or n in local.outputs]
-    if len(ops) == 1 and family_of(ops[0].target).reads is not None:
-        work = op_works(ops[0], tensor)[0]
-        forward_bytes = work.num_bytes
-    else:
-        forward_bytes = _bytes(local, read) + _bytes(local, written)
-    backward_bytes = 0.0
-    differentiable = [n for n in read if tensor[n].requires_grad]
-    if differentiable and any(tensor[n].requires_grad for n in written):
-        alone = len(ops) == 1 and packet_of(ops[0].target) in ADDITIONS
-        if not alone:
-            kept = {n for op in ops for n in saved.saved[op.name].tensors}
-            needed = [n for n in (*read, *written) if n in kept and len(tensor[n].shape) > 1]
-            backward_bytes = (
-                _bytes(local, [n for n in written if tensor[n].requires_grad])
-                + _bytes(local, needed)
-                + _bytes(local, [n for n in differentiable if tensor[n].kind != "param"])
-            )
-            backward_bytes += sum(
-                _numel(local, n) * profile.execution.gradient_bytes * 2
-                for n in differentiable
-                if tensor[n].kind == "param" and family_of(ops[0].target).reads is not None
-            )
-    factor = profile.execution.pointwise_factor
-    return Seconds(
-        forward_s=profile.pass_seconds(factor * forward_bytes),
-        backward_s=profile.pass_seconds(factor * backward_bytes) if backward_bytes else 0.0,
-    )
-
-
-def _joined_bytes(op: Op, local: Program) -> float:
-    """Bytes of putting the gradients of parts together: each is read, and written to its place."""
-    if len(op.outputs) == 1 or not local.tensor[op.outputs[0]].requires_grad:
-        return 0.0
-    return 2.0 * _bytes(local, op.outputs)
-
-
-def _forked_bytes(local: Program) -> float:
-    """Bytes of adding up the gradients of tensors with several users that are no views."""
-    users: Counter[str] = Counter()
-    for op in local.ops:
-        if op.target == REDISTRIBUTE:
-            continue
-        for name in dict.fromkeys(op.inputs):
-            meta = local.tensor[name]
-            if meta.requires_grad and meta.kind != "param":
-                users[name] += 1
-    moved = {op.inputs[0] for op in local.ops if op.target == REDISTRIBUTE}
-    for name in moved:
-        if local.tensor[name].requires_grad and local.tensor[name].kind != "param":
-            users[name] += 1
-    return sum(3.0 * (count - 1) * _bytes(local, [name]) for name, count in users.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,7 +145,7 @@ def _exposed(
     size = 1
     for op in local.ops:
         if op.target == RING:
-            num_bytes = cp * _bytes(local, op.inputs[1:3])
+            num_bytes = cp * bytes_of(local, op.inputs[1:3])
             group = axes["cp"].group
             ring_s += profile.collective_seconds("all_gather", num_bytes, group).seconds
             # The backward sees the keys and values of all ranks again, and sends gradients.
@@ -395,12 +179,3 @@ def _exposed(
         skew_s=sums * profile.skew_seconds(size),
         kernels=count,
     )
-
-
-def _numel(local: Program, name: str) -> int:
-    return prod(local.tensor[name].shape_at(1))
-
-
-def _bytes(local: Program, names: Iterable[str]) -> float:
-    metas = (local.tensor[name] for name in names)
-    return float(sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas))

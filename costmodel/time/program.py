@@ -86,7 +86,7 @@ def price_program(
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
-        times = executed_times(local, profile, axes=axes, saved=saved, remade=remade)
+        times = executed_times(local, profile, axes=axes, saved=saved, recomputed=remade)
     else:
         times = _program_times(local, profile, axes, remade, kernels, products)
     forward_peak, backward_peak = peak_bytes(saved, products)

@@ -7,7 +7,7 @@ have whole heads; the two first matrices of a gated feed-forward are one.
 from __future__ import annotations
 
 from planner.graph import Affine
-from planner.templates.huggingface import tape_hidden
+from planner.templates.shared_parts import width_of
 from planner.templates.tape import LAST, STREAM, Tape, Value
 from planner.templates.transformer import Experts, Transformer
 
@@ -93,7 +93,7 @@ def _added(tape: Tape, x: Value, more: Value, model: Transformer, module: str) -
 
 def _norm(tape: Tape, x: Value, model: Transformer, module: str) -> Value:
     tape.module = module
-    width = tape_hidden(x)
+    width = width_of(x)
     weight = tape.param("weight", width)
     is_rms = model.norm == "rms"
     target = "aten.rms_norm.default" if is_rms else "aten.layer_norm.default"
@@ -134,7 +134,7 @@ def _attention(tape: Tape, model: Transformer, x: Value, turned: tuple[Value, ..
 
 def _turned(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
     """Rotary positions: each head's halves are turned against each other."""
-    half = tape_hidden(x) // 2
+    half = width_of(x) // 2
     straight = tape.pointwise("aten.mul.Tensor", x, cos)
     first, second = tape.slice(x, 3, 0, half), tape.slice(x, 3, half, LAST)
     crossed = tape.cat((tape.pointwise("aten.neg.default", second), first))
@@ -144,7 +144,7 @@ def _turned(tape: Tape, x: Value, cos: Value, sin: Value) -> Value:
 
 def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: Value) -> Value:
     """Attention of heads in dim 2, and the product that follows it."""
-    s, width = model.seq_len, tape_hidden(value)
+    s, width = model.seq_len, width_of(value)
     tape.module = "self_attention.core_attention"
     query, key, value = (tape.transpose(each, 1, 2) for each in (query, key, value))
     if model.fused_attention:
@@ -196,7 +196,7 @@ def _attended_by_parts(
         "aten.matmul.default",
         weights,
         value,
-        shapes=((*query.shape[:-1], tape_hidden(value)),),
+        shapes=((*query.shape[:-1], width_of(value)),),
         places=("S(1)",),
     )[0]
 
@@ -258,7 +258,7 @@ def _feed_forward(tape: Tape, model: Transformer, x: Value, width: int, module: 
         tape.module = f"{module}.act"
         made = tape.pointwise("aten.gelu.default", wide)
     tape.module = f"{module}.fc2"
-    return tape.linear(made, tape_hidden(x), split="rows")
+    return tape.linear(made, width_of(x), split="rows")
 
 
 def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Value:
@@ -298,7 +298,7 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
     joined = (2 if model.gated else 1) * width
 
     def product(x: Value, name: str, columns: int) -> Value:
-        weight = tape.param(name, number, tape_hidden(x), columns)
+        weight = tape.param(name, number, width_of(x), columns)
         return tape.call("aten._grouped_mm.default", x, weight, ends, shapes=((copies, columns),))[
             0
         ]
