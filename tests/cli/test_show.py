@@ -85,6 +85,7 @@ def test_estimate_takes_another_runtime(planner, saved):
     fused, eager = planner(*asked, "ours-compiled"), planner(*asked, "ours-eager")
     assert fused.code == eager.code == 0, fused.stderr
     assert fused.stdout != eager.stdout
+    assert planner(*asked, "megatron-core").code == 0
     assert "did you mean 'nanotron'" in planner(*asked, "nanotrn").complaint
 
 
