@@ -132,7 +132,9 @@ def random_machine(rng):
 
 
 @pytest.mark.parametrize(
-    "instances", [2, pytest.param(30, marks=pytest.mark.slow)], ids=["quick", "whole"]
+    "instances",
+    [2, pytest.param(30, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["quick", "whole"],
 )
 def test_the_best_equals_trying_every_mix(instances):
     """Under limits around what the fastest needs; where a mix is best it is found."""
@@ -195,7 +197,9 @@ def gain_of_mixing(graph, machine, request, *, factor: float) -> float | None:
 
 
 @pytest.mark.parametrize(
-    "instances", [3, pytest.param(48, marks=pytest.mark.slow)], ids=["quick", "whole"]
+    "instances",
+    [3, pytest.param(48, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["quick", "whole"],
 )
 def test_virtual_stages_equal_trying_every_mix(instances):
     """With several stages a rank, in a loop or a V; where a mix of ranks is best it is found."""
@@ -219,7 +223,9 @@ def test_virtual_stages_equal_trying_every_mix(instances):
 
 
 @pytest.mark.parametrize(
-    "instances", [2, pytest.param(12, marks=pytest.mark.slow)], ids=["quick", "whole"]
+    "instances",
+    [2, pytest.param(12, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    ids=["quick", "whole"],
 )
 def test_parts_of_sequences_beside_own_meshes_equal_trying_every_mix(instances):
     """cp is one for all stages; dp and tp change places between them."""
