@@ -15,9 +15,13 @@ from commands.common.options import ModelFile, spread
 from commands.common.question import Question, parse_choices, parse_counts
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
+from planner.units import format_seconds
 
 if TYPE_CHECKING:
-    from search import Point
+    from rich.table import Table
+
+    from planner.graph import ModelGraph
+    from search import Point, SearchRequest, SearchResult
 
 
 @spread(Question)
@@ -49,6 +53,10 @@ def search(
     time_limit: Annotated[
         str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
     ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run the best so many for a few steps here; take the fastest."),
+    ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
     ] = True,
@@ -58,6 +66,7 @@ def search(
     from planner.plan import save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
+    from search.measured import check_measurable
 
     request = question.request(
         model,
@@ -66,6 +75,7 @@ def search(
         solver=solver,
         max_gap=gap,
         time_limit_s=parse_seconds(time_limit),
+        num_best=measure or 1,
     )
     check_writable(out, "the plan", (model,))
     check_writable(pareto, "the Pareto set", (model, out))
@@ -75,6 +85,7 @@ def search(
     points: tuple[Point, ...] = ()
     left_out: list[str] = []
     profile, note = profile_named(question.profile)
+    device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))
@@ -94,8 +105,12 @@ def search(
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
         show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
-    save_plan(result.plan, out)
     show_note(note)
+    if device is not None:
+        result, trials = _measured(model, graph, request, result, device)
+        show_results(trials)
+    assert result.plan is not None, "a measured plan is one of those found"
+    save_plan(result.plan, out)
     for message in cut_batch_messages(graph, result.plan):
         show_note(message)
     show_results(*describe_result(result))
@@ -113,3 +128,30 @@ def search(
         pareto.parent.mkdir(parents=True, exist_ok=True)
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
         print(f"wrote {pareto}")
+
+
+def _measured(
+    model: Path, graph: ModelGraph, request: SearchRequest, result: SearchResult, device: str
+) -> tuple[SearchResult, Table]:
+    """Run the best plans on this machine; return the measured best as the answer."""
+    from commands.render.search import describe_trials
+    from planner.runtime.check.trials import WARM_UP_STEPS, TrialSettings, run_trials
+    from search.measured import best_plans, choose_measured
+
+    plans = best_plans(result)
+    settings = TrialSettings(clips_gradients=request.clip_gradients)
+    about_s = settings.about_s([plan.estimate["step_s"] for plan in plans])
+    fewer = "" if len(plans) == request.num_best else "; the search found no more"
+    kind = "CPU" if device == "cpu" else "GPU"
+    ranks = f"{request.num_devices} {kind} rank{'s' * (request.num_devices > 1)}"
+    show_note(
+        f"measuring: {len(plans)} plan{'s' * (len(plans) > 1)} in turns on {ranks} of this "
+        f"machine, {settings.turns} turns each of {WARM_UP_STEPS} + {settings.steps} steps, about "
+        f"{format_seconds(about_s)}{fewer}"
+    )
+    with show_progress("measuring") as progress:
+        trials = run_trials(
+            plans, graph, model, device=device, settings=settings, progress=progress
+        )
+    measured = choose_measured(result, trials, steps_of_turn=settings.steps)
+    return measured, describe_trials(plans, trials)
