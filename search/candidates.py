@@ -13,6 +13,7 @@ from costmodel import CostCache, Estimate, estimate
 from costmodel.in_training import in_training
 from costmodel.memory.bound import NOTHING, OnHost
 from planner.graph import ModelGraph
+from planner.layout.axes import Degrees
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
@@ -46,6 +47,7 @@ class Candidates:
         receive_ahead: jobs that a receive is posted ahead of its use.
         on_host: what plans put on the host.
         cuts: stage boundaries that the request fixes, empty if it does not.
+        given: sizes on axes that a search does not try, as the request gives them.
     """
 
     graph: ModelGraph
@@ -57,6 +59,7 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
+    given: Degrees = field(default_factory=Degrees)
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
@@ -85,6 +88,7 @@ class Candidates:
             receive_ahead=request.receive_ahead,
             on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
+            given=Degrees(**dict(request.axes)),
         )
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
@@ -96,7 +100,11 @@ class Candidates:
     def layouts(self) -> LayoutCandidates:
         """The layouts there are, each with its table."""
         return LayoutCandidates(
-            solver=self.solver, costs=self.costs, precision=self.precision, on_host=self.on_host
+            solver=self.solver,
+            costs=self.costs,
+            precision=self.precision,
+            on_host=self.on_host,
+            given=self.given,
         )
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
@@ -280,7 +288,7 @@ class Candidates:
                 )
                 for stage, choice in enumerate(cut.choices)
             ),
-            layouts=(*table.layouts, *table.cp_layouts),
+            layouts=table.layouts,
         )
 
     @cached_property

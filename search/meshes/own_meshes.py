@@ -225,7 +225,7 @@ class Mix:
         layouts = tuple(
             layout.model_copy(update={"own_sizes": own[member.tp]})
             for member in self.members
-            for layout in (*member.table.layouts, *member.table.cp_layouts)
+            for layout in member.table.layouts
             if (member.tp, layout.class_index) in used
         )
         tps = tuple(self.members[index].tp for index in of_stage)

@@ -233,8 +233,11 @@ def _shapes(
                     for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
+            # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
+            can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
+            is_replicated = degrees.along("data") > 1
             zeros = tuple(
-                request.values("zero", SEARCHED_ZERO if degrees.along("data") > 1 else (0,))
+                request.values("zero", SEARCHED_ZERO if is_replicated and can_shard else (0,))
             )
             if options_of[key] and zeros:
                 yield Shape(

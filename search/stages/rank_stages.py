@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,7 +134,7 @@ class RankStages:
     @property
     def prices(self) -> ReplicaPrices:
         """Prices of exchange and update."""
-        return replica_prices(self.table.costs, self.replication, self.table.tp)
+        return replica_prices(self.table.costs, self.replication, self.table.degrees)
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
         """Return the update of a rank that holds so many bytes in so many tensors, with what it
@@ -185,6 +185,7 @@ class RankStages:
         held_twice = sum(size for _, _, size in table.ties)
         ranks = RankBound(load=StageLoad(), recompute="none", **self.byte_options)
 
+        @cache
         def lines(in_flight: int) -> tuple[Line, ...]:
             found = ranks.lines(in_flight, limit_bytes * (1 + 1e-9))
             return tuple(

@@ -9,7 +9,6 @@ from costmodel.memory.exact.messages import find_traffic
 from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
-from costmodel.memory.exact.steady_row import SteadyRow, steady_row
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import PlanPrice, stages_of_rank
 from costmodel.time.tied import check_copies, tied_stages
@@ -59,7 +58,7 @@ def _fullest(
 ) -> tuple[MemorySample, int]:
     """Return a rank's fullest sample, and the most bytes of activations on its host."""
     plan, stages = rank.plan, rank.stages
-    row, home = SteadyRow(schedule.jobs[rank.pp_rank]), schedule.stage_to_pp_rank.__getitem__
+    row, home = schedule.jobs[rank.pp_rank], schedule.stage_to_pp_rank.__getitem__
     traffic = find_traffic(
         schedule.jobs,
         edges,
@@ -69,18 +68,9 @@ def _fullest(
         keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
         tp=lambda stage: plan.stage_degrees(stage)["tp"],
     )
-    # Which activations wait long enough for an offload is found in the whole row, and other
-    # ranks' rows are whole.
-    if not any(stage.on_host for stage in stages.values()) and not traffic.orders:
-        row = steady_row(row.jobs, ahead=plan.receive_ahead)
-    # Every microbatch's loss stays to the end of the step, also those of the repetitions left out.
-    losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
     worst, on_host = None, 0
-    samples = walk_rank(row.jobs, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
-    for position, sample in enumerate(samples):
+    for sample in walk_rank(row, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic):
         on_host = max(on_host, sample.host_bytes)
-        if losses and position >= row.gap:
-            sample = sample.with_more_saved(losses)
         if worst is None or sample.peak_bytes > worst.peak_bytes:
             worst = sample
     assert worst is not None, "every rank has jobs"

@@ -6,7 +6,7 @@ import pytest
 from costmodel import CostCache
 from costmodel.links import find_links
 from costmodel.side_values import find_side_values
-from costmodel.time.boundary import block_entry_seconds, output_placements, placement_of
+from costmodel.time.boundary import block_entry_seconds, placement_of
 from planner.layout.axes import Degrees
 from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
@@ -43,7 +43,7 @@ def test_a_cut_output_is_gathered_where_it_is_taken_whole(graph):
     second = graph.blocks[1]
     name = next(name for name in second.inputs if graph.producer.get(name) == 0)
     layouts = shard_outputs(graph, graph.blocks[0].class_index)
-    assert placement_of(graph, name, layouts) == Shard(1) == output_placements(graph, layouts)[name]
+    assert placement_of(graph, name, layouts) == Shard(1)
     assert placement_of(graph, name, {}) == Replicate()
     group = Group(ranks_per_node=2)
     options = {"group": group, "microbatch_size": 2}
@@ -77,7 +77,8 @@ def test_a_value_of_no_batch_input_is_made_once():
 
 def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     """Longer runs take longer; full recomputation adds the forward to the backward."""
-    table = StageTable(costs=CostCache(graph, MACHINE), layouts=(), tp=1, microbatch_size=2)
+    costs = CostCache(graph, MACHINE)
+    table = StageTable(costs=costs, layouts=(), degrees=Degrees(), microbatch_size=2)
     stages = table.with_replicas(
         degrees=Degrees(dp=2), zero=3, choices=("none", "full"), num_microbatches=4
     )

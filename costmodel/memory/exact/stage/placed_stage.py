@@ -13,7 +13,9 @@ from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import StageWalk
 from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.time.copies import copy_between
+from costmodel.topology import replica_mesh
 from planner.graph import size_at
+from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
 from planner.plan.replication import gradient_factor
@@ -36,7 +38,7 @@ class PlacedStages:
             self._incoming[edge.consumer].append(edge)
             self._outgoing[edge.producer].append(edge)
         options = (
-            plan.cp,
+            replica_mesh(plan.degrees),
             plan.zero_stage,
             plan.precision,
             plan.optimizer_on_host,
@@ -178,11 +180,17 @@ class PlacedStages:
                 takes, _, makes = block_placements(graph, plan, index, stage_index)
                 found = self._costs.block_bytes(
                     block.class_index,
-                    degrees["tp"],
                     size,
-                    plan.layout(block.class_index, axis="tp", degrees=degrees),
-                    cp=plan.cp,
-                    cp_layout=plan.layout(block.class_index, axis="cp", degrees=degrees),
+                    degrees,
+                    tuple(
+                        layout
+                        for axis in lowered_axes()
+                        if (
+                            layout := plan.layout(
+                                block.class_index, axis=axis.name, degrees=degrees
+                            )
+                        )
+                    ),
                     recompute=recompute,
                     recomputed=recomputed.get(block.class_index),
                 )
@@ -219,7 +227,7 @@ class PlacedStages:
             sent_copies=sent_copies,
             gradient_factor=gradient_factor(plan.precision),
             is_sharded=is_sharded,
-            params_are_dtensors=is_sharded and degrees["tp"] > 1,
+            params_are_dtensors=is_sharded and any(degrees[axis.name] > 1 for axis in split_axes()),
         )
 
 
