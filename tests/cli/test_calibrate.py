@@ -1,8 +1,6 @@
 """`planner compare --calibrate`: a run corrects the profile."""
 
 from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from costmodel import estimate
@@ -48,7 +46,6 @@ def test_a_shipped_profile_becomes_a_copy_that_predicts_better(planner, given):
     again = planner(*given, "--profile", folder, "--calibrate").stdout
     # Predicted over measured was 0.5 in each job; a run that is read twice counts once.
     assert "0.50" not in again
-    assert load_profile(folder).file.calibration == load_profile(Path(folder)).file.calibration
     assert len(load_profile(folder).file.calibration.runs) == 1
 
 
