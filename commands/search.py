@@ -62,7 +62,13 @@ def search(
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
-    from commands.render.search import describe_advice, describe_pareto, describe_result
+    from commands.render.search import (
+        describe_advice,
+        describe_closeness,
+        describe_pareto,
+        describe_result,
+    )
+    from costmodel.uncertainty import step_interval
     from planner.plan import save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
@@ -109,11 +115,17 @@ def search(
     if device is not None:
         result, trials = _measured(model, graph, request, result, device)
         show_results(trials)
-    assert result.plan is not None, "a measured plan is one of those found"
-    save_plan(result.plan, out)
-    for message in cut_batch_messages(graph, result.plan):
+    chosen = result.plan
+    assert chosen is not None, "a measured plan is one of those found"
+    interval = step_interval(graph, profile, chosen)
+    told = {**chosen.estimate, "relative_error": interval.relative}
+    chosen = chosen.model_copy(update={"estimate": told})
+    save_plan(chosen, out)
+    for message in cut_batch_messages(graph, chosen):
         show_note(message)
     show_results(*describe_result(result))
+    if device is None:
+        show_note(describe_closeness(result, interval))
     print(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:
         show_note(

@@ -3,10 +3,11 @@
 A run shows what jobs, the exchange of gradients, the optimizer and whole steps took. Each is a sum
 of what the profile answers, so a factor for each kind of work, a *term*, is found by regression:
 
-    (m_i - p_i) / p_i = sum over t of (c_it / p_i) (f_t - 1) + u_r + e_i
+    m_i = q_i (1 + u_r + e_i)    q_i = p_i + sum over t of c_it (f_t - 1)
     f_t ~ N(1, PRIOR^2)    u_r ~ N(0, DRIFT^2)    e_i ~ N(0, MODEL_ERROR^2 + s_i^2)
 
-    i: an observation, of run r    m_i, p_i: seconds measured, and predicted with all factors 1
+    i: an observation, of run r    m_i, p_i, q_i: seconds measured, predicted with all factors 1,
+    and predicted with the factors
     t: a term    c_it: seconds by which p_i grows when f_t grows by 1    s_i: standard error of m_i
     f_t: its factor    u_r: by how much the machine was slower during run r than it usually is
 
@@ -34,7 +35,7 @@ from profiles.records import (
     StepWork,
 )
 
-PRIOR = 0.3
+PRIOR = 0.5
 """Standard deviation of a factor before any run: how far a profile may be off in a kind of work."""
 
 DRIFT = 0.05
@@ -98,24 +99,24 @@ def calibrate(runs: Sequence[CalibrationRun]) -> Calibration:
     rows = [(at, found) for at, run in enumerate(runs) for found in run.observations]
     terms = sorted({term for _, found in rows for term in found.parts_s})
     predicted = np.array([found.predicted_s for _, found in rows])
-    misses = np.array([found.measured_s for _, found in rows]) / predicted - 1.0
-    shares = np.zeros((len(rows), len(terms) + len(runs)))
-    for row, (at, found) in enumerate(rows):
-        for column, term in enumerate(terms):
-            shares[row, column] = found.parts_s.get(term, 0.0) / found.predicted_s
-        shares[row, len(terms) + at] = 1.0
+    measured = np.array([found.measured_s for _, found in rows])
+    parts = np.array([[found.parts_s.get(term, 0.0) for term in terms] for _, found in rows])
+    of_run = np.array([[float(at == run) for run in range(len(runs))] for at, _ in rows])
     errors = np.array([np.hypot(MODEL_ERROR, found.standard_error) for _, found in rows])
     spreads = np.array([PRIOR] * len(terms) + [DRIFT] * len(runs))
-    weights = np.ones(len(rows))
+    fitted, weights = predicted, np.ones(len(rows))
     for _ in range(_ROUNDS):
+        # Errors are parts of what is predicted, so each round divides by the last one's prediction.
+        shares = np.hstack([parts / fitted[:, None], of_run])
+        misses = (measured - predicted) / fitted
         weighed = shares * (weights / errors**2)[:, None]
         precision = weighed.T @ shares + np.diag(spreads**-2)
         solved = np.linalg.solve(precision, weighed.T @ misses)
         off = np.abs(misses - shares @ solved) / errors
         weights = np.minimum(1.0, _HUBER / np.maximum(off, _HUBER))
+        values = np.clip(1.0 + solved[: len(terms)], _LEAST, _MOST)
+        fitted = predicted + parts @ (values - 1.0)
     sigmas = np.sqrt(np.diag(np.linalg.inv(precision)))
-    values = np.clip(1.0 + solved[: len(terms)], _LEAST, _MOST)
-    fitted = predicted * (1.0 + shares[:, : len(terms)] @ (values - 1.0))
     return Calibration(
         factors={
             term: Factor(value=float(value), sigma=float(sigma))

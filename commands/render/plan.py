@@ -195,7 +195,7 @@ def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[Rend
     error = estimate.get("relative_error")
     basis = f"Based on {_BASES.get(estimate['source'], estimate['source'])} {cluster}"
     if error is not None:
-        basis += f"; expected to be within {error:.0%}"
+        basis += f"; expected to be within {error:.0%} in 4 of 5 cases"
     parts: list[RenderableType] = [share, memory, Text(basis)]
     if (measured := estimate.get("measured")) is not None:
         parts.append(Text(_measured(measured)))

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from costmodel.uncertainty import Interval
 from planner.layout.axes import own_axes
 from planner.plan import Plan
 from planner.runtime.check.trials import Trial
@@ -48,6 +49,18 @@ def describe_pareto(points: Sequence[Point]) -> Table:
         row += [_cost(point)] * priced
         table.add_row(*row, _choices(point.plan))
     return table
+
+
+def describe_closeness(result: SearchResult, interval: Interval) -> str:
+    """Say which runners-up are no slower than the estimate is unsure; empty if none is."""
+    close = [runner.label for runner in result.runners_up if interval.holds(runner.step_s)]
+    if not close:
+        return ""
+    return (
+        f"{len(close)} of {len(result.runners_up)} runners-up are within what the estimate may be "
+        f"off by (±{interval.relative:.0%} in 4 of 5 cases, from {interval.basis}); "
+        f"`measure` {len(close) + 1} lets a few steps decide"
+    )
 
 
 def describe_trials(plans: Sequence[Plan], trials: Sequence[Trial]) -> Table:

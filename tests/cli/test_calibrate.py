@@ -1,6 +1,7 @@
 """`planner compare --calibrate`: a run corrects the profile."""
 
 from dataclasses import replace
+
 import pytest
 
 from costmodel import estimate
