@@ -143,6 +143,7 @@ def test_an_interrupt_ends_all_ranks(name, model, tmp_path):
     run = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED, str(model)],
         cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # what is killed outright cannot clean up
         stderr=subprocess.DEVNULL,
     )
     pids = tmp_path / "pids"
