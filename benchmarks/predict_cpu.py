@@ -15,6 +15,8 @@ machine and about ten minutes; in shorter parts, of which each keeps what it fou
     python -m benchmarks.predict_cpu --keep DIR                     # all three, from DIR
 
 `--jobs` records every job, and prints predicted over measured seconds by kind of job.
+`--calibrate N` learns from the records of N plans of each model, as `planner compare --calibrate`
+does, and tells the errors of the others before and after.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.graph import ModelGraph
 from planner.plan import Plan, save_plan
 from profiles import Profile
 from profiles.lookup.families import pace_kind
@@ -205,6 +208,23 @@ def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
     return {kind: predicted_s / measured_s for kind, (predicted_s, measured_s) in by_kind.items()}
 
 
+def learn(
+    profile: Profile, graph: ModelGraph, plans: list[Plan], folder: Path, ran: list[int], count: int
+) -> tuple[Profile, set[int]]:
+    """Return the profile calibrated with the records of so many plans, spread over those that
+    ran, and which those are.
+    """
+    from costmodel.calibrate import calibrated
+    from planner.timeline import load_timeline
+
+    recorded = [index for index in ran if (folder / f"jobs-{index:03}").exists()]
+    chosen = {recorded[round((at + 0.5) * len(recorded) / count - 0.5)] for at in range(count)}
+    for index in sorted(chosen):
+        lines = load_timeline(folder / f"jobs-{index:03}")
+        profile = calibrated(profile, graph, plans[index], lines)
+    return profile, chosen
+
+
 def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespace) -> list[dict]:
     """Return predicted and measured step time of each plan of one model, run if need be.
 
@@ -228,6 +248,8 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
         note(f"{model}: {kind} ops slowed x{figure.value:.2f} beside the runs, "
              f"x{known.value:.2f} beside the profile")  # fmt: skip
     costs, costs_then = CostCache(graph, profile), CostCache(graph, then)
+    taught, learned = learn(profile, graph, plans, folder, sorted(runs.step_s), options.calibrate)
+    costs_taught = CostCache(graph, taught)
     lines = []
     for index, measured_s in sorted(runs.step_s.items()):
         least_s = min(runs.turns[index])
@@ -246,6 +268,9 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
             "parts_s": answer.to_dict()["time"],
             "job_ratios": job_ratios(folder, index, answer),
         }
+        if learned and index not in learned:
+            taught_s = estimate(graph, taught, plans[index], costs=costs_taught).step_s
+            line["calibrated_error_pct"] = 100 * (taught_s / measured_s - 1)
         lines.append(line)
         ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in line["job_ratios"].items())
         note(
@@ -325,7 +350,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep the profile and all runs here, for later")
     parser.add_argument("--profile-only", action="store_true", help="measure the profile and stop")
     parser.add_argument("--jobs", action="store_true", help="record and compare single jobs")
+    parser.add_argument("--calibrate", type=int, default=0, help="learn from so many plans' jobs")
     options = parser.parse_args()
+    options.jobs |= options.calibrate > 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the launched ranks, too
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)
@@ -346,6 +373,13 @@ def main() -> int:
     if options.json:
         print(json.dumps(summary, indent=1))
     else:
+        judged = [line for line in lines if "calibrated_error_pct" in line]
+        if judged:
+            print(
+                f"{len(judged)} plans not learned from: median error "
+                f"{_median_size(judged, 'error_pct'):.1f}% before calibration, "
+                f"{_median_size(judged, 'calibrated_error_pct'):.1f}% after"
+            )
         for name, found in (*summary["models"].items(), ("all", summary)):
             regret = found.get("regret_pct", found.get("mean_regret_pct"))
             print(

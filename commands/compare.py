@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
 from commands.common.options import ModelFile, PlanFile, ProfileOption, RunFolder, TraceOption
 from commands.common.prediction import predict
-from commands.render.console import check_writable, show_note, show_results, write_trace
+from commands.render.console import (
+    check_writable,
+    show_note,
+    show_progress,
+    show_results,
+    write_trace,
+)
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from commands.common.prediction import Prediction
+    from planner.timeline import RankTimeline
 
 
 def compare(
@@ -13,6 +31,17 @@ def compare(
     folder: RunFolder,
     profile: ProfileOption = None,
     trace: TraceOption = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Correct the profile by what the run shows."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --calibrate: directory to write. Default: the profile's own; of a shipped "
+            "one a copy among your profiles."
+        ),
+    ] = None,
 ) -> None:
     """Set the prediction beside a recorded run."""
     from commands.render.run import describe_run
@@ -20,9 +49,36 @@ def compare(
     from planner.timeline import load_timeline
 
     check_writable(trace, "the trace", (plan, model))
+    if out is not None and not calibrate:
+        raise PlannerError("--out is where --calibrate writes the profile; give both or neither")
     measured = load_timeline(folder)
     predicted = predict(plan, model, profile, doing="simulating")
     estimated = predicted.estimate
     show_note(predicted.note)
     show_results(*describe_run(compare_run(estimated.timeline, estimated.step_s, measured)))
+    if calibrate:
+        _calibrate(predicted, measured, profile, out)
     write_trace(trace, predicted=as_rank_timelines(estimated.timeline), measured=measured)
+
+
+def _calibrate(
+    predicted: Prediction, measured: Sequence[RankTimeline], name: str | None, out: Path | None
+) -> None:
+    """Write the profile as the run corrects it, and say how much that changes."""
+    from commands.render.profile import describe_calibration
+    from costmodel.calibrate import calibrated
+    from profiles import save_profile
+    from profiles.catalog import calibrated_dir
+
+    profile = predicted.profile
+    with show_progress("calibrating"):
+        found = calibrated(profile, predicted.costs.graph, predicted.plan, measured)
+    folder = out or calibrated_dir(name, profile)
+    save_profile(found, folder)
+    show_results(*describe_calibration(found))
+    if profile.source == "shipped":
+        show_note(
+            f"{profile.name} is shipped and stays as it is; your calibrated copy is used with "
+            f"--profile {folder}"
+        )
+    print(f"wrote {folder}")

@@ -49,6 +49,7 @@ def estimate(
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from commands.render.plan import describe_estimate
+    from costmodel.uncertainty import step_interval
 
     predicted = predict(
         plan, model, profile, doing="estimating", execution=execution,
@@ -56,7 +57,9 @@ def estimate(
     )  # fmt: skip
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
-    show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
+    interval = step_interval(predicted.costs.graph, predicted.profile, predicted.plan)
+    told = {**predicted.estimate.to_dict(), "relative_error": interval.relative}
+    show_results(*describe_estimate(told, cluster=cluster))
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

@@ -15,9 +15,13 @@ from commands.common.options import ModelFile, spread
 from commands.common.question import Question, parse_choices, parse_counts
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
+from planner.units import format_seconds
 
 if TYPE_CHECKING:
-    from search import Point
+    from rich.table import Table
+
+    from planner.graph import ModelGraph
+    from search import Point, SearchRequest, SearchResult
 
 
 @spread(Question)
@@ -49,15 +53,26 @@ def search(
     time_limit: Annotated[
         str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
     ] = None,
+    measure: Annotated[
+        int | None,
+        typer.Option(min=1, help="Run the best so many for a few steps here; take the fastest."),
+    ] = None,
     cache: Annotated[
         bool, typer.Option("--cache/--no-cache", help="Keep answers, and use kept ones.")
     ] = True,
 ) -> None:
     """Find the fastest plan that fits, and write it."""
-    from commands.render.search import describe_advice, describe_pareto, describe_result
+    from commands.render.search import (
+        describe_advice,
+        describe_closeness,
+        describe_pareto,
+        describe_result,
+    )
+    from costmodel.uncertainty import step_interval
     from planner.plan import save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
+    from search.measured import check_measurable
 
     request = question.request(
         model,
@@ -66,6 +81,7 @@ def search(
         solver=solver,
         max_gap=gap,
         time_limit_s=parse_seconds(time_limit),
+        num_best=measure or 1,
     )
     check_writable(out, "the plan", (model,))
     check_writable(pareto, "the Pareto set", (model, out))
@@ -75,6 +91,7 @@ def search(
     points: tuple[Point, ...] = ()
     left_out: list[str] = []
     profile, note = profile_named(question.profile)
+    device = None if measure is None else check_measurable(profile, request.num_devices)
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))
@@ -94,11 +111,21 @@ def search(
         limit = float(request.memory_limit_bytes or profile.memory_bytes)
         show_results(*describe_advice(result, advice, limit))
         raise PlannerError(result.reasons[0])
-    save_plan(result.plan, out)
     show_note(note)
-    for message in cut_batch_messages(graph, result.plan):
+    if device is not None:
+        result, trials = _measured(model, graph, request, result, device)
+        show_results(trials)
+    chosen = result.plan
+    assert chosen is not None, "a measured plan is one of those found"
+    interval = step_interval(graph, profile, chosen)
+    told = {**chosen.estimate, "relative_error": interval.relative}
+    chosen = chosen.model_copy(update={"estimate": told})
+    save_plan(chosen, out)
+    for message in cut_batch_messages(graph, chosen):
         show_note(message)
     show_results(*describe_result(result))
+    if device is None:
+        show_note(describe_closeness(result, interval))
     print(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:
         show_note(
@@ -113,3 +140,30 @@ def search(
         pareto.parent.mkdir(parents=True, exist_ok=True)
         pareto.write_text(json.dumps([point.to_dict() for point in points], indent=1) + "\n")
         print(f"wrote {pareto}")
+
+
+def _measured(
+    model: Path, graph: ModelGraph, request: SearchRequest, result: SearchResult, device: str
+) -> tuple[SearchResult, Table]:
+    """Run the best plans on this machine; return the measured best as the answer."""
+    from commands.render.search import describe_trials
+    from planner.runtime.check.trials import WARM_UP_STEPS, TrialSettings, run_trials
+    from search.measured import best_plans, choose_measured
+
+    plans = best_plans(result)
+    settings = TrialSettings(clips_gradients=request.clip_gradients)
+    about_s = settings.about_s([plan.estimate["step_s"] for plan in plans])
+    fewer = "" if len(plans) == request.num_best else "; the search found no more"
+    kind = "CPU" if device == "cpu" else "GPU"
+    ranks = f"{request.num_devices} {kind} rank{'s' * (request.num_devices > 1)}"
+    show_note(
+        f"measuring: {len(plans)} plan{'s' * (len(plans) > 1)} in turns on {ranks} of this "
+        f"machine, {settings.turns} turns each of {WARM_UP_STEPS} + {settings.steps} steps, about "
+        f"{format_seconds(about_s)}{fewer}"
+    )
+    with show_progress("measuring") as progress:
+        trials = run_trials(
+            plans, graph, model, device=device, settings=settings, progress=progress
+        )
+    measured = choose_measured(result, trials, steps_of_turn=settings.steps)
+    return measured, describe_trials(plans, trials)

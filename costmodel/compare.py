@@ -83,10 +83,10 @@ def compare_run(
     Raises PlannerError when the recording holds jobs that the plan does not have, or lacks
     some: it is then of another plan, or of a run that was cut short.
     """
-    predicted = _job_seconds(as_rank_timelines(timeline), first_step=0)
+    predicted = job_seconds(as_rank_timelines(timeline), first_step=0)
     steps = sorted({span.step for line in measured for span in line.spans})
-    first = steps[min(WARM_UP_STEPS, len(steps) - 1)] if steps else 0
-    found = _job_seconds(measured, first_step=first)
+    first = first_steady_step(measured)
+    found = job_seconds(measured, first_step=first)
     if set(found) != set(predicted):
         odd = sorted(set(found) ^ set(predicted))[0]
         raise PlannerError(
@@ -106,11 +106,17 @@ def compare_run(
             for (stage, kind), seconds in sorted(predicted.items(), key=_in_table_order)
         ),
         predicted_step_s=predicted_step_s,
-        measured_step_s=median(_step_seconds(measured, first)),
+        measured_step_s=median(step_seconds(measured, first)),
         predicted_bubble_fraction=timeline.bubble_fraction,
         measured_bubble_fraction=median(bubble.bubble_fraction for bubble in kept),
         num_steps=sum(step >= first for step in steps),
     )
+
+
+def first_steady_step(measured: Iterable[RankTimeline]) -> int:
+    """Return the first recorded step that is not a warm-up."""
+    steps = sorted({span.step for line in measured for span in line.spans})
+    return steps[min(WARM_UP_STEPS, len(steps) - 1)] if steps else 0
 
 
 def _in_table_order(item: tuple[tuple[int, str], object]) -> tuple[int, int]:
@@ -118,7 +124,7 @@ def _in_table_order(item: tuple[tuple[int, str], object]) -> tuple[int, int]:
     return stage, JOB_KINDS.index(kind)
 
 
-def _job_seconds(
+def job_seconds(
     lines: Iterable[RankTimeline], *, first_step: int
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of all jobs by (stage, kind); what a backward recomputed ahead is part of it."""
@@ -137,7 +143,7 @@ def _job_seconds(
     return dict(found)
 
 
-def _step_seconds(lines: Iterable[RankTimeline], first_step: int) -> list[float]:
+def step_seconds(lines: Iterable[RankTimeline], first_step: int) -> list[float]:
     """Seconds of each step from the first span of any rank to the last one's end."""
     bounds: dict[int, list[float]] = {}
     for line in lines:

@@ -21,7 +21,8 @@ from typing import Literal
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rates import has_rates, load_rates
 from profiles import Group, Lookup, OpQuery, Profile
-from profiles.lookup.families import MATMUL, family_of
+from profiles.calibration import op_term
+from profiles.lookup.families import MATMUL, family_of, pace_kind
 
 
 class TrainingProfile(Profile):
@@ -30,6 +31,7 @@ class TrainingProfile(Profile):
     def __init__(self, profile: Profile, rates: DeviceRates, num_nodes: int) -> None:
         super().__init__(profile.file, profile.ops, profile.collectives)
         self._alone = profile
+        self.factors = profile.factors
         self.rates = rates
         self.waited = 1.0 + rates.node_spread * log2(num_nodes)
         self._op_answers: dict[OpQuery, Lookup] = {}
@@ -46,7 +48,9 @@ class TrainingProfile(Profile):
         answer = self._alone.op_seconds(query)
         peak = self.rates.peak_flop_per_s.get(query.dtype)
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
-            least_s = query.flop / (peak * self.rates.matmul_efficiency)
+            # What runs showed of a device is beyond the rate of the fit as well.
+            factor = self.factors[op_term(pace_kind(query.target), query.direction)]
+            least_s = factor * query.flop / (peak * self.rates.matmul_efficiency)
             if answer.seconds < least_s:
                 answer = replace(answer, seconds=least_s)
         return answer.times(self.waited)

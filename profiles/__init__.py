@@ -5,10 +5,10 @@ which returns the time of an op or a collective as a `Lookup`: seconds, their so
 
 Read `records` (what a profile holds), `profile` (its questions), `lookup/` (how a time is found),
 then `devices` (what comes with planner), `catalog` and `store` (finding and reading a profile), and
-`measure/` (making a profile of this machine).
+`measure/` (making a profile of this machine) and `calibration` (what recorded runs say of it).
 """
 
-from profiles.catalog import default_profile, load_profile, own_profile_dir
+from profiles.catalog import default_profile, load_profile, own_profile_dir, save_profile
 from profiles.check import check_profile
 from profiles.devices import shipped_names
 from profiles.measure.measure import measure_profile
@@ -25,5 +25,6 @@ __all__ = [
     "load_profile",
     "measure_profile",
     "own_profile_dir",
+    "save_profile",
     "shipped_names",
 ]

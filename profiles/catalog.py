@@ -13,7 +13,16 @@ from planner.errors import ProfileError
 from profiles.devices import shipped_for_gpu, shipped_names, shipped_profile
 from profiles.profile import Profile
 from profiles.records import ProfileFile
-from profiles.store import PROFILE_FILE, read_collectives, read_ops, read_profile_file
+from profiles.store import (
+    PROFILE_FILE,
+    check_writable,
+    read_collectives,
+    read_ops,
+    read_profile_file,
+    write_collectives,
+    write_ops,
+    write_profile_file,
+)
 
 
 def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
@@ -36,6 +45,18 @@ def load_profile(name_or_dir: str | os.PathLike[str]) -> Profile:
     name, _, link = text.partition("@")
     file = shipped_profile(_resolve(name, text))
     return Profile(_with_link(file, link) if link else file)
+
+
+def save_profile(profile: Profile, directory: Path) -> None:
+    """Write a profile into a directory, of which `load_profile` reads it again.
+
+    Raises ProfileError where that can't be written. What is not measured has no records.
+    """
+    check_writable(directory)
+    if profile.source == "measured":
+        write_ops(directory, profile.ops)
+        write_collectives(directory, profile.collectives)
+    write_profile_file(directory, profile.file)
 
 
 def _load_directory(path: Path) -> Profile:
@@ -92,6 +113,19 @@ def own_profile_dir(device: str | None = None) -> Path:
     """Return where this machine's own profile lives when no other place is named."""
     host = re.sub(r"[^A-Za-z0-9_.-]", "_", platform.node() or "machine")
     return cache_dir() / "profiles" / f"{host}-{device or _device_here()}"
+
+
+def calibrated_dir(name: str | None, profile: Profile) -> Path:
+    """Return where what runs showed of a profile is written: its own directory if it has one.
+
+    `name` is how it was named, None where it was chosen. A shipped profile has its calibrated copy
+    beside the measured ones, for whoever names it: a run may have been on another machine.
+    """
+    if name is not None and Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    if profile.source == "measured":
+        return own_profile_dir()
+    return cache_dir() / "profiles" / f"{profile.name}-calibrated"
 
 
 def default_profile(device: str | None = None) -> tuple[Profile, str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from planner.cluster import ClusterSpec
+from profiles.calibration import LAUNCH, WAIT, Factors, collective_term, op_term, step_term
 from profiles.devices import host_of
 from profiles.hosts import REACHED_FRACTION, HostSpec
 from profiles.lookup.collective_model import CollectiveModel
@@ -60,6 +61,7 @@ class Profile:
         self.file = file
         self.ops = tuple(ops)
         self.collectives = tuple(collectives)
+        self.factors = Factors.of(file.calibration)
 
     @property
     def name(self) -> str:
@@ -94,7 +96,7 @@ class Profile:
     @property
     def launch_overhead_s(self) -> float:
         """Least host time per operator: no op can be issued faster than this."""
-        return self.file.launch_overhead_s.value
+        return self.file.launch_overhead_s.value * self.factors[LAUNCH]
 
     @cached_property
     def _op_model(self) -> OpModel:
@@ -108,7 +110,9 @@ class Profile:
 
     def op_seconds(self, query: OpQuery) -> Lookup:
         """Return the time of one operator on one device, as slow as that typically is."""
-        return self._op_model.seconds(query).times(self._slowdown(pace_kind(query.target)))
+        kind = pace_kind(query.target)
+        factor = self.factors[op_term(kind, query.direction)]
+        return self._op_model.seconds(query).times(self._slowdown(kind) * factor)
 
     def _slowdown(self, kind: PaceKind) -> float:
         """Return by how much work of a kind is typically slower than undisturbed."""
@@ -120,14 +124,16 @@ class Profile:
 
         Raises ValueError for an unknown kind. A group of one rank costs nothing.
         """
-        return self._collective_model.seconds(kind, num_bytes, group)
+        factor = self.factors[collective_term(kind, group)]
+        return self._collective_model.seconds(kind, num_bytes, group).times(factor)
 
     def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
         """Return seconds per byte that no collective of up to `most_bytes` goes below.
 
         Raises ValueError for an unknown kind.
         """
-        return self._collective_model.least_s_per_byte(kind, group, most_bytes=most_bytes)
+        least = self._collective_model.least_s_per_byte(kind, group, most_bytes=most_bytes)
+        return least * self.factors[collective_term(kind, group)]
 
     def step_seconds(
         self, work: StepWork, *, num_bytes: float, num_tensors: int = 1, num_calls: int = 1
@@ -137,6 +143,12 @@ class Profile:
 
         Where it was not measured: its passes over memory, or the host's link, at full rate.
         """
+        answer = self._step_seconds(work, num_bytes, num_tensors, num_calls)
+        return answer.times(self.factors[step_term(work)])
+
+    def _step_seconds(
+        self, work: StepWork, num_bytes: float, num_tensors: int, num_calls: int
+    ) -> Lookup:
         for fit in self.file.step_fits:
             if fit.work == work:
                 undisturbed_s = (
@@ -177,7 +189,7 @@ class Profile:
         calls = num_collectives
         if fit.least_compute_s:
             calls = np.minimum(calls, compute_s / fit.least_compute_s)
-        return calls * each + among
+        return (calls * each + among) * self.factors[WAIT]
 
     def optimizer_seconds(
         self, *, param_bytes: float, num_tensors: int, sharded: bool = False

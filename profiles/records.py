@@ -382,6 +382,59 @@ class SkippedProbe(Record):
     reason: str
 
 
+class Observation(Record):
+    """A time of a recorded run beside what the profile predicts of it without factors."""
+
+    what: str
+    """Such as ``F of stage 0``, ``optimizer of pp rank 0`` or ``step``."""
+    measured_s: float = Field(gt=0)
+    """Seconds, median of the steps."""
+    standard_error: float = Field(ge=0)
+    """Of the median, relative."""
+    predicted_s: float = Field(gt=0)
+    """Seconds with all factors 1."""
+    parts_s: dict[str, float]
+    """By term, seconds by which the prediction grows when the term's factor grows by 1."""
+
+
+class CalibrationRun(Record):
+    """What one recorded run says about a profile."""
+
+    plan: str
+    """Digest of the plan's decisions."""
+    model: str
+    """The model's name."""
+    num_steps: int = Field(ge=1)
+    """Recorded steps, without those that warm up."""
+    recording: str
+    """Digest of the recording: the same one counts once."""
+    observations: tuple[Observation, ...] = Field(min_length=1)
+
+
+class Factor(Record):
+    """By how much work of a kind takes longer than the profile says; `sigma` is its error."""
+
+    value: float = Field(gt=0)
+    sigma: float = Field(ge=0)
+
+
+class Calibration(Record):
+    """Factors learned from recorded runs: see `profiles.calibration`.
+
+    They follow from the runs, which are kept, so that a further run is one more and not a factor on
+    a factor.
+    """
+
+    version: Literal[1] = 1
+    factors: dict[str, Factor]
+    """By term."""
+    error_before: float = Field(ge=0)
+    """Median relative error of what was recorded, without factors."""
+    error_after: float = Field(ge=0)
+    """The same with them: the residual of the fit."""
+    runs: tuple[CalibrationRun, ...] = Field(min_length=1)
+
+
 class ProfileFile(Record):
     """The contents of profile.json: one machine, what it can do, and where each number is from."""
 
@@ -415,6 +468,8 @@ class ProfileFile(Record):
     """What a collective amid compute takes longer, as ranks wait for the slowest."""
     op_fits: tuple[OpFit, ...] = ()
     collective_fits: tuple[CollectiveFit, ...] = ()
+    calibration: Calibration | None = None
+    """What recorded runs say of the numbers above."""
     other_devices: tuple[DeviceSection, ...] = ()
     """Other kinds of devices in the cluster; `cluster` is the slowest kind."""
     skipped: tuple[SkippedProbe, ...] = ()

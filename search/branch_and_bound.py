@@ -12,6 +12,8 @@ replaces the node by nodes of smaller sets, or by an evaluated plan:
 What is quick to evaluate runs first, in an earlier *wave*, so that a good plan prunes the rest.
 Waves follow each other in order; inside a wave the smallest bound is first.
 
+Where the best K plans are sought, a node is compared with the K-th best of other configurations.
+
 Every configuration that was considered ends as evaluated, pruned by a named rule, or unexplored.
 """
 
@@ -93,6 +95,7 @@ class BranchAndBound:
     """The queue, and what became of all nodes; mutable because a search advances.
 
     Attributes:
+        num_best: how many plans of different configurations are sought, the best one first.
         max_gap: relative gap at which the search may stop, 0 for a proof.
         time_limit_s: seconds since `started` after which it stops, None for no limit.
         started: time of the start (`time.perf_counter`).
@@ -109,6 +112,7 @@ class BranchAndBound:
         extra_work: simulated jobs spent in this wave on nodes that only close the gap.
     """
 
+    num_best: int = 1
     max_gap: float = 0.0
     time_limit_s: float | None = None
     started: float = field(default_factory=time.perf_counter)
@@ -126,11 +130,24 @@ class BranchAndBound:
     _queue: dict[Wave, list[Entry]] = field(default_factory=dict)
     _ticket: count[int] = field(default_factory=count)
     _refined: int = 0
+    _last_of_leaders_s: float = float("inf")
 
     @property
     def best_s(self) -> float:
         """Step time of the best plan so far."""
         return self.best.step_s if self.best else float("inf")
+
+    @property
+    def to_beat_s(self) -> float:
+        """Step time that a plan must be under to be one of the `num_best`."""
+        return self.best_s if self.num_best == 1 else self._last_of_leaders_s
+
+    def leaders(self) -> list[EvaluatedPlan]:
+        """Return the fastest plans of different configurations so far, at most `num_best`."""
+        fastest: dict[Configuration, EvaluatedPlan] = {}
+        for done in sorted(self.evaluated, key=lambda done: done.step_s):
+            fastest.setdefault(done.configuration, done)
+        return list(fastest.values())[: self.num_best]
 
     @property
     def lower_bound_s(self) -> float:
@@ -140,7 +157,7 @@ class BranchAndBound:
     def push(self, node: Node[Any]) -> None:
         """Add a node to its wave, unless its bound already prunes it."""
         entry = (node.bound, -node.depth, next(self._ticket), node)
-        if node.bound >= self.best_s:
+        if node.bound >= self.to_beat_s:
             self._prune_all([entry])
         else:
             heapq.heappush(self._queue.setdefault(node.wave, []), entry)
@@ -156,7 +173,7 @@ class BranchAndBound:
     def _run_wave(self, heap: list[Entry]) -> None:
         while heap:
             bound, _, _, node = heap[0]
-            if bound >= self.best_s:
+            if bound >= self.to_beat_s:
                 self._prune_all(heap)
                 return
             if why := self._why_stop(bound):
@@ -175,7 +192,7 @@ class BranchAndBound:
 
     def _why_stop(self, bound: float) -> str:
         """Say why a node that may win is not refined; empty if it is."""
-        if bound >= self.best_s * (1.0 - self.max_gap):
+        if bound >= self.to_beat_s * (1.0 - self.max_gap):
             return f"`max_gap` {self.max_gap} reached"
         # Without a bound of its own a node is refined even late: its nodes have bounds.
         if self.best is not None and bound > 0 and self._is_out_of_time():
@@ -227,3 +244,7 @@ class BranchAndBound:
         self.evaluated.append(done)
         if done.step_s < self.best_s:
             self.best = done
+        if self.num_best > 1 and done.step_s < self._last_of_leaders_s:
+            leaders = self.leaders()
+            if len(leaders) == self.num_best:
+                self._last_of_leaders_s = leaders[-1].step_s

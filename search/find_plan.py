@@ -67,7 +67,9 @@ def find_plan(
             if result.plan is not None and host_holds(result.plan, profile)
         ]
         if fitting:
-            return results[min(fitting)[1]]
+            result = results[min(fitting)[1]]
+            others = tuple(plan for plan in result.next_best if host_holds(plan, profile))
+            return replace(result, next_best=others)
         infeasible += results
     for result in infeasible:
         if result.plan is not None:
@@ -100,6 +102,7 @@ def search_among(
         search = SearchState(
             candidates=candidates,
             request=request,
+            num_best=request.num_best,
             memory_limit_bytes=float(request.memory_limit_bytes or candidates.profile.memory_bytes),
             max_gap=request.max_gap,
             time_limit_s=request.time_limit_s,
@@ -111,7 +114,9 @@ def search_among(
         _explore(search, shapes)
         return search
 
-    search = explore(every_size=warm_start is not None and warm_start.needs_every_size)
+    # Larger microbatches that are no faster are no answer, but may be second best.
+    needs_every_size = warm_start is not None and warm_start.needs_every_size
+    search = explore(every_size=needs_every_size or request.num_best > 1)
     if search.best is None and not search.every_size and _has_skipped_sizes(search):
         # Larger microbatches, though no faster, may lie otherwise and be the ones that fit.
         search = explore(every_size=True)
@@ -129,6 +134,11 @@ def search_among(
     plan = plan.model_copy(update={"estimate": {**plan.estimate, "certificate": proof.to_dict()}})
     return SearchResult(
         plan=plan,
+        next_best=tuple(
+            with_estimate(done.plan, done.estimate)
+            for done in search.leaders()
+            if done.configuration != best.configuration
+        ),
         runners_up=find_runners_up(search, best) if runners_up else (),
         certificate=proof,
         search_s=time.perf_counter() - started,

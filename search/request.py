@@ -84,6 +84,8 @@ class SearchRequest:
     """Whether all stages share one dp and tp, or each may have its own."""
     axes: tuple[tuple[str, int], ...] = ()
     """Sizes of mesh axes that have no field here, as (axis, size)."""
+    num_best: int = 1
+    """How many plans to find: the best, then the next best of other configurations."""
 
     def __post_init__(self) -> None:
         """Raise LayoutError when a number cannot mean anything."""
@@ -133,6 +135,10 @@ class SearchRequest:
         if self.precision not in get_args(Precision):
             raise LayoutError(
                 f"`precision` {self.precision} was given; use {' or '.join(get_args(Precision))}"
+            )
+        if self.num_best < 1:
+            raise LayoutError(
+                f"`num_best` {self.num_best} was given; it counts plans, so use 1 or more"
             )
         if self.receive_ahead < 0:
             raise LayoutError(
@@ -270,6 +276,9 @@ class SearchResult:
 
     plan: Plan | None
     """None: nothing fits."""
+    next_best: tuple[Plan, ...] = ()
+    """The next best plans of other configurations, the fastest first: `num_best` - 1 of them, or
+    fewer where there are no more."""
     runners_up: tuple[RunnerUp, ...] = ()
     """Configurations that lost, the fastest first."""
     reasons: tuple[str, ...] = ()

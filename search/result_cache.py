@@ -72,6 +72,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
     for name in _PLANS:
         plan = getattr(result, name)
         data[name] = plan and plan.model_dump(mode="json")
+    data["next_best"] = [plan.model_dump(mode="json") for plan in result.next_best]
     data["runners_up"] = [asdict(runner_up) for runner_up in result.runners_up]
     data["certificate"] = result.certificate and asdict(result.certificate)
     return data
@@ -87,6 +88,7 @@ def from_json(data: dict[str, Any]) -> SearchResult:
         **{
             **data,
             **{name: data[name] and Plan.model_validate(data[name]) for name in _PLANS},
+            "next_best": tuple(map(Plan.model_validate, data["next_best"])),
             "runners_up": tuple(RunnerUp(**runner_up) for runner_up in data["runners_up"]),
             "reasons": tuple(data["reasons"]),
             "certificate": None if proof is None else Certificate(**proof),

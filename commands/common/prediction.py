@@ -12,16 +12,19 @@ from commands.render.console import show_progress
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
     from planner.plan import Plan
+    from profiles import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A plan, what it should cost, and the prices that say so.
 
-    `note` is a line for the user if the profile is not this machine's own.
+    `profile` is the one that was named or chosen; `note` is a line for the user if that is not this
+    machine's own.
     """
 
     plan: Plan
+    profile: Profile
     costs: CostCache
     estimate: Estimate
     note: str
@@ -54,4 +57,4 @@ def predict(
             clips_gradients=clip_gradients,
         )
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
-    return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)
+    return Prediction(plan=loaded, profile=machine, costs=costs, estimate=estimated, note=note)

@@ -34,8 +34,10 @@ SPELLINGS = {
     "balance": "--balance",
     "offload": "--offload",
     "meshes": "--meshes",
+    "num_best": "--measure",
     # Other arguments of functions that commands call
     "profile": "--profile",
+    "measure": "--measure",
     "device": "--device",
     "timeline": "--timeline",
     "out": "--out",

@@ -19,7 +19,13 @@ MESSAGE_BYTES = tuple(KIB * 4**k for k in range(0, 11, 2))
 def describe_profile(profile: Profile) -> tuple[Any, ...]:
     """Return rich renderables: the machine, rates, collectives per group, the worst fits."""
     parts = [_heading(profile), _machine(profile), _rates(profile), _collectives(profile)]
-    parts += [_others(profile), _worst(profile), _skipped(profile), _legend(profile)]
+    parts += [
+        *describe_calibration(profile),
+        _others(profile),
+        _worst(profile),
+        _skipped(profile),
+        _legend(profile),
+    ]
     return tuple(part for part in parts if part is not None)
 
 
@@ -81,6 +87,28 @@ def _machine(profile: Profile) -> Any:
         line = f"{format_seconds(wait.s_per_call)} + {part}; {around} more inside a block"
         table.add_row("waits at a collective", line, f"{wait.origin}: {wait.detail}")
     return table
+
+
+def describe_calibration(profile: Profile) -> tuple[Any, ...]:
+    """Return the factors that recorded runs taught a profile, and which runs; () without any."""
+    from rich.table import Table
+    from rich.text import Text
+
+    found = profile.file.calibration
+    if found is None:
+        return ()
+    table = Table(
+        *("work", "takes longer by", "one sigma"),
+        title="calibration: factors on what is said above",
+        title_justify="left",
+    )
+    for term, factor in found.factors.items():
+        table.add_row(term, f"x {factor.value:.2f}", f"{factor.sigma:.2f}")
+    runs = ", ".join(
+        f"{run.num_steps} steps of {run.model} (plan {run.plan[:8]})" for run in found.runs
+    )
+    errors = f"median error of what was recorded: {found.error_before:.1%} without, "
+    return table, Text(f"from {runs}; {errors}{found.error_after:.1%} with these factors")
 
 
 def _rates(profile: Profile) -> Any | None:

@@ -10,9 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.flags import with_flags
+from costmodel.uncertainty import Interval
 from planner.layout.axes import own_axes
 from planner.plan import Plan
+from planner.runtime.check.trials import Trial
 from planner.units import format_bytes, format_seconds
+from search.measured import turns_spread
 from search.report.explain import Comparison, differences, explain_saving, explain_shortfall
 from search.report.pareto import Point
 from search.report.remedies import Advice
@@ -45,6 +48,37 @@ def describe_pareto(points: Sequence[Point]) -> Table:
         row += [str(point.num_devices)] * counts
         row += [_cost(point)] * priced
         table.add_row(*row, _choices(point.plan))
+    return table
+
+
+def describe_closeness(result: SearchResult, interval: Interval) -> str:
+    """Say which runners-up are no slower than the estimate is unsure; empty if none is."""
+    close = [runner.label for runner in result.runners_up if interval.holds(runner.step_s)]
+    if not close:
+        return ""
+    return (
+        f"{len(close)} of {len(result.runners_up)} runners-up are within what the estimate may be "
+        f"off by (±{interval.relative:.0%} in 4 of 5 cases, from {interval.basis}); "
+        f"`measure` {len(close) + 1} lets a few steps decide"
+    )
+
+
+def describe_trials(plans: Sequence[Plan], trials: Sequence[Trial]) -> Table:
+    """Return what the best plans took on this machine beside what was predicted of them."""
+    table = Table(
+        "plan", "predicted", "measured", "turns differ by", title="Measured here, in turns",
+        title_justify="left",
+    )  # fmt: skip
+    ran = [trial.step_s for trial in trials if not trial.failure]
+    for plan, trial in zip(plans, trials, strict=True):
+        predicted = format_seconds(plan.estimate["step_s"])
+        if trial.failure:
+            found = f"left out: {trial.failure}", ""
+        else:
+            found = format_seconds(trial.step_s), f"{turns_spread(trial):.0%}"
+        is_fastest = not trial.failure and trial.step_s == min(ran)
+        row = Text(_choices(plan)), predicted, Text(found[0]), found[1]
+        table.add_row(*row, style="bold" if is_fastest else "")
     return table
 
 
@@ -114,8 +148,10 @@ def _difference(given_s: float, best_s: float) -> tuple[str, str, str]:
 
 
 def _chosen(plan: Plan) -> Text:
+    measured = plan.estimate.get("measured")
+    found = "" if measured is None else f"measured: {format_seconds(measured['step_s'])} a step\n"
     return Text(
-        f"best plan: {_choices(plan)}\n"
+        f"best plan: {_choices(plan)}\n{found}"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
         f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
     )

@@ -41,6 +41,15 @@ def load_rates(profile: Profile) -> DeviceRates:
     )
 
 
+def residuals_of(profile: Profile) -> dict[str, float]:
+    """Return the mean absolute relative error that the rates leave, by source of the runs.
+
+    Empty where no published run is of the profile's device.
+    """
+    record = _record(profile)
+    return {} if record is None else dict(record.residuals)
+
+
 def _record(profile: Profile) -> TrainingRates | None:
     """Return a shipped profile's rates, or those of the device it names for them."""
     name = profile.name.partition("@")[0]

@@ -94,6 +94,26 @@ class ClassRecompute(Record):
 _Amount = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 
 
+class Compared(Record):
+    """A plan that was run beside others: its prediction, and what it took or why it did not run."""
+
+    predicted_s: _Amount
+    measured_s: _Amount | None = None
+    failure: str = ""
+
+
+class Measured(Record):
+    """What a plan took on a machine beside others, in turns (`planner.runtime.check.trials`)."""
+
+    step_s: _Amount = Field(gt=0)
+    """Median of the turns."""
+    turns_s: tuple[_Amount, ...]
+    """Median step of each turn."""
+    steps_of_turn: int
+    compared: tuple[Compared, ...]
+    """All plans that were run, this one among them, the best predicted first."""
+
+
 class Predicted(BaseModel):
     """What `show` and `compare` read of an estimate; checked, and kept as the JSON data it is."""
 
@@ -105,3 +125,4 @@ class Predicted(BaseModel):
     memory: Annotated[list[dict[str, _Amount]], Field(min_length=1)]
     source: str
     relative_error: _Amount | None = None
+    measured: Measured | None = None

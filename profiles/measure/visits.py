@@ -50,9 +50,12 @@ def over_ranks(seconds: Sequence[float], paces: Sequence[float]) -> tuple[float,
     """Return one visit's seconds and pace from those of its ranks.
 
     Seconds are the mean over ranks. The pace is the one that leaves the mean of seconds in
-    units of each rank's own pace: ranks on different cores drift apart. None without paces.
+    units of each rank's own pace: ranks on different cores drift apart; any does for no time, the
+    mean is taken. None without paces.
     """
     visit = fmean(seconds)
     if len(paces) != len(seconds):
         return visit, None
+    if visit == 0.0:  # a difference of two times that the machine's disturbance swallowed
+        return visit, fmean(paces)
     return visit, visit / fmean(s / pace for s, pace in zip(seconds, paces, strict=True))

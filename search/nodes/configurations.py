@@ -107,7 +107,7 @@ class ConfigurationNode(PartitionableNode):
         configuration, table, candidates = self.configuration, self.table, search.candidates
         if configuration.vpp > 1:
             least = candidates.interleaved(configuration, table).least_step_s(configuration)
-            if least >= search.best_s:
+            if least >= search.to_beat_s:
                 yield replace(self, bound=least)
                 return
         cut = self.only_cut(search)
@@ -125,21 +125,21 @@ class ConfigurationNode(PartitionableNode):
         if configuration.vpp == 1:
             return search.candidates.one_stage(configuration, table, limit, self.infeasible)
         return search.candidates.even_cut(
-            configuration, table, limit, self.infeasible, ceiling=search.best_s
+            configuration, table, limit, self.infeasible, ceiling=search.to_beat_s
         )
 
     def _best_partition(self, search: SearchState) -> Outcomes:
         in_flight = in_flight_of(self.configuration)
         if self._is_too_large(search, in_flight):
             return
-        solved = solve_chain(self.problems(search)[0], ceiling=search.best_s)
+        solved = solve_chain(self.problems(search)[0], ceiling=search.to_beat_s)
         if not solved.fits:
             if not self.infeasible:
                 known = search.infeasible_in_flight.setdefault(self._memory_key, [])
                 known.append(in_flight)
             self._exclude(search, NO_BOUNDARIES_FIT)
         elif solved.cut is None:
-            self._exclude(search, BOUNDARIES_BEATEN, search.best_s)
+            self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
             yield self.partitioned(solved.cut, solved.cut.value)
 

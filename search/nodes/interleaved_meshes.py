@@ -50,7 +50,7 @@ class InterleavedMixNode(Node[SearchState]):
         """Take one step in the list of choices; evaluate a choice that is complete."""
         node, assignments = self, self.assignments
         if assignments is None:
-            assignments = Assignments(self.mix, search.best_s)
+            assignments = Assignments(self.mix, search.to_beat_s)
             if not assignments.fits:
                 search.prune(EVEN_TOO_LARGE, self.num_configurations)
                 return

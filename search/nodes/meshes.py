@@ -47,7 +47,7 @@ class MeshesNode(Node[SearchState]):
         for group in self._groups(search):
             options = sorted({option for shape in group for option in shape.options})
             zeros = sorted({zero for shape in group for zero in shape.zeros})
-            if group[0].cp > 1 and self._least_with_cp(search, group) >= search.best_s:
+            if group[0].cp > 1 and self._least_with_cp(search, group) >= search.to_beat_s:
                 search.num_considered += len(options) * len(zeros)
                 search.prune(BEATEN, len(options) * len(zeros))
                 continue
@@ -83,7 +83,7 @@ class MeshesNode(Node[SearchState]):
         least, limit = Mix(members=members).least_step_s(), search.memory_limit_bytes
         for (schedule, vpp), zero in product(options, zeros):
             some = Mix(members=tuple(_with(member, schedule, vpp, zero) for member in members))
-            if least >= search.best_s:
+            if least >= search.to_beat_s:
                 search.num_considered += 1
                 search.prune(BEATEN)
             elif vpp > 1:
@@ -133,10 +133,10 @@ class MixNode(PartitionableNode):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the mix with its best stage boundaries and meshes, if any fit and may win."""
         relaxed = self._relaxed()
-        solved = _solve(search, relaxed, search.best_s)
+        solved = _solve(search, relaxed, search.to_beat_s)
         best: Cut | None = None
         if solved.cut is not None:
-            ceiling = search.best_s
+            ceiling = search.to_beat_s
             for exact in by_first_mesh(relaxed):
                 cut = _solve(search, exact, ceiling).cut
                 if cut is not None and (best is None or cut.value < best.value):

@@ -105,7 +105,7 @@ class PartitionableNode(Node[SearchState]):
 
     def evaluate_faster(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
         """Return a partition's plan; None if its simulation is no faster than the best."""
-        if self.simulate(search, cut) >= search.best_s * (1 - 1e-9):
+        if self.simulate(search, cut) >= search.to_beat_s * (1 - 1e-9):
             return None
         return self.evaluate(search, cut)
 
@@ -157,7 +157,7 @@ class PartitionedNode(Node[SearchState]):
         if too_large := of.infeasible_ranks(search, cut):
             yield from of.again_without(search, too_large)
             return
-        almost_best_s = search.best_s * (1 - 1e-9)
+        almost_best_s = search.to_beat_s * (1 - 1e-9)
         step_s, is_interleaved = of.simulate(search, cut), of.configuration.vpp > 1
         # Simulated, the partition itself may be slower than its bound, and others not.
         # Interleaved stages have this partition only; otherwise others may be faster.
@@ -196,7 +196,7 @@ class PartitionsNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield, for each end of stage 0, the partitions with this end."""
         for problem in self.of.problems(search):
-            partitions = KBestPartitions(problem, search.best_s)
+            partitions = KBestPartitions(problem, search.to_beat_s)
             search.extra_work += partitions.num_runs / _RUNS_PER_JOB
             for some in partitions.by_first_end():
                 yield _first_stages_node(self, self, partitions, some)

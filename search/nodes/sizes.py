@@ -83,7 +83,7 @@ class SizesNode(Node[SearchState]):
         """Yield the shapes of the smallest size with each layout, and the larger sizes."""
         shapes, rest = self.sizes[0], self.sizes[1:]
         rule = ""
-        if self.bounds[0] >= search.best_s:
+        if self.bounds[0] >= search.to_beat_s:
             search.prune(BEATEN, _count([shapes]))
         else:
             rule = yield from _shape_nodes(search, shapes)
@@ -154,7 +154,7 @@ def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandid
 
 def _is_beaten(search: SearchState, shapes: Sequence[Shape], layout: LayoutCandidate) -> bool:
     """Whether the best plan is as fast as any of the shapes can be with a layout."""
-    return all(layout.least_step_s(shape) >= search.best_s for shape in shapes)
+    return all(layout.least_step_s(shape) >= search.to_beat_s for shape in shapes)
 
 
 def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNode | None:

@@ -2,9 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from commands.render.search import describe_closeness
+from costmodel.uncertainty import Interval
+from planner.runtime.check.trials import Trial
+from search import RunnerUp, SearchResult
 
 SEARCH = ("--profile", "h100-sxm5-80gb", "--gpus", 2, "--global-batch", 8)
 
@@ -80,3 +86,44 @@ def test_what_computes_across_samples_is_noted_by_line(planner, write_model):
         )
     whole = planner("search", path, *SEARCH, "--tp", 2, "--microbatch-size", 8)
     assert "across samples" not in whole.stderr
+
+
+def test_the_measured_best_is_written(planner, write_model, monkeypatch):
+    """N18: of the two best plans the second was faster; the file says so, and `show` does."""
+
+    def trials(plans, graph, model_file, *, device, **_):
+        assert (len(plans), device) == (2, "cuda")
+        return tuple(Trial(turns_s=(float(5 - index), 6.0, 1.0)) for index in range(len(plans)))
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("planner.runtime.check.trials.run_trials", trials)
+    path = write_model()
+    found = planner("search", path, *SEARCH, "--measure", 2)
+    assert found.code == 0, found.stderr
+    assert "2 plans in turns on 2 GPU ranks of this machine" in found.stderr
+    assert "measured: 4 s a step" in found.stdout
+    measured = json.loads(Path("plan.json").read_text())["estimate"]["measured"]
+    assert [plan["measured_s"] for plan in measured["compared"]] == [5.0, 4.0]
+    shown = planner("show", "plan.json").stdout
+    assert "Measured: 4 s a step, the median of 3 turns; the fastest of 2 plans" in shown
+
+
+def test_plans_for_devices_that_are_not_here_are_refused_unsearched(planner, write_model):
+    refused = planner("search", write_model(), *SEARCH, "--measure", 2, "--out", "no.json")
+    assert "--measure can't run plans for h100-sxm5-80gb here" in refused.complaint
+    assert not Path("no.json").exists()
+
+
+def test_runners_up_that_are_too_close_to_call_are_counted():
+    """X1: an interval of ±10% holds 1.05 s and not 1.2 s beside 1 s."""
+
+    def runner(step_s: float) -> RunnerUp:
+        return RunnerUp(label="dp2", step_s=step_s, peak_bytes=1.0, reason="slower")
+
+    interval = Interval(low_s=0.9, high_s=1.1, basis="published runs of 8 sources")
+    result = SearchResult(plan=None, runners_up=(runner(1.05), runner(1.2)))
+    assert describe_closeness(result, interval) == (
+        "1 of 2 runners-up are within what the estimate may be off by (±10% in 4 of 5 cases, from "
+        "published runs of 8 sources); `measure` 2 lets a few steps decide"
+    )
+    assert describe_closeness(replace(result, runners_up=(runner(1.2),)), interval) == ""

@@ -87,3 +87,8 @@ def test_a_machine_that_drifts_gives_the_records_of_one_that_does_not(monkeypatc
             profile.step_seconds(one.work, num_bytes=4e6).seconds for profile in (steady, drifting)
         ]
         assert answers[1] / answers[0] == pytest.approx(slowdowns["light"].value, rel=1e-3)
+
+
+def test_work_that_took_no_time_has_the_mean_pace_of_its_ranks():
+    """A difference of two times is 0 where a busy machine swallowed it: on all ranks, at times."""
+    assert over_ranks((0.0, 0.0), (1.0, 3.0)) == (0.0, 2.0)

@@ -54,20 +54,27 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
     Raises ScheduleError when its schedule does not take its numbers, PlanError when its
     ranks do not divide over the nodes, or this node has too few GPUs or too little memory.
     """
-    import torch
-
     schedule_of(plan)
     if num_nodes < 1 or plan.world_size % num_nodes:
         raise PlanError(
             f"num_nodes={num_nodes} does not divide the plan's {plan.world_size} ranks; each node "
             "runs equally many"
         )
+    return check_ranks(plan.world_size // num_nodes, device)
+
+
+def check_ranks(here: int, device: str | None) -> str:
+    """Return the device ("cpu" or "cuda") of so many ranks on this machine.
+
+    Raises PlanError when it has too few GPUs or too little memory for their processes.
+    """
+    import torch
+
     gpus = torch.cuda.device_count()
     if device is None:
         device = "cuda" if gpus else "cpu"
     if device not in ("cpu", "cuda"):
         raise PlanError(f"device {device!r} is unknown; use cpu or cuda")
-    here = plan.world_size // num_nodes
     if device == "cuda" and gpus < here:
         raise PlanError(
             f"the plan needs {here} GPUs on this node and {gpus} are here; "

@@ -1,4 +1,6 @@
-"""One rank: ``python -m planner.runtime.start.worker script.py args…`` or ``… --verify request``.
+"""One rank: ``python -m planner.runtime.start.worker script.py args…``, or a request of ours.
+
+Requests are ``--verify FILE`` and ``--trials FILE``, by `planner.runtime.check`.
 
 Runs the user's script as ``__main__``, as ``python script.py args…`` would, and sees to it
 that a failure is told once for the whole run and that the process ends.
@@ -7,7 +9,6 @@ that a failure is told once for the whole run and that the process ends.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import runpy
 import signal
@@ -19,18 +20,23 @@ from pathlib import Path
 from planner.errors import PlannerError
 from planner.runtime.start.cores import available_cores, own_cores, stay_on
 from planner.runtime.start.heap import keep_freed_memory
-from planner.runtime.start.workers import FAILURE_FILE, LAUNCHER
+from planner.runtime.start.lifetime import die_with
+from planner.runtime.start.workers import FAILURE_FILE, LAUNCHER, runs_script
 
 
 def main(args: list[str]) -> None:
     """Run what the arguments ask for and end the process."""
-    _die_with_parent()
+    die_with(int(os.environ.get(LAUNCHER, os.getppid())))
     _settle_on_cpu()
     try:
         if args[0] == "--verify":
             from planner.runtime.check.verify import verify_worker
 
             verify_worker(Path(args[1]))
+        elif args[0] == "--trials":
+            from planner.runtime.check.trials import trials_worker
+
+            trials_worker(Path(args[1]))
         else:
             _run_script(args[0], args[1:])
         _leave()
@@ -47,7 +53,7 @@ def main(args: list[str]) -> None:
     except BaseException as error:
         story = _story(error, args[0])
         # A user's script shows its own traceback; what the library runs is told by the launcher.
-        _fail(*((3, story, story) if args[0] == "--verify" else (1, story)))
+        _fail(*((1, story) if runs_script(args) else (3, story, story)))
 
 
 def _settle_on_cpu() -> None:
@@ -78,19 +84,6 @@ def _leave() -> None:
     atexit._run_exitfuncs()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to end this process should the launcher vanish without a word.
-
-    It may have while this process came up, which then has another parent.
-    """
-    if sys.platform == "linux":
-        launcher = int(os.environ.get(LAUNCHER, os.getppid()))
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != launcher:
-            os._exit(1)
 
 
 def _story(error: BaseException, script: str) -> str:

@@ -76,7 +76,7 @@ def run_workers(
             try:
                 elastic_launch(config, entrypoint=sys.executable)(*command)
             except ChildFailedError as error:
-                return _exit_code(failure, error, runs_script=args[0] != "--verify")
+                return _exit_code(failure, error, is_script=runs_script(args))
             except SignalException as error:
                 return 128 + int(error.sigval)
             except KeyboardInterrupt:
@@ -84,7 +84,12 @@ def run_workers(
     return 0
 
 
-def _exit_code(failure: Path, error: Exception, *, runs_script: bool) -> int:
+def runs_script(args: Sequence[str]) -> bool:
+    """Whether a worker's arguments name a script of the user's, not a request of ours."""
+    return not args[0].startswith("--")
+
+
+def _exit_code(failure: Path, error: Exception, *, is_script: bool) -> int:
     """The code the first failing rank left; a rank that died silently is named here.
 
     Raises PlannerError where that is what the rank raised, RankFailed where the rank ran no
@@ -101,7 +106,7 @@ def _exit_code(failure: Path, error: Exception, *, runs_script: bool) -> int:
         return int(code)
     rank, first = error.get_first_failure()  # type: ignore[attr-defined]
     how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
-    if not runs_script:
+    if not is_script:
         raise RankFailed(f"rank {rank} died with {how} and said nothing")
     print(f"planner: rank {rank} died with {how} and said nothing", file=sys.stderr)
     return 1

@@ -1,0 +1,167 @@
+"""What a recorded run says about a profile: each recorded time beside its prediction, in terms.
+
+The prediction is `estimate`'s own. By how much it grows with a term's factor is found by pricing
+the plan once more with that factor a tenth larger: no part of the cost model is written twice, and
+a part that is hidden behind another has no share. `profiles.calibration` solves for the factors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import sqrt
+from statistics import median
+
+from costmodel.cache import CostCache
+from costmodel.compare import (
+    as_rank_timelines,
+    compare_run,
+    first_steady_step,
+    job_seconds,
+    step_seconds,
+)
+from costmodel.estimate import estimate
+from costmodel.in_training import in_training
+from costmodel.time.plan_price import price_plan, stages_of_rank
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from planner.timeline import RankTimeline
+from profiles import Profile
+from profiles.calibration import add_run
+from profiles.records import Calibration, CalibrationRun, Factor, Observation
+
+_MORE = 0.1
+"""By which a factor is raised to see what depends on it."""
+
+STEP = "step"
+_LEAST_SHARE = 0.002
+"""Of a step: what is shorter is timed no better than the clock and the scheduler allow."""
+
+
+def calibrated(
+    profile: Profile, graph: ModelGraph, plan: Plan, measured: Sequence[RankTimeline]
+) -> Profile:
+    """Return a profile that has learned from a recorded run of a plan.
+
+    Raises PlannerError when the recording is not of this plan.
+    """
+    run = observe(profile, graph, plan, measured)
+    found = add_run(profile.file.calibration, run)
+    file = profile.file.model_copy(update={"calibration": found})
+    return Profile(file, profile.ops, profile.collectives)
+
+
+def observe(
+    profile: Profile, graph: ModelGraph, plan: Plan, measured: Sequence[RankTimeline]
+) -> CalibrationRun:
+    """Return what a run took beside what the profile without factors predicts."""
+    plain = _with_factors(profile, {})
+    predicted = _predict(plain, graph, plan)
+    answer = estimate(graph, plain, plan)
+    compare_run(answer.timeline, answer.step_s, measured)  # raises for another plan's run
+    first = first_steady_step(measured)
+    found = _measure(measured, first)
+    grown = {
+        term: _predict(_with_factors(profile, {term: 1.0 + _MORE}), graph, plan)
+        for term in sorted(plain.factors.asked)
+    }
+    least_s = _LEAST_SHARE * predicted[STEP]
+    observations = []
+    for what, predicted_s in predicted.items():
+        if what not in found or predicted_s < least_s:
+            continue
+        measured_s, error = found[what]
+        parts = {term: (told[what] - predicted_s) / _MORE for term, told in grown.items()}
+        observations.append(
+            Observation(
+                what=what,
+                measured_s=measured_s,
+                standard_error=error,
+                predicted_s=predicted_s,
+                parts_s={term: part for term, part in parts.items() if part > 1e-6 * predicted_s},
+            )
+        )
+    steps = {span.step for line in measured for span in line.spans if span.step >= first}
+    decisions = plan.model_copy(update={"estimate": {}}).model_dump_json()
+    return CalibrationRun(
+        plan=_digest(decisions),
+        model=plan.model.name,
+        num_steps=len(steps),
+        recording=_digest(repr([asdict(line) for line in measured])),
+        observations=tuple(observations),
+    )
+
+
+def _with_factors(profile: Profile, values: dict[str, float]) -> Profile:
+    """Return the profile with these factors alone."""
+    factors = {term: Factor(value=value, sigma=0.0) for term, value in values.items()}
+    only = Calibration.model_construct(factors=factors)
+    file = profile.file.model_copy(update={"calibration": only})
+    return Profile(file, profile.ops, profile.collectives)
+
+
+def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float]:
+    """Return predicted seconds of what a run records, by name."""
+    costs = CostCache(graph, in_training(profile, plan.world_size))
+    answer = estimate(graph, profile, plan, costs=costs)
+    jobs = job_seconds(as_rank_timelines(answer.timeline), first_step=0)
+    seconds = {_job(*key): median(found) for key, found in jobs.items()}
+    price = price_plan(plan, costs)
+    for rank in range(plan.pp):
+        own = stages_of_rank(plan, rank)
+        after_s = price.exposed.after_s[own].sum()
+        seconds[_after(rank)] = float(price.tied_s[rank] + after_s)
+        seconds[_optimizer(rank)] = price.updates[rank].optimizer_s
+    seconds[STEP] = answer.step_s - answer.time.inputs_s
+    return seconds
+
+
+def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[float, float]]:
+    """Return, by name, median seconds of what was recorded and the relative error of that."""
+    num_steps = len(step_seconds(measured, first))
+    found = {
+        _job(*key): _median_and_error(seconds, num_steps)
+        for key, seconds in job_seconds(measured, first_step=first).items()
+    }
+    found[STEP] = _median_and_error(step_seconds(measured, first), num_steps)
+    for pp_rank in {line.pp_rank for line in measured}:
+        lines = [line for line in measured if line.pp_rank == pp_rank]
+        for kind, name in (("REDUCE", _after(pp_rank)), ("OPTIMIZE", _optimizer(pp_rank))):
+            by_step: dict[int, list[float]] = {}
+            for line in lines:
+                for span in line.spans:
+                    if span.kind == kind and span.step >= first:
+                        by_step.setdefault(span.step, []).append(span.end_s - span.start_s)
+            if by_step:
+                # In an exchange ranks wait for the last one, which waits for nobody.
+                pick = min if kind == "REDUCE" else median
+                found[name] = _median_and_error(list(map(pick, by_step.values())), num_steps)
+    return {what: value for what, value in found.items() if value[0] > 0}
+
+
+def _median_and_error(seconds: Sequence[float], num_steps: int) -> tuple[float, float]:
+    """Return a median and its relative standard error; the jobs of a step count as one sample."""
+    middle = median(seconds)
+    if middle <= 0:
+        return 0.0, 0.0
+    # Of a normal distribution, 1.48 times the median distance is the standard deviation, and a
+    # median's error is 1.25 times that of a mean.
+    deviation = 1.48 * median(abs(each - middle) for each in seconds)
+    return middle, 1.25 * deviation / middle / sqrt(num_steps)
+
+
+def _job(stage: int, kind: str) -> str:
+    return f"{kind} of stage {stage}"
+
+
+def _after(pp_rank: int) -> str:
+    return f"exchange after the last job of pp rank {pp_rank}"
+
+
+def _optimizer(pp_rank: int) -> str:
+    return f"optimizer of pp rank {pp_rank}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

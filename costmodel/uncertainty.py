@@ -1,0 +1,135 @@
+"""How far an estimate may be off: an interval that the step lies in four times out of five.
+
+    step_s * exp(-w) .. step_s * exp(w)      w = Z * max(r, q)
+
+    Z: 1.28, the quantile of a normal distribution that leaves a tenth on each side
+    r: one sigma of the steps that the profile's kind was held against, relative
+    q: by how much the step grows when every answer of the profile takes one sigma of its own
+       longer: an answer that extrapolates has a large one, so the interval grows with it
+
+r has the common errors of answers in it, so the larger of both counts and not their sum. It is
+
+    shipped      the runs that its rates were fitted to: 1.25 times the root of the mean square of
+                 their mean absolute errors by source (1.25: sigma over mean, normal)
+    measured     plans run on the machine that was profiled (`benchmarks/predict_cpu.py`)
+    calibrated   what the fit leaves of k recorded runs, with the machine's drift between them:
+                 hypot(1.48 e, DRIFT) * sqrt(1 + 1/k), e: their median absolute error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp, hypot, sqrt
+from typing import Literal
+
+from costmodel.cache import CostCache
+from costmodel.estimate import estimate
+from costmodel.in_training import in_training
+from costmodel.table.rates import residuals_of
+from planner.graph import ModelGraph
+from planner.plan import Plan
+from profiles import Group, Lookup, OpQuery, Profile
+from profiles.calibration import DRIFT
+from profiles.records import StepWork
+
+COVERAGE = 0.8
+_Z = 1.2816
+_SIGMA_OF_MEDIAN = 1.48
+_SIGMA_OF_MEAN = 1.25
+
+_MEASURED_MEDIAN = 0.043
+"""Of 90 plans of three models on two CPU ranks; docs/decisions/0018 has the table."""
+
+_NOTHING_KNOWN = 0.3
+"""Of a device of which no runs are published: what others were off by before rates were fitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Where a step's seconds lie with a probability of `COVERAGE`."""
+
+    low_s: float
+    """Seconds that it is below one time in ten."""
+    high_s: float
+    """Seconds that it is above one time in ten."""
+    basis: str
+    """What the width stands on."""
+
+    @property
+    def relative(self) -> float:
+        """Half of its width over its middle."""
+        return (self.high_s - self.low_s) / (self.high_s + self.low_s)
+
+    def holds(self, step_s: float) -> bool:
+        """Whether a time lies in it."""
+        return self.low_s <= step_s <= self.high_s
+
+
+def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
+    """Return where the step of a plan lies, as far as can be told from the profile's own errors.
+
+    `profile` as it was loaded; raises as `estimate` does.
+    """
+    priced = in_training(profile, plan.world_size)
+    step_s = estimate(graph, profile, plan, costs=CostCache(graph, priced)).step_s
+    late = CostCache(graph, _OneSigmaLater(priced))
+    of_answers = estimate(graph, profile, plan, costs=late).step_s / step_s - 1.0
+    of_steps, basis = step_sigma(profile)
+    if of_answers > of_steps:
+        basis = "errors of the profile's own answers"
+    width = exp(_Z * max(of_answers, of_steps))
+    return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
+
+
+def step_sigma(profile: Profile) -> tuple[float, str]:
+    """Return one sigma of a profile's steps, relative, and what it is from."""
+    found = profile.file.calibration
+    if found is not None:
+        runs = len(found.runs)
+        left = hypot(_SIGMA_OF_MEDIAN * found.error_after, DRIFT) * sqrt(1 + 1 / runs)
+        return left, f"{runs} recorded run{'s' * (runs > 1)} it was calibrated with"
+    if profile.source == "measured":
+        return _SIGMA_OF_MEDIAN * _MEASURED_MEDIAN, "plans run on a machine that was measured"
+    residuals = residuals_of(profile)
+    if not residuals:
+        return _NOTHING_KNOWN, "no published runs of this device"
+    return _of_sources(residuals), f"published runs of {len(residuals)} sources"
+
+
+def _of_sources(residuals: Mapping[str, float]) -> float:
+    return _SIGMA_OF_MEAN * sqrt(sum(error**2 for error in residuals.values()) / len(residuals))
+
+
+class _OneSigmaLater(Profile):
+    """A profile all of whose answers take one sigma of theirs longer."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(profile.file, profile.ops, profile.collectives)
+        self._typical = profile
+
+    def op_seconds(self, query: OpQuery) -> Lookup:
+        """Return an operator's time, one sigma longer."""
+        return _later(self._typical.op_seconds(query))
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return a collective's time, one sigma longer."""
+        return _later(self._typical.collective_seconds(kind, num_bytes, group))
+
+    def step_seconds(
+        self, work: StepWork, *, num_bytes: float, num_tensors: int = 1, num_calls: int = 1
+    ) -> Lookup:
+        """Return the time of work beside the blocks, one sigma longer."""
+        return _later(
+            self._typical.step_seconds(
+                work, num_bytes=num_bytes, num_tensors=num_tensors, num_calls=num_calls
+            )
+        )
+
+    def overlap_slowdown(self, part: Literal["compute", "communication"]) -> float:
+        """Return by how much a part slows while both run together."""
+        return self._typical.overlap_slowdown(part)
+
+
+def _later(answer: Lookup) -> Lookup:
+    return answer.times(1.0 + answer.relative_error)

@@ -1,0 +1,77 @@
+"""How wide an estimate's interval is, and what makes it wider."""
+
+from math import exp, sqrt
+
+import pytest
+
+from costmodel import estimate
+from costmodel.uncertainty import Interval, step_interval, step_sigma
+from planner.plan.defaults import default_plan
+from profiles import Profile, load_profile
+from profiles.records import Calibration
+from tests.captures import capture_tiny
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    return capture_tiny("gpt")
+
+
+@pytest.fixture(scope="module")
+def h100():
+    return load_profile("h100-sxm5-80gb")
+
+
+def changed(profile: Profile, **fields) -> Profile:
+    file = profile.file.model_copy(update=fields)
+    return Profile(file, profile.ops, profile.collectives)
+
+
+def test_a_shipped_profile_is_as_sure_as_its_published_runs(gpt, h100):
+    """Residuals of its sources, mean of squares 0.00259: sigma 1.25 * 0.0509; 1.28 of it each way.
+
+    No answer of a pipeline's plan is worse than that.
+    """
+    sigma, basis = step_sigma(h100)
+    assert sigma == pytest.approx(0.0636, abs=0.0005)
+    assert basis == "published runs of 8 sources"
+    plan = default_plan(gpt, pp=2, microbatch_size=2, num_microbatches=2)
+    found, step_s = step_interval(gpt, h100, plan), estimate(gpt, h100, plan).step_s
+    assert found.high_s >= step_s * exp(1.28 * sigma)
+    assert sqrt(found.low_s * found.high_s) == pytest.approx(step_s)
+    assert found.holds(step_s)
+    assert not found.holds(1.01 * found.high_s)
+
+
+def test_answers_that_extrapolate_widen_it(gpt, h100):
+    """Ops that are half their time off make a step that much less sure; no host is waited for."""
+    plan = default_plan(gpt, pp=2, microbatch_size=2, num_microbatches=2)
+    no_host = h100.file.launch_overhead_s.model_copy(update={"value": 0.0})
+
+    def width(error: float) -> Interval:
+        fits = [fit.model_copy(update={"relative_error": error}) for fit in h100.file.op_fits]
+        profile = changed(h100, launch_overhead_s=no_host, op_fits=tuple(fits))
+        return step_interval(gpt, profile, plan)
+
+    assert width(0.5).relative > 1.5 * width(0.0).relative
+    assert "own answers" in width(0.5).basis
+
+
+def test_recorded_runs_say_how_sure_a_calibrated_profile_is(h100):
+    """Median error 4%: hypot(0.0592, 0.05) = 0.0775; of one run sqrt(2) of it, of four less."""
+
+    def after(runs: int) -> float:
+        known = Calibration.model_construct(factors={}, error_after=0.04, runs=(None,) * runs)
+        return step_sigma(changed(h100, calibration=known))[0]
+
+    assert after(1) == pytest.approx(0.0775 * sqrt(2), rel=0.01)
+    assert after(4) == pytest.approx(0.0775 * sqrt(1.25), rel=0.01)
+
+
+def test_a_device_without_published_runs_is_least_sure(h100):
+    unknown = changed(h100, name="no-such-device")
+    assert step_sigma(unknown) == (0.3, "no published runs of this device")
+
+
+def test_the_width_is_relative_to_the_middle():
+    assert Interval(low_s=0.9, high_s=1.1, basis="").relative == pytest.approx(0.1)
