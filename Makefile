@@ -15,7 +15,7 @@ demo: .venv/ready
 	$(BIN)/python examples/demo.py
 
 test: .venv/ready-test
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: .venv/ready-test
 	$(BIN)/python -m pytest -m slow

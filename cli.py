@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     except PlannerError as error:
         return _refuse(with_flags(str(error)))
     except (BrokenPipeError, SystemExit) as error:
-        # Typer and rich leave with 1 where one writes to a pipe that nobody reads.
+        # Typer and rich leave with 1 where output goes to a pipe that nobody reads.
         if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -49,7 +49,7 @@ def plan_of_every_configuration(graph: ModelGraph, profile: Profile, model_file:
         for one in shape.configurations():
             fixed = replace(
                 request,
-                dp=one.dp,
+                dp=one.degrees["dp"],
                 cp=one.cp,
                 tp=one.tp,
                 pp=one.pp,

@@ -17,7 +17,7 @@ def dryrun(
     rank: Annotated[int, typer.Option(help="The rank to look at.")] = 0,
 ) -> None:
     """Run one rank on fake tensors: its memory, job by job."""
-    from commands.render.plan import describe_dry_run
+    from commands.render.checks import describe_dry_run
     from planner.graph.model_file import load_model_file
     from planner.plan import load_plan
     from planner.runtime.check.dryrun import dry_run

@@ -1,4 +1,4 @@
-"""`planner launch`: a training script, one process for each rank of a plan."""
+"""`planner launch`: a training script, a process for each rank of a plan."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _show(name: str, plots: Path | None) -> int:
 
 
 def _device(name: str | None) -> str:
-    """Return the device asked for, or the one found; raise for one that is not here."""
+    """Return the device asked for, or the one found; raise where it is not here."""
     import torch
 
     found = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,10 +8,10 @@ from commands.render.console import check_writable, show_results, write_trace
 
 def timeline(folder: RunFolder, trace: TraceOption = None) -> None:
     """Report a recorded run, and make one trace of it."""
-    from commands.render.plan import describe_timeline
+    from commands.render.run import describe_recording
     from planner.timeline import load_timeline
 
     check_writable(trace, "the trace")
     measured = load_timeline(folder)
-    show_results(*describe_timeline(measured))
+    show_results(*describe_recording(measured))
     write_trace(trace, measured=measured)

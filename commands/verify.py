@@ -21,7 +21,7 @@ def verify(
 
     Trains a few steps both ways in fp64 and exits with 1 if they differ by more than rounding does.
     """
-    from commands.render.plan import describe_verification
+    from commands.render.checks import describe_verification
     from planner.plan import load_plan
     from planner.runtime.check.verify import verify as verify_plan
 

@@ -1,9 +1,9 @@
 """What a training step takes, predicted: pure functions of a graph, a profile and a plan.
 
 `estimate` is the front door: time and memory in named parts. Below it, each usable alone:
-`price_program` prices a block on one rank, `StageCosts` any run of blocks, `simulate` plays a
-job table, `plan_memory` and `RankBound` count bytes. Torch-free, so a search can ask
-thousands of times a second; `CostCache` asks each expensive question once.
+`price_program` prices a block on one rank, `StageCosts` any run of blocks, `simulate` runs a
+job table, `plan_memory` and `RankBound` count bytes. All of it is free of torch, and `CostCache`
+computes each expensive answer once: a search calls it thousands of times a second.
 """
 
 from costmodel.cache import CostCache

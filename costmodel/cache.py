@@ -1,7 +1,7 @@
 """CostCache: whatever is expensive to price about a graph on a machine is priced once.
 
-A block's price depends on its class, the microbatch size, tp, cp and the class's layouts,
-never on where in the model it stands.
+A block's price depends on its class, the microbatch size, and the class's layouts on the axes that
+blocks are lowered on with the sizes of these, never on where in the model it stands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
-from planner.layout.axes import Degrees
+from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
@@ -45,7 +45,7 @@ class CostCache:
     ) -> None:
         self.graph, self.profile, self.kernels = graph, profile, kernels
         self.clips_gradients = clips_gradients
-        self._batch_inputs: dict[frozenset[str], frozenset[str]] = {}
+        self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._local: dict[tuple, Program] = {}
         self._blocks: dict[tuple, ProgramCost] = {}
@@ -53,7 +53,7 @@ class CostCache:
         self._side_values: dict[int, SideValues] = {}
         self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
         self.chains: dict[Split, ChainCosts] = {}
-        self.replica_prices: dict[tuple[Replication, int], ReplicaPrices] = {}
+        self.replica_prices: dict[tuple[Replication, Degrees], ReplicaPrices] = {}
 
     @cached_property
     def links(self) -> Links:
@@ -70,30 +70,38 @@ class CostCache:
     def local(
         self,
         class_index: int,
-        tp: int,
         microbatch_size: int,
-        layout: ClassLayout | None,
-        *,
-        cp: int = 1,
-        cp_layout: ClassLayout | None = None,
+        degrees: Degrees | None = None,
+        layouts: tuple[ClassLayout, ...] = (),
     ) -> Program:
-        """Return a class's program as one rank runs it, lowered as `local_program` does."""
-        key = class_index, tp, microbatch_size, layout, cp, cp_layout
+        """Return a class's program as one rank runs it, lowered as `local_program` does.
+
+        `degrees` are sizes of the mesh, 1 where not given; `layouts` are the class's own, one an
+        axis: where an axis has none, blocks are replicated.
+        """
+        degrees = degrees or Degrees()
+        key = _key(class_index, microbatch_size, degrees, layouts)
         if key not in self._local:
-            whole = self.bound(class_index, microbatch_size)
-            on_tp = lower(whole, layout, axis="tp", axis_size=tp)
-            self._local[key] = lower(on_tp, cp_layout, axis="cp", axis_size=cp, sum_later=True)
+            placed = {layout.axis: layout for layout in layouts}
+            program = self.bound(class_index, microbatch_size)
+            for axis in lowered_axes():
+                program = lower(
+                    program,
+                    placed.get(axis.name),
+                    axis=axis.name,
+                    axis_size=degrees[axis.name],
+                    sum_later=axis.whole_params,
+                )
+            self._local[key] = program
         return self._local[key]
 
     def block(
         self,
         class_index: int,
-        tp: int,
         microbatch_size: int,
-        layout: ClassLayout | None = None,
+        degrees: Degrees | None = None,
+        layouts: tuple[ClassLayout, ...] = (),
         *,
-        cp: int = 1,
-        cp_layout: ClassLayout | None = None,
         recomputed: tuple[str, ...] | None = None,
     ) -> ProgramCost:
         """Return the price of one block of a class.
@@ -101,15 +109,15 @@ class CostCache:
         `recomputed` names the ops that selective recomputation runs again (None: the
         default choice).
         """
-        layout, cp_layout = None if tp == 1 else layout, None if cp == 1 else cp_layout
-        key = class_index, tp, microbatch_size, layout, cp, cp_layout, recomputed
+        degrees = degrees or Degrees()
+        key = *_key(class_index, microbatch_size, degrees, layouts), recomputed
         if key not in self._blocks:
-            local = self.local(class_index, tp, microbatch_size, layout, cp=cp, cp_layout=cp_layout)
+            local = self.local(class_index, microbatch_size, degrees, layouts)
             whole = self.bound(class_index, microbatch_size)
             self._blocks[key] = price_program(
                 local,
                 self.profile,
-                axes=lowered_groups(self.profile.cluster, Degrees(cp=cp, tp=tp)),
+                axes=lowered_groups(self.profile.cluster, degrees),
                 remade=ops_made_again(whole, local, recomputed),
                 kernels=self.kernels,
             )
@@ -118,20 +126,18 @@ class CostCache:
     def block_bytes(
         self,
         class_index: int,
-        tp: int,
         microbatch_size: int,
-        layout: ClassLayout | None = None,
+        degrees: Degrees | None = None,
+        layouts: tuple[ClassLayout, ...] = (),
         *,
-        cp: int = 1,
-        cp_layout: ClassLayout | None = None,
         recompute: Recompute = "none",
         recomputed: tuple[str, ...] | None = None,
     ) -> BlockBytes:
         """Return what one block of a class holds while it runs, storage by storage."""
-        layout, cp_layout = None if tp == 1 else layout, None if cp == 1 else cp_layout
-        key = class_index, tp, microbatch_size, layout, cp, cp_layout, recompute, recomputed
+        degrees = degrees or Degrees()
+        key = *_key(class_index, microbatch_size, degrees, layouts), recompute, recomputed
         if key not in self._bytes:
-            local = self.local(class_index, tp, microbatch_size, layout, cp=cp, cp_layout=cp_layout)
+            local = self.local(class_index, microbatch_size, degrees, layouts)
             whole = self.bound(class_index, microbatch_size)
             self._bytes[key] = block_bytes(
                 local,
@@ -143,15 +149,13 @@ class CostCache:
 
     def batch_inputs(self, block_index: int) -> frozenset[str]:
         """Return the batch's tensors that a block takes, itself or through preamble values."""
-        graph = self.graph
-        taken = frozenset(
-            name for name in graph.blocks[block_index].inputs if name not in graph.producer
-        )
-        if taken not in self._batch_inputs:
+        if block_index not in self._batch_inputs:
+            graph = self.graph
+            taken = self.links.given[block_index]
             made = taken & set(graph.preamble.outputs)
             through = graph.preamble.only(tuple(sorted(made))).inputs if made else ()
-            self._batch_inputs[taken] = (taken - made) | frozenset(through)
-        return self._batch_inputs[taken]
+            self._batch_inputs[block_index] = (taken - made) | frozenset(through)
+        return self._batch_inputs[block_index]
 
     def side_bytes(self, names: frozenset[str], microbatch_size: int) -> tuple[int, int]:
         """Return bytes of preamble values: per microbatch, and of those that are always the same.
@@ -166,3 +170,12 @@ class CostCache:
         if microbatch_size not in self._side_values:
             self._side_values[microbatch_size] = find_side_values(self.graph, microbatch_size)
         return self._side_values[microbatch_size]
+
+
+def _key(
+    class_index: int, microbatch_size: int, degrees: Degrees, layouts: tuple[ClassLayout, ...]
+) -> tuple:
+    """Return all that the program of a rank depends on."""
+    sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
+    used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
+    return class_index, microbatch_size, sizes, used

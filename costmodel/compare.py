@@ -40,11 +40,17 @@ class RunComparison:
     """A plan's prediction beside its run. Steps run from the first span to the last."""
 
     jobs: tuple[JobComparison, ...]
+    """By stage, forward first."""
     predicted_step_s: float
+    """Seconds of the simulated step."""
     measured_step_s: float
+    """Median seconds of the recorded steps."""
     predicted_bubble_fraction: float
+    """Part of all ranks' time in which they run no job."""
     measured_bubble_fraction: float
+    """The same, median of the recorded steps."""
     num_steps: int
+    """Recorded steps, without the first ones that warm up."""
 
 
 def as_rank_timelines(timeline: Timeline) -> tuple[RankTimeline, ...]:

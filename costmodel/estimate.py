@@ -35,7 +35,6 @@ from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
-from costmodel.topology import check_priced
 from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
@@ -130,9 +129,8 @@ def estimate(
     `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
     between calls, on the profile it was made with (`in_training(profile, plan.world_size)`
     where not given), and says whether gradients are clipped. Raises ScheduleError when the
-    plan's schedule can't be built, LayoutError for a mesh axis that is not priced.
+    plan's schedule can't be built.
     """
-    check_priced(plan.degrees)
     costs = costs or CostCache(graph, in_training(profile, plan.world_size))
     profile = costs.profile
     price = price_plan(plan, costs)

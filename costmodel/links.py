@@ -17,13 +17,15 @@ class Links:
     the same outputs of blocks as far before them, the same values that no block makes (`given`),
     and parameters that nobody else uses, or the same ones. `untrained` has the places of those
     of a block's parameters that get no gradient. `makers` has the block that makes each value and
-    the value's place among its outputs.
+    the value's place among its outputs. Blocks of equal `entries` are of one class and take the
+    same outputs of blocks of the same classes, so that the same moves to them.
     """
 
     signatures: tuple[int, ...]
     given: tuple[frozenset[str], ...]
     untrained: tuple[tuple[int, ...], ...]
     makers: Mapping[str, tuple[int, int]]
+    entries: tuple[int, ...]
 
 
 def find_links(graph: ModelGraph) -> Links:
@@ -35,7 +37,8 @@ def find_links(graph: ModelGraph) -> Links:
     }
     shared = graph.shared_params
     known: dict[tuple, int] = {}
-    signatures, given, untrained = [], [], []
+    signatures, given, untrained, entries = [], [], [], []
+    entries_known: dict[tuple, int] = {}
     for block in graph.blocks:
         taken = tuple(
             (block.index - makers[name][0], makers[name][1]) if name in makers else name
@@ -46,6 +49,18 @@ def find_links(graph: ModelGraph) -> Links:
         names = tuple(name if name in shared else "" for name in block.params)
         signature = block.class_index, taken, names, is_trained
         signatures.append(known.setdefault(signature, len(known)))
+        moved = tuple(
+            (
+                graph.blocks[makers[name][0]].class_index,
+                makers[name][1],
+                block.inputs.index(name),
+                graph.tensor[name].requires_grad,
+            )
+            if name in makers
+            else name
+            for name in block.inputs
+        )
+        entries.append(entries_known.setdefault((block.class_index, moved), len(entries_known)))
         given.append(frozenset(name for name in block.inputs if name not in makers))
         untrained.append(tuple(at for at, trained in enumerate(is_trained) if not trained))
     return Links(
@@ -53,4 +68,5 @@ def find_links(graph: ModelGraph) -> Links:
         given=tuple(given),
         untrained=tuple(untrained),
         makers=makers,
+        entries=tuple(entries),
     )

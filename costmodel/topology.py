@@ -13,12 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cluster import ClusterSpec
-from planner.errors import LayoutError
-from planner.layout.axes import Degrees, axis_names, lowered_axes, members
+from planner.layout.axes import (
+    Degrees,
+    axis_names,
+    batch_axes,
+    lowered_axes,
+    members,
+    rest_axis,
+)
 from profiles import Group
-
-PRICED = ("tp", "cp")
-"""The axes that a block's program is priced on (`costmodel.cache.CostCache.local`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +71,17 @@ def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
     }
 
 
-def check_priced(degrees: Degrees) -> None:
-    """Raise LayoutError for a mesh with an axis that blocks are lowered on and not priced on."""
-    for axis in lowered_axes():
-        if axis.name not in PRICED and degrees[axis.name] > 1:
-            raise LayoutError(
-                f"{axis.name}={degrees[axis.name]}: blocks are priced on {' and '.join(PRICED)} "
-                f"only; such a plan can be trained and not estimated, so use {axis.name}=1"
-            )
+def replica_mesh(degrees: Degrees) -> Degrees:
+    """Return the mesh of one replica: sizes on the axes that cut the batch are 1."""
+    return degrees.with_sizes(**{axis.name: 1 for axis in batch_axes()})
+
+
+def data_group(cluster: ClusterSpec, replica: Degrees, *, replicas: int) -> Group:
+    """Return the group of so many ranks with the same parameters: those of a replica's mesh, and
+    of as many replicas as it takes.
+    """
+    times = replicas // replica.along("data")
+    return group_along(cluster, replica.with_sizes(**{rest_axis().name: times}), "data")
 
 
 def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.errors import ModelError
-from planner.graph.batch import flatten_batch
 
 
 def count_tokens(
@@ -22,6 +21,9 @@ def count_tokens(
     """
 
     def count(batch: Any) -> int:
+        # `planner --help` imports this package and no graph.
+        from planner.graph.batch import flatten_batch
+
         leaves, _ = flatten_batch(batch)
         if path not in leaves:
             raise ModelError(

@@ -7,7 +7,7 @@ certificate, runners-up. Torch-free. Read in this order:
     find_plan          the search on one page
     branch_and_bound   the queue of nodes; `search_state`: what the nodes of one request share
     nodes/             the nodes: shapes, configurations, partitions, mixes of meshes
-    space              the configurations there are
+    space/             the configurations there are, and their job tables
     candidates         prices of configurations: stage tables, chain problems, plans, estimates
     bounds/            lower bounds of step time and memory
     op_layout/         placements inside a block; `stages/` what runs of blocks cost with them

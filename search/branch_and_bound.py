@@ -219,7 +219,7 @@ class BranchAndBound:
         self.least_open_s = min(self.least_open_s, bound)
 
     def lose(self, node: Node[Any], step_s: float) -> None:
-        """Set a node aside whose simulated plan is slower than the best."""
+        """Keep a node whose simulated plan is slower than the best, for the runners-up."""
         self.set_aside.append((step_s, node.wave, next(self._ticket), node))
 
     def take(self, done: EvaluatedPlan) -> None:

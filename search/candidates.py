@@ -9,24 +9,25 @@ from itertools import accumulate
 
 import numpy as np
 
-from costmodel import CostCache, Estimate, StageLoad, estimate
+from costmodel import CostCache, Estimate, estimate
 from costmodel.in_training import in_training
-from costmodel.memory.bound import RankBound
+from costmodel.memory.bound import NOTHING, OnHost
 from planner.graph import ModelGraph
+from planner.layout.axes import Degrees
 from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
-from search.bounds.bounds import TableBounds
 from search.bounds.copied_jobs import CopiedRow
-from search.bounds.quick_price import copied_rows, job_table, quick_step_s
-from search.on_host import NOTHING, OnHost, offload_fallbacks
+from search.bounds.rank_bytes import rank_bound
+from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
-from search.partition.chain_problem import ChainProblem, Cut, Floats, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
 from search.partition.interleaved import InterleavedStages
+from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
-from search.space.in_flight import in_flight_of, live_stages_of
+from search.space.job_tables import copied_rows, in_flight_of, job_table, live_stages_of
 from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
@@ -46,6 +47,7 @@ class Candidates:
         receive_ahead: jobs that a receive is posted ahead of its use.
         on_host: what plans put on the host.
         cuts: stage boundaries that the request fixes, empty if it does not.
+        given: sizes on axes that a search does not try, as the request gives them.
     """
 
     graph: ModelGraph
@@ -57,12 +59,11 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
-    _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+    given: Degrees = field(default_factory=Degrees)
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
         default_factory=dict
     )
-    _longest: dict[tuple, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -87,6 +88,7 @@ class Candidates:
             receive_ahead=request.receive_ahead,
             on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
+            given=Degrees(**dict(request.axes)),
         )
 
     def shapes(self, request: SearchRequest) -> list[Shape]:
@@ -98,18 +100,16 @@ class Candidates:
     def layouts(self) -> LayoutCandidates:
         """The layouts there are, each with its table."""
         return LayoutCandidates(
-            solver=self.solver, costs=self.costs, precision=self.precision, on_host=self.on_host
+            solver=self.solver,
+            costs=self.costs,
+            precision=self.precision,
+            on_host=self.on_host,
+            given=self.given,
         )
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying at these degrees and microbatch size."""
         return self.layouts.tables(tp, microbatch_size, cp)
-
-    def bounds(self, table: StageTable) -> TableBounds:
-        """Return the bounds of a table."""
-        if table.key not in self._bounds:
-            self._bounds[table.key] = TableBounds(table=table)
-        return self._bounds[table.key]
 
     def problem(
         self,
@@ -117,7 +117,7 @@ class Candidates:
         table: StageTable,
         memory_limit_bytes: float,
         *,
-        infeasible: tuple[TooLarge, ...] = (),
+        infeasible: tuple[InfeasibleStage, ...] = (),
         is_conservative: bool = False,
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank.
@@ -143,9 +143,9 @@ class Candidates:
             block_forward_s=table.forward_s,
             block_backward_s=table.backward_s + again,
             block_weight_s=(
-                table.weight_s * (not configuration.is_sharded)
+                table.weight_s * (not configuration.replication.is_sharded)
                 if splits
-                else table.ahead_s(is_sharded=configuration.is_sharded, choices=choices)
+                else table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices)
             ),
             hop_s=table.hop_s(configuration.degrees, pp=configuration.pp),
             back_hop_s=table.back_hop_s(configuration.degrees, pp=configuration.pp),
@@ -157,12 +157,11 @@ class Candidates:
                 pp=configuration.pp, num_microbatches=configuration.num_microbatches
             ),
             choices=choices,
-            most_blocks=self._most_blocks(configuration, table, memory_limit_bytes),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
-            refused=infeasible,
+            infeasible=infeasible,
             copied=self._copied(configuration),
-            is_careful=is_conservative,
+            is_conservative=is_conservative,
         )
 
     def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
@@ -171,59 +170,19 @@ class Candidates:
             return ()
         return copied_rows(*configuration.pipeline)
 
-    def _most_blocks(
-        self, configuration: Configuration, table: StageTable, limit: float
-    ) -> int | None:
-        """Return how many blocks' parameters a rank can hold at most under the limit."""
-        if limit == float("inf"):
-            return None
-        key = (table.key, configuration.degrees, configuration.zero, limit)
-        if key not in self._longest:
-            sizes = table.blocks.param_bytes
-            shared = sum(size for _, _, size in table.ties)
-
-            def least(param_bytes: float) -> float:
-                rank = RankBound(
-                    load=StageLoad(param_bytes=param_bytes),
-                    num_microbatches=1,
-                    recompute="none",
-                    replicas=configuration.degrees.along("data"),
-                    zero=configuration.zero,
-                    profile=self.profile,
-                    precision=self.precision,
-                    on_host=self.on_host,
-                )
-                return float(rank.with_saved(0.0))
-
-            empty, slope = least(0.0), (least(1e12) - least(0.0)) / 1e12
-            room = (limit - empty) / slope + shared if slope > 0 else float("inf")
-            sums = np.concatenate([[0.0], np.cumsum(sizes)])
-            ends = np.searchsorted(sums, sums + max(0.0, room) * (1 + 1e-9), side="right") - 1
-            self._longest[key] = int((ends - np.arange(len(sums))).max())
-        return self._longest[key]
-
     def one_stage(
         self,
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
         too_large = {stage.choice for stage in infeasible}
         for index, choice in enumerate(recompute_choices(configuration.recompute)):
             if index in too_large:
                 continue
-            rank = RankBound(
-                load=table.whole,
-                num_microbatches=configuration.num_microbatches,
-                recompute=choice,
-                replicas=configuration.degrees.along("data"),
-                zero=configuration.zero,
-                profile=self.profile,
-                precision=self.precision,
-                on_host=self.on_host,
-            )
+            rank = rank_bound(table, configuration, table.whole, choice)
             if rank.least(1) <= memory_limit_bytes:
                 cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
                 return replace(cut, value=self.quick_step_s(configuration, table, cut))
@@ -247,7 +206,7 @@ class Candidates:
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
         *,
         ceiling: float = float("inf"),
     ) -> Cut | None:
@@ -271,13 +230,13 @@ class Candidates:
             bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
         return Cut(cuts=stages.cuts, choices=choices, value=bound)
 
-    def too_large_ranks(
+    def infeasible_ranks(
         self,
         configuration: Configuration,
         table: StageTable,
         cut: Cut,
         memory_limit_bytes: float,
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
         schedule = job_table(*configuration.pipeline).schedule
         return self.interleaved(configuration, table).too_large(
@@ -329,7 +288,7 @@ class Candidates:
                 )
                 for stage, choice in enumerate(cut.choices)
             ),
-            layouts=(*table.layouts, *table.cp_layouts),
+            layouts=table.layouts,
         )
 
     @cached_property

@@ -29,19 +29,16 @@ from planner.graph import ModelGraph
 from profiles import Profile
 from search.branch_and_bound import Progress
 from search.candidates import Candidates, with_estimate
-from search.certificate import certificate
-from search.host_room import host_holds, too_large_for_host
 from search.nodes.configurations import evaluated_plan
 from search.nodes.meshes import meshes_node
 from search.nodes.sizes import NO_FASTER, TOO_LARGE, degrees_nodes
-from search.on_host import offload_fallbacks
+from search.on_host import host_holds, offload_fallbacks, too_large_for_host
 from search.report.infeasible import explain_infeasible, find_leanest
 from search.report.runners_up import find_runners_up
 from search.request import SearchRequest, SearchResult
-from search.search_state import SearchState
+from search.search_state import SearchState, WarmStart
 from search.space.shapes import Shape
 from search.synthesis import SYNTHESISED, with_synthesised_table
-from search.warm_start import WarmStart
 
 _MOST_OWN_TABLES = 4
 """How many of the best plans get a table of their own where the request is for synthesised ones."""
@@ -127,7 +124,7 @@ def search_among(
     if synthesises:
         _synthesise_tables(search)
     best = search.best
-    proof = certificate(search, best)
+    proof = search.certificate(best)
     plan = with_estimate(best.plan, best.estimate)
     plan = plan.model_copy(update={"estimate": {**plan.estimate, "certificate": proof.to_dict()}})
     return SearchResult(

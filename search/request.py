@@ -10,7 +10,6 @@ from planner.errors import LayoutError
 from planner.layout.axes import find_axis
 from planner.plan import Plan, Precision, Recompute
 from planner.schedule import find_schedule
-from search.on_host import OFFLOADS, Offload
 
 SOLVERS = ("dp", "recursive", "ilp")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -19,6 +18,7 @@ CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
+Offload = Literal["auto", "none", "optimizer", "activations", "both"]
 
 Value = TypeVar("Value")
 
@@ -121,10 +121,10 @@ class SearchRequest:
             raise LayoutError(
                 f"a memory limit of {self.memory_limit_bytes} bytes was given; it must be positive"
             )
-        if self.offload not in OFFLOADS:
+        if self.offload not in get_args(Offload):
             raise LayoutError(
-                f"`offload` {self.offload} was given; use {', '.join(OFFLOADS[:-1])} or "
-                f"{OFFLOADS[-1]}"
+                f"`offload` {self.offload} was given; use {', '.join(get_args(Offload)[:-1])} or "
+                f"{get_args(Offload)[-1]}"
             )
         if self.meshes not in get_args(Meshes):
             raise LayoutError(
@@ -232,7 +232,7 @@ class Certificate:
     """Why the search stopped before its end; empty: it did not."""
     placements_gap: float = 0.0
     """Not in `gap`: the fraction of a block's seconds that better placements inside it might save,
-    at most, of blocks too wide to be solved exactly."""
+    at most, of blocks that were not solved exactly."""
 
     @property
     def gap(self) -> float:

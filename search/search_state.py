@@ -1,14 +1,69 @@
-"""The state of one search: the queue, and what nodes of one request share."""
+"""The state of one search: the queue, what nodes of one request share, and the certificate."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from costmodel import Estimate
+from planner.plan import Plan
+from search.bounds.catalogue import TableBounds
 from search.branch_and_bound import BranchAndBound, EvaluatedPlan, Node, Wave
 from search.candidates import Candidates
-from search.request import SearchRequest
-from search.warm_start import WarmStart
+from search.partition.chain_problem import InfeasibleStage
+from search.request import Certificate, SearchRequest
+from search.space.shapes import Configuration
+from search.stages.stage_table import StageTable, TableKey
+
+_BOUNDARIES_PROOF = {
+    "dp": "chain dynamic programming, path bound",
+    "ilp": "joint integer program, path bound",
+    "recursive": "nobody: recursive bisection is not exact",
+}
+
+
+NodeKey = tuple[Configuration, TableKey]
+"""A configuration and the key of its stage table."""
+
+PlanKey = tuple[Configuration, TableKey, tuple[int, ...], tuple[int, ...]]
+"""A plan: configuration, key of the table, stage boundaries and recompute choices."""
+
+
+@dataclass(kw_only=True)
+class WarmStart:
+    """What one search leaves for the next one of the same candidates under less memory.
+
+    A plan that did not fit does not fit in less memory either, and a lower bound of what fitted
+    holds for the fewer plans that still do. A front of time against memory (`report/pareto`) is
+    such a sequence of searches. Mutable: it grows with every search.
+
+    Attributes:
+        plans: evaluated plans with their estimates, fitting or not.
+        bounds: step time (s) below which nothing of a configuration fits; infinity: nothing fits.
+        infeasible: stages of a configuration that are too large.
+        needs_every_size: whether a search had to look at larger, slower microbatches.
+    """
+
+    plans: dict[PlanKey, tuple[Plan, Estimate]] = field(default_factory=dict)
+    bounds: dict[NodeKey, float] = field(default_factory=dict)
+    infeasible: dict[NodeKey, tuple[InfeasibleStage, ...]] = field(default_factory=dict)
+    needs_every_size: bool = False
+
+    def fastest(self, limit_bytes: float) -> tuple[Configuration, Plan, Estimate] | None:
+        """Return the fastest evaluated plan that fits, if any does."""
+        fitting = [
+            (estimate.step_s, estimate.peak_bytes, key[0], plan, estimate)
+            for key, (plan, estimate) in self.plans.items()
+            if estimate.peak_bytes <= limit_bytes
+        ]
+        if not fitting:
+            return None
+        _, _, configuration, plan, estimate = min(fitting, key=lambda entry: entry[:2])
+        return configuration, plan, estimate
+
+    def raise_bound(self, key: NodeKey, bound: float) -> None:
+        """Remember that nothing of a configuration fits and is faster."""
+        self.bounds[key] = max(bound, self.bounds.get(key, 0.0))
 
 
 @dataclass(kw_only=True)
@@ -39,6 +94,37 @@ class SearchState(BranchAndBound):
     least_per_sample_s: dict[tuple[int, int], float] = field(default_factory=dict)
     skipped_sizes: set[tuple[int, int, int]] = field(default_factory=set)
     infeasible_in_flight: dict[tuple, list[tuple[int, ...]]] = field(default_factory=dict)
+    _bounds: dict[TableKey, TableBounds] = field(default_factory=dict)
+
+    def bounds(self, table: StageTable) -> TableBounds:
+        """Return the bounds of a table's configurations."""
+        if table.key not in self._bounds:
+            self._bounds[table.key] = TableBounds(table=table)
+        return self._bounds[table.key]
+
+    def certificate(self, best: EvaluatedPlan) -> Certificate:
+        """Return what is proved of the best plan, and by whom, when the queue is empty."""
+        boundaries = _BOUNDARIES_PROOF[self.request.solver]
+        if self.num_other_partitions:
+            boundaries += f"; {self.num_other_partitions} more cuts simulated"
+        order = "list scheduling, event simulator" if best.plan.table else "event simulator"
+        return Certificate(
+            best_s=self.best_s,
+            lower_bound_s=self.lower_bound_s,
+            considered=self.num_considered,
+            evaluated=self.num_evaluated,
+            unexplored=self.num_unexplored,
+            pruned=tuple(sorted(self.pruned.items())),
+            proved_by=(
+                ("degrees, microbatches and schedules", "branch and bound"),
+                ("stage boundaries", boundaries),
+                *[("stages' own meshes", "branch and bound")] * (self.request.meshes == "own"),
+                ("placements in blocks", self.candidates.solver.proof),
+                ("order of the best", order),
+            ),
+            stopped_early=self.stopped_early,
+            placements_gap=self.candidates.solver.gap,
+        )
 
 
 Outcomes = Iterator[Node[SearchState] | EvaluatedPlan]

@@ -157,11 +157,29 @@ def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(choices):
     assert both.step_s > single.step_s, "the sum over four ranks takes its time"
 
 
-def test_an_axis_without_a_price_is_refused():
-    with more_axes():
-        graph = capture("gpt", torch.float32)
-        with pytest.raises(LayoutError, match="hp=2: blocks are priced on tp and cp only"):
-            estimate(graph, Machine(), default_plan(graph, hp=2))
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("choices", [{}, {"dp": 2, "zero_stage": 1}], ids=str)
+def test_an_axis_that_blocks_are_lowered_on_costs_what_tp_does(choices):
+    """Ranks as near to each other hold the same pieces and exchange the same values."""
+    graph, machine = capture("gpt", torch.float32), Machine(devices_per_node=2)
+    on_hp, on_tp = (
+        estimate(graph, machine, default_plan(graph, **sizes, **choices))
+        for sizes in ({"hp": 2}, {"tp": 2})
+    )
+    assert on_hp.to_dict() == on_tp.to_dict()
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_outer_of_two_axes_has_the_slower_links():
+    """hp is outside tp: between nodes of two. Both cut parameters, each a part of them."""
+    graph = capture("gpt", torch.float32)
+    near, far = (
+        estimate(graph, Machine(devices_per_node=count), default_plan(graph, hp=2, tp=2))
+        for count in (4, 2)
+    )
+    assert far.step_s > near.step_s
+    alone = estimate(graph, Machine(), default_plan(graph, tp=2))
+    assert near.memory[0].parameter_bytes < alone.memory[0].parameter_bytes
 
 
 # -- searched ---------------------------------------------------------------------------------
@@ -182,6 +200,18 @@ def test_a_search_honours_its_size():
         assert found.degrees.along("batch") == alone.degrees.along("batch") == 4
         assert found.estimate["step_s"] == alone.estimate["step_s"]
         assert Plan.model_validate_json(found.model_dump_json()) == found
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_search_places_what_is_lowered_on_it(tp):
+    """Its answer is the estimate of its plan, which trains: ZeRO takes one axis that cuts."""
+    found = search(axes=(("hp", 2),), tp=tp)
+    assert (found.degrees["hp"], found.degrees["tp"]) == (2, tp)
+    assert {layout.axis for layout in found.layouts} == ({"hp", "tp"} if tp > 1 else {"hp"})
+    assert found.zero_stage == 0 or tp == 1
+    again = estimate(capture("gpt", torch.float32), Machine(), found)
+    assert again.step_s == pytest.approx(found.estimate["step_s"])
 
 
 @pytest.mark.usefixtures("registered")

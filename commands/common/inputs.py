@@ -32,7 +32,7 @@ def parse_precision(text: str) -> Precision:
 
 
 def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:
-    """Return the graph of a model file, which must be the one that the plan was made for."""
+    """Return the graph of a model file; raise unless the plan was made for that model."""
     from planner.plan import validate_model
 
     graph = graph_of(model, plan.precision)
@@ -41,9 +41,9 @@ def graph_of_plan(plan: Plan, model: Path) -> ModelGraph:
 
 
 def profile_named(name: str | None) -> tuple[Profile, str]:
-    """Load the named profile, or choose one; with a line for the user if it is not his own.
+    """Load the named profile, or choose one; with a line for the user if it is not this machine's.
 
-    The line is for after the work: a refused command says one thing only.
+    The line is for after the work: a refused command prints its refusal alone.
     """
     import profiles
 

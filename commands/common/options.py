@@ -31,7 +31,7 @@ TraceOption = Annotated[
 
 
 def spread(group: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command's parameter of type `group`, a dataclass, one option for each field.
+    """Make a command's parameter of type `group`, a dataclass, an option for each field.
 
     The options stand where the parameter stood; the command gets them as one object. Fields
     are annotated as options are.

@@ -1,4 +1,4 @@
-"""What `search` and `why` both ask: one field for each option, and the request they make."""
+"""What `search` and `why` both ask: a field for each option, and the request they make."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What commands show: results of the rooms in, text for people out.
 
 `console` prints (results on stdout, progress and notes on stderr) and writes traces; `plan`,
-`profile`, `run` and `search` make tables of what a room returned; `flags` spells the fields that a
-message names as flags; `error_report` writes the file that an unexpected error is reported with.
+`profile`, `search`, `run` (simulated and recorded) and `checks` (dry runs, `verify`) make tables of
+what a room returned; `flags` spells the fields that a message names as flags; `error_report` writes
+the file that an unexpected error is reported with.
 """

@@ -1,11 +1,10 @@
-"""A plan for people: what `planner show` prints. Torch-free; with the graph, blocks have names."""
+"""A plan for people: what it decides, its timetable, what it should cost. Torch-free."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,16 +15,7 @@ from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.ops.registry import ops_without_rule
 from planner.plan import ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
-from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from planner.runtime.check.dryrun import DryRun
-    from planner.runtime.check.ledger import MemorySample
-    from planner.runtime.check.verify import Difference, VerifyReport
-
-MAX_MOMENTS = 40
-"""Parts of a step that a dry run lists; of more, only those that set a new height."""
 
 LINE_WIDTH = 84
 """Characters of jobs in a line of a timetable; the jobs beyond are counted, not drawn."""
@@ -207,113 +197,6 @@ def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[Rend
     if error is not None:
         basis += f"; expected to be within {error:.0%}"
     return [share, memory, Text(basis)]
-
-
-def describe_timeline(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
-    """Return how long each rank's steps were and how much of them it waited."""
-    by_rank: dict[int, list[RankBubble]] = {}
-    for bubble in bubbles(timeline):
-        by_rank.setdefault(bubble.rank, []).append(bubble)
-    table = Table("rank", "pp rank", "steps", "median step", "in jobs", "bubble")
-    for rank, found in sorted(by_rank.items()):
-        table.add_row(
-            str(rank),
-            str(found[0].pp_rank),
-            str(len(found)),
-            format_seconds(median(bubble.step_s for bubble in found)),
-            format_seconds(median(bubble.compute_s for bubble in found)),
-            f"{median(bubble.bubble_fraction for bubble in found):.1%}",
-        )
-    return [table]
-
-
-def describe_dry_run(run: DryRun) -> list[RenderableType]:
-    """Return a rank's bytes after each part of a step, and where they are highest."""
-    table = Table("part of the step", "bytes at its end", "highest inside")
-    offloads = bool(run.host_peak_bytes)
-    if offloads:
-        table.add_column("on the host")
-    top = max((moment.peak_bytes for moment in run.samples), default=0)
-    shown = run.samples if len(run.samples) <= MAX_MOMENTS else _new_heights(run.samples)
-    for moment in shown:
-        table.add_row(
-            Text(moment.name),
-            format_bytes(moment.end_bytes),
-            format_bytes(moment.peak_bytes),
-            *([format_bytes(moment.host_bytes)] if offloads else []),
-            style="bold" if moment.peak_bytes == top else None,
-        )
-    left_out = len(run.samples) - len(shown)
-    return [
-        table,
-        *([Text(f"{left_out} parts that reached no new height are left out")] if left_out else []),
-        Text(
-            f"rank {run.rank} (pp rank {run.pp_rank}) holds {format_bytes(run.rest_bytes)} between "
-            f"steps and {format_bytes(run.peak_bytes)} at the height of one, in tensors: the "
-            "framework's own memory and what its allocator rounds up come on top"
-        ),
-        *(
-            [
-                Text(
-                    f"on the host it holds {format_bytes(run.host_rest_bytes)} between steps and "
-                    f"at most {format_bytes(run.host_peak_bytes)} in one"
-                )
-            ]
-            if offloads
-            else []
-        ),
-    ]
-
-
-def _new_heights(moments: Sequence[MemorySample]) -> list[MemorySample]:
-    """Return the moments that reached higher than all before them, and the last."""
-    kept: list[MemorySample] = []
-    for moment in moments:
-        if not kept or moment.peak_bytes > kept[-1].peak_bytes:
-            kept.append(moment)
-    return kept if kept[-1] is moments[-1] else [*kept, moments[-1]]
-
-
-def describe_verification(report: VerifyReport) -> list[RenderableType]:
-    """Return how far a plan's training is from one process's, and the verdict."""
-    from planner.runtime.check.verify import KINDS, ROUNDINGS
-
-    table = Table("", "difference", "rounding", "times rounding", "in", "at step")
-    for kind in KINDS:
-        found: Difference = getattr(report, kind)
-        if not found.name:  # a model without buffers
-            continue
-        table.add_row(
-            kind,
-            f"{found.relative:.2e}",
-            f"{found.rounding:.2e}",
-            f"{found.times:.3g}",
-            Text(found.name),
-            str(found.step),
-        )
-    worst = report.worst
-    if report.passed:
-        verdict = (
-            f"the same as one process: no difference is beyond {ROUNDINGS:.0f} times its rounding"
-        )
-    else:
-        verdict = (
-            f"NOT the same as one process: {worst.name} differs by {worst.relative:.2e}, "
-            f"{worst.times:.3g} times its rounding ({ROUNDINGS:.0f} are allowed)"
-        )
-    return [
-        table,
-        Text(
-            "difference: the worst of each kind, relative to the largest entry of that kind; "
-            "rounding: how far the one process comes apart from itself in the same tensor, with "
-            "its weights moved by one unit in the last place and its samples in another order"
-        ),
-        *(Text(f"note: {note}") for note in report.notes),
-        Text(
-            f"{report.num_ranks} ranks compute {verdict}, or {report.tolerance:.0e} of the "
-            f"largest, in fp64 over {report.steps} steps"
-        ),
-    ]
 
 
 def _label(key: str) -> str:

@@ -1,16 +1,23 @@
-"""Timelines for people: when each pipeline rank works, and prediction beside measurement."""
+"""Runs for people: simulated, recorded, and the prediction beside the measurement."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from commands.render.plan import draw_timetable
-from costmodel.compare import RunComparison
-from costmodel.time.simulate import JobSeconds, Timeline
 from planner.schedule import StageTimes
+from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_seconds
+
+if TYPE_CHECKING:
+    from costmodel.compare import RunComparison
+    from costmodel.time.simulate import JobSeconds, Timeline
 
 
 def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
@@ -34,6 +41,24 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
         transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
     )
     return [draw_timetable(timeline.schedule, times), ranks]
+
+
+def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
+    """Return how long each rank's steps were and how much of them it waited."""
+    by_rank: dict[int, list[RankBubble]] = {}
+    for bubble in bubbles(timeline):
+        by_rank.setdefault(bubble.rank, []).append(bubble)
+    table = Table("rank", "pp rank", "steps", "median step", "in jobs", "bubble")
+    for rank, found in sorted(by_rank.items()):
+        table.add_row(
+            str(rank),
+            str(found[0].pp_rank),
+            str(len(found)),
+            format_seconds(median(bubble.step_s for bubble in found)),
+            format_seconds(median(bubble.compute_s for bubble in found)),
+            f"{median(bubble.bubble_fraction for bubble in found):.1%}",
+        )
+    return [table]
 
 
 def describe_run(comparison: RunComparison) -> list[RenderableType]:

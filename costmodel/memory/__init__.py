@@ -9,5 +9,5 @@ named parts (`parts.MemoryParts`), or a lower bound of them.
   search prunes by it.
 
 Reading order: `bound` (the whole story in one formula), `parts`, then `exact` from the outside
-in, `block` (one program, op by op) and `ops` (what each op saves and allocates).
+in, `block` (one program, op by op) and `saved` (what each op saves and allocates).
 """

@@ -29,19 +29,18 @@ choose a stage that is likely to fit when the exact walk rejected the one that t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from functools import cached_property
+from enum import IntEnum
+from functools import cached_property, lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from costmodel.memory.on_host import NOTHING, OnHost
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
-from planner.plan.replication import gradient_factor
+from planner.plan.replication import Replication
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -66,19 +65,60 @@ def job_peak_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
     return peak[recompute] + load.side_bytes
 
 
-class Phase(Enum):
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """What all plans of a search offload to the host's memory."""
+
+    optimizer: bool = False
+    """The optimizer's state."""
+    activations: bool = False
+    """What microbatches keep for their backwards."""
+
+    def live(self, in_flight: Any) -> Any:
+        """Return how many microbatches' activations a device holds at least at its worst sample.
+
+        With offload these are the microbatch in work and the one that is copied out or in. This
+        is a bound: the exact walk also counts microbatches that wait too briefly to be offloaded.
+        """
+        return np.minimum(in_flight, 2) if self.activations else in_flight
+
+
+NOTHING = OnHost()
+
+
+class Phase(IntEnum):
     """A part of the step in which the same state is resident."""
 
-    BEFORE_BACKWARD = "before the rank's first backward has ended"
-    AFTER_BACKWARD = "after it, until the last job"
-    UPDATE = "in the optimizer's step: no activations are left"
+    BEFORE_BACKWARD = 0
+    """Before the rank's first backward has ended."""
+    AFTER_BACKWARD = 1
+    """After it, until the last job."""
+    UPDATE = 2
+    """In the optimizer's step: no activations are left."""
 
 
 class Resident(NamedTuple):
-    """Bytes of one part: so many per byte of trained parameters, and so many besides."""
+    """Bytes of one part per byte of a stage's trained parameters, of its frozen tensors, and of
+    the global batch.
+    """
 
     per_param_byte: float = 0.0
-    fixed_bytes: Amount = 0.0
+    per_frozen_byte: float = 0.0
+    per_batch_byte: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks(Replication):
+    """How the ranks of a stage keep its state, and on which kind of device: all that resident
+    bytes depend on beside sizes.
+    """
+
+    device_type: str
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients are summed in buckets that exist through the whole step."""
+        return self.zero_stage == 0 and self.replicas > 1
 
 
 class Line(NamedTuple):
@@ -119,23 +159,24 @@ class RankBound:
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
-        worst: Any = 0.0
-        for live, phase in self._samples(in_flight, splits=self.splits_backward):
-            worst = np.maximum(worst, self.with_saved(live * self._kept, phase))
-        return worst
+        return self._worst(self._samples(in_flight, splits=self.splits_backward))
 
     def conservative(self, in_flight: int) -> Any:
         """Return about what the exact walk finds with so many microbatches in flight: no bound."""
-        kept = self._kept
         # Inside a job: values between its ops, gradients on their way, kernels' scratch.
-        inside = np.maximum(job_peak_bytes(self.load, recompute=self.recompute), kept) - kept
+        peak = job_peak_bytes(self.load, recompute=self.recompute)
+        inside = np.maximum(peak, self._kept) - self._kept
         more = np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
         # Where backward is split, gradients are supposed to come as early as where it is not.
         splits = self.splits_backward and in_flight >= self.num_microbatches
-        worst: Any = 0.0
-        for live, phase in self._samples(in_flight, splits=splits):
-            worst = np.maximum(worst, self.with_saved(live * kept + more, phase))
-        return worst
+        return self._worst(self._samples(in_flight, splits=splits), more)
+
+    def _worst(self, samples: Iterable[tuple[Any, Phase]], more: Any = 0) -> Any:
+        """Return the bytes of the fullest sample, with `more` beside what is saved at each."""
+        return reduce(
+            np.maximum,
+            (self.with_saved(live * self._kept + more, phase) for live, phase in samples),
+        )
 
     def may_fit(self, in_flight: int, limit_bytes: float) -> Any:
         """Whether `least(in_flight)` is within a limit, with as few array operations as it can."""
@@ -158,34 +199,25 @@ class RankBound:
         room = self._room(limit_bytes)
         samples = self._samples(in_flight, splits=self.splits_backward)
         return tuple(
-            Line(live, self.slopes[phase].per_param_byte, self.slopes[phase].fixed_bytes - room)
+            Line(live, self.slopes[phase].per_param_byte, self._fixed_bytes(phase) - room)
             for live, phase in (*samples, (0.0, Phase.UPDATE))
         )
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO cuts anything."""
-        return self.zero > 0 and self.replicas > 1
-
-    @property
-    def shards(self) -> int:
-        """Among how many ranks optimizer state is cut."""
-        return self.replicas if self.is_sharded else 1
-
-    @property
-    def gradient_factor(self) -> int:
-        """Bytes of a gradient's sum per byte of its parameter."""
-        return gradient_factor(self.precision)
-
-    @property
-    def has_buckets(self) -> bool:
-        """Whether gradients are summed in buckets that exist through the whole step."""
-        return self.zero == 0 and self.replicas > 1
+    @cached_property
+    def ranks(self) -> Ranks:
+        """How the ranks keep parameters, gradients and optimizer state."""
+        return Ranks(
+            replicas=self.replicas,
+            zero_stage=self.zero,
+            precision=self.precision,
+            optimizer_on_host=self.on_host.optimizer,
+            device_type=self.profile.cluster.device_type,
+        )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
         """Return (microbatches in flight, phase) of each point that may be the fullest."""
         live = self.on_host.live(in_flight)
-        if self.has_buckets or (in_flight < self.num_microbatches and not splits):
+        if self.ranks.has_buckets or (in_flight < self.num_microbatches and not splits):
             # The rank refills after its first backward: as many microbatches, and gradients.
             return ((live, Phase.AFTER_BACKWARD),)
         if splits or in_flight == 1:
@@ -208,88 +240,91 @@ class RankBound:
         return kept_bytes(self.load, recompute=self.recompute)
 
     @cached_property
-    def slopes(self) -> Mapping[Phase, Resident]:
+    def slopes(self) -> Sequence[Resident]:
         """The sum of all parts, by phase."""
-        found = {}
-        for phase in Phase:
-            parts = [part(self, phase) for part in PARTS.values()]
-            slope = sum(part.per_param_byte for part in parts)
-            found[phase] = Resident(slope, sum(part.fixed_bytes for part in parts))
-        return found
+        return _sum_of_parts(tuple(PARTS.values()), self.ranks)
+
+    def _fixed_bytes(self, phase: Phase) -> Any:
+        """Bytes of all parts in a phase that do not depend on trained parameters."""
+        _, per_frozen_byte, per_batch_byte = self.slopes[phase]
+        return per_frozen_byte * self.load.frozen_bytes + per_batch_byte * self.batch_bytes
 
     @cached_property
-    def resident_bytes(self) -> Mapping[Phase, Any]:
+    def resident_bytes(self) -> Sequence[Any]:
         """Bytes of all parts, by phase."""
         params = self.load.param_bytes
-        return {
-            phase: slope * params + fixed_bytes
-            for phase, (slope, fixed_bytes) in self.slopes.items()
-        }
+        return [
+            self.slopes[phase].per_param_byte * params + self._fixed_bytes(phase) for phase in Phase
+        ]
 
     @property
     def _fsdp_message_bytes(self) -> Any:
         """About what FSDP2 holds at the largest block under ZeRO 2 and 3: the message of its
         gradients and, under ZeRO 3, its gathered weights and those of the block prefetched.
         """
-        if not self.is_sharded or self.zero == 1:
+        if not self.ranks.is_sharded or self.zero == 1:
             return 0.0
-        factor = self.gradient_factor + 2 * int(self.zero == 3)
+        factor = self.ranks.gradient_factor + 2 * int(self.zero == 3)
         return factor * self.load.largest_param_bytes
 
 
-def weights(rank: RankBound, phase: Phase) -> Resident:
+Part = Callable[[Ranks, Phase], Resident]
+"""What ranks hold of a part in a phase."""
+
+
+def weights(ranks: Ranks, phase: Phase) -> Resident:
     """Return the weights a rank holds.
 
     Under ZeRO it holds its shard; in bf16 the shard is that of the fp32 masters (`optimizer`),
     and with the optimizer on the host the shard is there. ZeRO 1 and 2 gather all weights in the
     first forward and keep them to the last backward; ZeRO 3 frees each block's again.
     """
-    if not rank.is_sharded:
+    if not ranks.is_sharded:
         return Resident(1.0)
-    is_elsewhere = rank.precision == "bf16" or rank.on_host.optimizer
-    resting = 0.0 if is_elsewhere else 1 / rank.shards
-    return Resident(resting + float(rank.zero < 3 and phase is not Phase.UPDATE))
+    is_elsewhere = ranks.precision == "bf16" or ranks.optimizer_on_host
+    resting = 0.0 if is_elsewhere else 1 / ranks.shards
+    return Resident(resting + float(ranks.zero_stage < 3 and phase is not Phase.UPDATE))
 
 
-def gradients(rank: RankBound, phase: Phase) -> Resident:
+def gradients(ranks: Ranks, phase: Phase) -> Resident:
     """Return the sums of gradients: whole without ZeRO 2 or 3, where only shards outlive a block's
     backward. With the optimizer on the host these shards are there.
     """
-    factor = rank.gradient_factor
+    factor = ranks.gradient_factor
     if phase is Phase.BEFORE_BACKWARD:
-        return Resident(float(factor * rank.has_buckets))
-    if not rank.is_sharded or (rank.zero == 1 and phase is Phase.AFTER_BACKWARD):
+        return Resident(float(factor * ranks.has_buckets))
+    if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):
         return Resident(factor)
-    return Resident(0.0 if rank.on_host.optimizer else factor / rank.shards)
+    return Resident(0.0 if ranks.optimizer_on_host else factor / ranks.shards)
 
 
-def optimizer(rank: RankBound, phase: Phase) -> Resident:
+def optimizer(ranks: Ranks, phase: Phase) -> Resident:
     """Return AdamW's two moments, and in bf16 the fp32 masters; step counts are left out."""
-    if rank.on_host.optimizer:
+    if ranks.optimizer_on_host:
         return Resident()
-    states = ADAMW_STATES + int(rank.precision == "bf16")
-    return Resident(states * rank.gradient_factor / rank.shards)
+    states = ADAMW_STATES + int(ranks.precision == "bf16")
+    return Resident(states * ranks.gradient_factor / ranks.shards)
 
 
-def update_scratch(rank: RankBound, phase: Phase) -> Resident:
+def update_scratch(ranks: Ranks, phase: Phase) -> Resident:
     """Return the copy of what it updates that a fused or foreach step makes on a GPU."""
-    is_on_device = rank.profile.cluster.device_type != "cpu" and not rank.on_host.optimizer
+    is_on_device = ranks.device_type != "cpu" and not ranks.optimizer_on_host
     if phase is not Phase.UPDATE or not is_on_device:
         return Resident()
-    return Resident(rank.gradient_factor / rank.shards)
+    return Resident(ranks.gradient_factor / ranks.shards)
 
 
-def frozen(rank: RankBound, phase: Phase) -> Resident:
+def frozen(ranks: Ranks, phase: Phase) -> Resident:
     """Return buffers, constants and parameters that are not trained."""
-    return Resident(fixed_bytes=rank.load.frozen_bytes)
+    return Resident(per_frozen_byte=1.0)
 
 
-def batch(rank: RankBound, phase: Phase) -> Resident:
+def batch(ranks: Ranks, phase: Phase) -> Resident:
     """Return the batch, which the caller holds to the end of the step."""
-    return Resident(fixed_bytes=rank.batch_bytes)
+    return Resident(per_batch_byte=1.0)
 
 
-PARTS: Mapping[str, Callable[[RankBound, Phase], Resident]] = {
+PARTS: Mapping[str, Part] = {
     "weights": weights,
     "gradients": gradients,
     "optimizer": optimizer,
@@ -298,3 +333,10 @@ PARTS: Mapping[str, Callable[[RankBound, Phase], Resident]] = {
     "batch": batch,
 }
 """Every part of memory that is resident between two jobs, activations apart."""
+
+
+@lru_cache(maxsize=4096)
+def _sum_of_parts(parts: tuple[Part, ...], ranks: Ranks) -> Sequence[Resident]:
+    """Return the sum of parts, by phase; a search asks it of few kinds of ranks, very often."""
+    found = [[part(ranks, phase) for part in parts] for phase in Phase]
+    return tuple(Resident(*map(sum, zip(*of_phase, strict=True))) for of_phase in found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from profiles import Profile
 from profiles.profile import Amount
@@ -54,11 +54,8 @@ class MemoryParts:
 
 def with_overheads(parts: MemoryParts, profile: Profile) -> MemoryParts:
     """Add to live tensors what the allocator loses on them, and the context."""
-    return MemoryParts(
-        **{f.name: getattr(parts, f.name) for f in fields(parts) if f.name not in _OUTSIDE},
+    return replace(
+        parts,
         allocator_bytes=parts.total * profile.allocator_overhead_fraction,
         context_bytes=profile.context_bytes,
     )
-
-
-_OUTSIDE = {"allocator_bytes", "context_bytes"}

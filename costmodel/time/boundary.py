@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Replicate, Shard, parse_placement
@@ -16,7 +16,7 @@ Layouts = Mapping[int, ClassLayout]
 
 
 def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
-    """Return how a boundary tensor lies on the tp axis as its maker leaves it."""
+    """Return how a boundary tensor lies on the layouts' axis as its maker leaves it."""
     maker = graph.producer.get(name)
     if maker is None:
         return Replicate()
@@ -27,16 +27,6 @@ def placement_of(graph: ModelGraph, name: str, layouts: Layouts) -> Placement:
     return parse_placement(layout.outputs[block.outputs.index(name)])
 
 
-def output_placements(graph: ModelGraph, layouts: Layouts) -> dict[str, Placement]:
-    """Return how each tensor made by a block lies on the tp axis."""
-    made: dict[str, Placement] = {}
-    for block in graph.blocks:
-        layout = layouts.get(block.class_index)
-        for position, name in enumerate(block.outputs):
-            made[name] = parse_placement(layout.outputs[position]) if layout else Replicate()
-    return made
-
-
 def block_entry_seconds(
     graph: ModelGraph,
     block_index: int,
@@ -45,11 +35,10 @@ def block_entry_seconds(
     *,
     group: Group,
     microbatch_size: int,
-    other_layouts: Layouts | None = None,
-    other_size: int = 1,
+    others: Sequence[tuple[Layouts, int]] = (),
 ) -> tuple[float, float]:
     """Return seconds (forward, backward) of bringing a block's inputs to where it takes them
-    on one axis; `other_layouts` tell how they lie on the other, of `other_size` ranks.
+    on one axis; `others` tell how they lie on the other axes, with the size of each.
     """
     if group.size == 1:
         return 0.0, 0.0
@@ -63,8 +52,9 @@ def block_entry_seconds(
             continue
         meta = graph.tensor[name]
         num_bytes = meta.numel_at(microbatch_size) * DTYPE_BYTES[meta.dtype]
-        if isinstance(placement_of(graph, name, other_layouts or {}), Shard):
-            num_bytes //= other_size
+        for other, size in others:
+            if isinstance(placement_of(graph, name, other), Shard):
+                num_bytes //= size
         there, back = collectives(source, taken, False)
         if there:
             forward_s += profile.collective_seconds(there, num_bytes, group).seconds

@@ -6,7 +6,7 @@ as well as numbers. `docs/cost-model.md` has the formulas with their legend and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -146,12 +146,16 @@ def data_parallel_seconds(
         shard = reduced / group.size
         gather += profile.step_seconds("host_to_device", num_bytes=shard).seconds
         scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
-    host = DataParallelSeconds(host_forward_s=hooks[0], host_backward_s=hooks[1])
-    if zero_stage == 1:
-        return replace(host, first_forward_s=gather, last_backward_s=scatter)
-    if zero_stage == 2:
-        return replace(host, first_forward_s=gather, backward_s=scatter)
-    return replace(host, forward_s=gather, backward_s=gather + scatter)
+    gathers_once, reduces_once = zero_stage < 3, zero_stage == 1
+    each_s = 0.0 if gathers_once else gather
+    return DataParallelSeconds(
+        forward_s=each_s,
+        backward_s=each_s + (0.0 if reduces_once else scatter),
+        first_forward_s=gather if gathers_once else 0.0,
+        last_backward_s=scatter if reduces_once else 0.0,
+        host_forward_s=hooks[0],
+        host_backward_s=hooks[1],
+    )
 
 
 def copies_s_per_byte(profile: Profile, replicas: int) -> float:

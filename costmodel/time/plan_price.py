@@ -21,8 +21,8 @@ from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
-from costmodel.topology import pipeline_group
-from planner.plan import ClassLayout, Plan
+from costmodel.topology import pipeline_group, replica_mesh
+from planner.plan import Plan
 from planner.plan.replication import Replication
 
 
@@ -101,26 +101,22 @@ def _costs_by_tp(plan: Plan, costs: CostCache) -> dict[int, StageCosts]:
     for s in range(len(plan.stages)):
         tp = plan.stage_degrees(s)["tp"]
         if tp not in by_tp:
+            degrees = replica_mesh(plan.stage_degrees(s))
             split = Split(
-                tp=tp,
+                degrees=degrees,
                 microbatch_size=plan.stage_microbatch_size(s),
-                cp=plan.cp,
-                layouts=_layouts(plan, "tp", tp) if tp > 1 else (),
-                cp_layouts=_layouts(plan, "cp", tp) if plan.cp > 1 else (),
+                layouts=tuple(
+                    layout
+                    for layout in plan.layouts
+                    if degrees[layout.axis] > 1
+                    and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
+                ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
             )
             by_tp[tp] = StageCosts(
                 runs=cut_runs(chain_costs(costs, split), cuts), replication=Replication.of(plan, s)
             )
     return by_tp
-
-
-def _layouts(plan: Plan, axis: str, tp: int) -> tuple[ClassLayout, ...]:
-    return tuple(
-        layout
-        for layout in plan.layouts
-        if layout.axis == axis and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
-    )
 
 
 def _receive_seconds(plan: Plan, by_tp: Mapping[int, StageCosts]) -> tuple[Floats, Floats]:

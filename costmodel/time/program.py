@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from costmodel.memory.block.forward_walk import find_peaks
+from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
 from costmodel.topology import Axis
@@ -35,7 +35,7 @@ class ProgramCost:
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
-    besides (see `recomputed.SelectiveBytes`); peaks as in `forward_walk.Peaks`.
+    besides (see `recomputed.selective_bytes`); peaks as in `block_bytes.peak_bytes`.
     Params are local: trainable elements' bytes and those of frozen ones and buffers.
     """
 
@@ -84,8 +84,8 @@ def price_program(
     trainable = [n for n in local.params if _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
-    peaks = find_peaks(local, saved, products)
-    selective = selective_bytes(local, saved, remade)
+    forward_peak, backward_peak = peak_bytes(saved, products)
+    selective_kept, unsaved = selective_bytes(saved, remade)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
     return ProgramCost(
@@ -109,10 +109,10 @@ def price_program(
             if name in saved.inputs and name not in activations
         ),
         input_bytes=_bytes(local, activations),
-        selective_bytes=selective.kept_bytes,
-        selective_unsaved_bytes=selective.unsaved_bytes,
-        forward_peak_bytes=peaks.forward_bytes,
-        backward_peak_bytes=peaks.backward_bytes - side_bytes,
+        selective_bytes=selective_kept,
+        selective_unsaved_bytes=unsaved,
+        forward_peak_bytes=forward_peak,
+        backward_peak_bytes=backward_peak - side_bytes,
         param_bytes=_bytes(local, trainable),
         frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
         num_params=len(trainable),

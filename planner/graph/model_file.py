@@ -184,6 +184,13 @@ _INSTALLED = tuple(
 )
 
 
+_ROOMS = ("planner", "profiles", "costmodel", "search", "commands")
+_OWN = tuple(
+    f"{Path(__file__).resolve().parents[2]}{os.sep}{name}"
+    for name in (*(room + os.sep for room in _ROOMS), "cli.py")
+)
+
+
 def _is_local(name: str) -> bool:
     path = str(Path(name).resolve()) if name else ""
     return (
@@ -196,12 +203,12 @@ def _is_local(name: str) -> bool:
 
 def local_modules() -> set[Path]:
     """Source files of imported modules that are neither installed nor part of Python."""
-    files = (getattr(m, "__file__", None) for m in list(sys.modules.values()))
-    own = Path(__file__).resolve().parents[2]
-    names = ("planner", "profiles", "costmodel", "search", "commands")
-    rooms = (*(str(own / name) + os.sep for name in names), str(own / "cli.py"))
-    return {
-        Path(f).resolve()
-        for f in files
-        if f and _is_local(f) and not str(Path(f).resolve()).startswith(rooms)
-    }
+    files = {getattr(m, "__file__", None) for m in list(sys.modules.values())}
+    return {file for f in files if f and (file := _users_module(f)) is not None}
+
+
+@functools.cache  # torch brings thousands of modules, each with a walk of its path's links
+def _users_module(name: str) -> Path | None:
+    """The file of a module, unless it is installed, part of Python or ours."""
+    file = Path(name).resolve()
+    return file if _is_local(name) and not str(file).startswith(_OWN) else None

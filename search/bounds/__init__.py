@@ -18,15 +18,15 @@ n blocks, S stages; "prunes" names the phase that leaves configurations out by i
 Those are the catalogue; the next need stage boundaries, or more than one table, and stand there:
 
     least_step_s           step      ops alone, each at its fastest     O(ops)     layouts
-      of `stages.drafts`
-    `Reach.starts`         step      where stages may start             O(S log n) stage boundaries
+      of `LayoutCandidate`
+    `possible_starts`      step      where stages may start             O(n)       stage boundaries
     path                   step      the jobs each stage waits for      O(1)       stage boundaries
       of `partition.chain_paths`
     `RankBound.least`      memory    a stage between two jobs           O(1)       stage boundaries
     `least_end_s`          step      interleaved stages, cut evenly     O(S)       configurations
 
-Read in this order: `catalogue` (what a bound is, how it is added), `step_bounds`, `memory_bounds`,
-`least_costs` (what they are made of), then the mathematics: `pipeline_line` and `zero_bubble`
-(linear programs solved by hand), `exchange` (what replicas exchange at least), `copied_jobs` (jobs
-beside copies to the host), `costmodel.memory.bound`; `quick_price` simulates a cut: no bound.
+Read in this order: `catalogue` (what a bound is, how one is added, all of them), `least_costs`
+(what they are made of), then the mathematics: `pipeline_line` and `zero_bubble` (linear programs
+solved by hand), `exchange` (what replicas exchange at least), `copied_jobs` (jobs beside copies to
+the host), `costmodel.memory.bound`.
 """

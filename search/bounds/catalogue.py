@@ -1,4 +1,4 @@
-"""The catalogue of bounds that need no stage boundaries: how a bound is added, and what asks them.
+"""The catalogue of bounds that need no stage boundaries, and the highest of them for a table.
 
 A bound is one function. It returns seconds (or bytes) that no plan of a configuration is below:
 
@@ -6,16 +6,32 @@ A bound is one function. It returns seconds (or bytes) that no plan of a configu
     def longest_block(costs: LeastCosts, config: Configuration) -> float:
         return config.num_microbatches * float(costs.block_s(config.recompute).max())
 
-`tests/search/test_bounds.py` holds every one in the catalogue to that on random plans.
+`tests/search/test_bounds.py` holds every one in the catalogue to that on random plans. Before a
+configuration has stage boundaries the search leaves it out where the highest bound of its step is
+no less than the best step found, or the highest bound of its memory is over the limit.
+
+Legend, for all of them:
+
+    m   microbatches               pp  pipeline ranks, S stages where each has one
+    t_i seconds of block i for a microbatch, forward and backward, recomputation included
+    T   seconds of a microbatch through all blocks, with what replicas exchange meanwhile
+    U   seconds that all ranks together exchange and update once a step
+
+What the first stage loads of the batch before its first job comes to each (`TableBounds`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from costmodel.time.stage_costs.load import StageLoad
+from planner.schedule import RoundTrips, find_schedule
 from search.bounds.least_costs import LeastCosts
-from search.space.shapes import Configuration
+from search.bounds.pipeline_line import pipeline_line
+from search.space.shapes import Configuration, Shape, recompute_choices
+from search.stages.stage_table import StageTable
 
 Formula = Callable[[LeastCosts, Configuration], float]
 """From a table's least costs and a configuration to seconds or bytes; 0 where it says nothing."""
@@ -55,3 +71,132 @@ def memory_bound(formula: Formula) -> Formula:
     """Register a bound of the fullest rank's bytes."""
     MEMORY_BOUNDS.append(Bound(name=formula.__name__, formula=formula, reads_schedule=False))
     return formula
+
+
+@step_bound
+def share_of_work(costs: LeastCosts, config: Configuration) -> float:
+    """(m T + U) / pp: some rank does at least its share of all work."""
+    work_s = config.num_microbatches * costs.microbatch_s(config)
+    return (work_s + costs.exchange(config).once_s(config.pp)) / config.pp
+
+
+@step_bound
+def longest_block(costs: LeastCosts, config: Configuration) -> float:
+    """M max_i t_i: a block is not divided, so one rank runs all microbatches of it."""
+    seconds = costs.block_s(config.recompute) + costs.exchange(config).each_of_blocks_s
+    return config.num_microbatches * float(seconds.max())
+
+
+@step_bound
+def one_microbatch(costs: LeastCosts, config: Configuration) -> float:
+    """T - w: a microbatch passes every block, forward and back, one after the other. A gradient
+    may leave a stage before some weight gradients there are made (w: those of all blocks but the
+    first, behind which no rank waits).
+    """
+    early_s = costs.early_sends(config).after_first_s if config.pp > 1 else 0.0
+    return costs.microbatch_s(config) - early_s
+
+
+@schedule_bound
+def round_trips(costs: LeastCosts, config: Configuration) -> float:
+    """C T - d w: ranks wait for round trips through the later stages. c and d follow from the order
+    of jobs that the schedule states (`pipeline_line`): (m + pp - 1) / pp and 0 for equal stages of
+    1F1B. w: the most of a block's backward that may come after its gradient is sent on.
+    """
+    m, pp = config.num_microbatches, config.pp
+    order = find_schedule(config.schedule).job_order(pp=pp, num_microbatches=m)
+    if order.splits_backward:
+        return 0.0
+    early = costs.early_sends(config)
+    # Rounded up, so that few different lines are computed.
+    part = round(early.part, 6) + 1e-6 if early.part else 0.0
+    factor, firsts = pipeline_line(config.schedule, pp, m, part)
+    return costs.microbatch_s(config) * factor - firsts * early.longest_s
+
+
+@schedule_bound
+def split_round_trips(costs: LeastCosts, config: Configuration) -> float:
+    """The same for backwards split in I and W jobs, where W fills part of the waits: the dual of a
+    linear program (`zero_bubble`).
+    """
+    m, pp = config.num_microbatches, config.pp
+    order = find_schedule(config.schedule).job_order(pp=pp, num_microbatches=m)
+    is_stated = order.round_trips is RoundTrips.FIRST_AND_LAST and order.late_weights
+    if not is_stated or pp == 1:
+        return 0.0
+    each_s = costs.exchange(config).each_s(pp)
+    return costs.zero_bubble(config).least_step_s(order, m, each_s)
+
+
+@memory_bound
+def share_of_parameters(costs: LeastCosts, config: Configuration) -> float:
+    """What a rank needs for 1 / pp of the parameters: some rank holds at least its share. What
+    several blocks use counts once, as its users may share a rank.
+    """
+    shared = sum(size for _, _, size in costs.table.ties)
+    param_bytes = float(costs.table.blocks.param_bytes.sum() - shared) / config.pp
+    return float(costs.rank_bytes(StageLoad(param_bytes=param_bytes), config, ("none",)))
+
+
+@memory_bound
+def largest_block(costs: LeastCosts, config: Configuration) -> float:
+    """What a rank needs for the largest block and one microbatch of it: a block is not divided."""
+    choices = recompute_choices(config.recompute)
+    return float(costs.rank_bytes(costs.table.blocks, config, choices).max())
+
+
+def kept_in_flight(costs: LeastCosts, config: Configuration, in_flight: Sequence[int]) -> float:
+    """Context + a / sum_s (1 / k_s): activations in flight take that on some rank.
+
+    a is what the whole chain keeps of a microbatch, a_s stage s's part, and k_s the most
+    microbatches that stage s holds. If no rank takes more than L, a_s <= L / k_s, and the sum over
+    stages is a <= L sum_s (1 / k_s). Not in the catalogue, as k_s may have to be read from a table.
+    """
+    kept = costs.chain_kept_bytes(config.recompute)
+    live = map(costs.table.on_host.live, in_flight)
+    return float(costs.table.profile.context_bytes) + kept / sum(1.0 / k for k in live)
+
+
+@dataclass(kw_only=True, eq=False)
+class TableBounds:
+    """Bounds of all configurations that share a table."""
+
+    table: StageTable
+    _peaks: dict[tuple, float] = field(default_factory=dict)
+
+    @cached_property
+    def costs(self) -> LeastCosts:
+        """What the table's blocks take at least."""
+        return LeastCosts(table=self.table)
+
+    def least_step_of_shape(self, shape: Shape) -> float:
+        """Return a step time that no schedule and no stage boundaries of a shape can beat."""
+        of_all = [bound.formula for bound in STEP_BOUNDS if not bound.reads_schedule]
+        any_option = replace(shape, options=shape.options[:1])
+        least_s = min(
+            max(formula(self.costs, config) for formula in of_all)
+            for config in any_option.configurations()
+        )
+        return least_s + self._inputs_s(shape.pp, shape.num_microbatches)
+
+    def least_step_s(self, config: Configuration) -> float:
+        """Return a step time that no stage boundaries can beat, for `vpp` 1."""
+        least_s = max(bound.formula(self.costs, config) for bound in STEP_BOUNDS)
+        return least_s + self._inputs_s(config.pp, config.num_microbatches)
+
+    def least_peak_bytes(self, config: Configuration) -> float:
+        """Return bytes that the fullest rank of any stage boundaries needs at least."""
+        return max(self._peak(bound.name, bound.formula, config) for bound in MEMORY_BOUNDS)
+
+    def _peak(self, name: str, formula: Formula, config: Configuration) -> float:
+        # All configurations of a shape with the same ZeRO stage share it.
+        key = name, config.degrees, config.pp, config.zero, config.recompute
+        if key not in self._peaks:
+            self._peaks[key] = formula(self.costs, config)
+        return self._peaks[key]
+
+    def _inputs_s(self, pp: int, num_microbatches: int) -> float:
+        """What the first stage loads of the batch before its first job, which every step begins
+        with.
+        """
+        return self.table.least_inputs_s(pp=pp, num_microbatches=num_microbatches)

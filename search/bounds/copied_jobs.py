@@ -56,11 +56,10 @@ class CopiedRow:
     draining: tuple[CopiedJobs, ...]
 
     @classmethod
-    def of(cls, row: Sequence[Job], found: Iterable[Trip]) -> CopiedRow:
-        """Return those of a row in which these trips are made."""
-        trips = tuple(found)
-        leaving = {trip.leaving: trip.stage_index for trip in trips}
-        arriving = {trip.arriving: trip.stage_index for trip in trips}
+    def of(cls, row: Sequence[Job], copies: Sequence[Trip]) -> CopiedRow:
+        """Return those of a row in which these copies are made."""
+        leaving = {copy.leaving: copy.stage_index for copy in copies}
+        arriving = {copy.arriving: copy.stage_index for copy in copies}
         forwards = [at for at, job in enumerate(row) if job.kind is JobKind.FORWARD]
         sending = [
             at

@@ -25,7 +25,7 @@ import numpy as np
 from costmodel.time.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
 from costmodel.topology import group_along
 from planner.layout.axes import Degrees
-from planner.plan.replication import Replication, gradient_factor
+from planner.plan.replication import gradient_factor
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
 from search.stages.stage_table import StageTable
@@ -77,6 +77,7 @@ class LeastExchange:
     def _exposed(self, messages_s: Floats, compute_s: Floats, pp: int) -> float:
         """Return the least that `pp` stages of these blocks expose together."""
         held_twice = self._shared_bytes / max(float(self._param_bytes.sum()), 1.0)
+        # Weights that several blocks use are sent once where their users share a stage.
         total = float(messages_s.sum()) * (1.0 - held_twice)
         bare = float(self._bare(total, float(compute_s.sum())))
         if held_twice:  # a stage of both users has less to hide than its blocks apart
@@ -90,11 +91,6 @@ class LeastExchange:
         if profile.cluster.device_type == "cpu":
             return messages_s
         return exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO has replicas to shard over."""
-        return Replication(replicas=self.degrees.along("data"), zero_stage=self.zero).is_sharded
 
     @property
     def _is_alone(self) -> bool:

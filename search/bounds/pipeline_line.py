@@ -48,6 +48,7 @@ def _line(order: JobOrder, pp: int, m: int, early: float) -> tuple[float, float]
         return without_waits
     matrix = keeps * np.tril(np.ones((pp, pp)), -1) + above * np.triu(np.ones((pp, pp)), 1)
     matrix += np.diag(m - early - beside)
+    # The dual: y with y A = constant; only y >= 0 proves a bound.
     weights = np.linalg.solve(matrix.T, np.ones(pp))
     if weights.min() < 0:
         return without_waits

@@ -78,6 +78,7 @@ def _means(order: JobOrder, m: int, mean_block: tuple[float, ...]) -> tuple[Floa
     means = []
     for paths in (ends, returns):
         matrix = np.tensordot(np.array(mean_block), paths, axes=1)
+        # The dual: weights of the paths with which every stage's mean seconds are equal.
         weights = np.maximum(0.0, np.linalg.solve(matrix.T, np.ones(pp)))
         means.append(np.tensordot(weights / weights.sum(), paths, axes=(0, 1)).reshape(3, pp))
     return means[0], means[1]

@@ -29,8 +29,7 @@ from collections import defaultdict
 import numpy as np
 
 from search.ilp.cpsat import solve_proven
-from search.op_layout.block_problem import BlockProblem
-from search.op_layout.eliminate import Choice
+from search.op_layout.block_problem import BlockProblem, Choice
 
 _STEPS = 10**9
 

@@ -22,13 +22,12 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from search.bounds.quick_price import job_table
 from search.candidates import Candidates
-from search.meshes.own_meshes import Member, as_held, least_back_hop_s
-from search.partition.chain_problem import Cut, TooLarge
+from search.meshes.own_meshes import Mix
+from search.partition.chain_problem import Cut, InfeasibleStage
 from search.partition.interleaved import InterleavedStages
 from search.partition.interleaved_bound import StageSeconds, least_end_s
-from search.space.in_flight import live_stages_of
+from search.space.job_tables import job_table, live_stages_of
 from search.space.shapes import recompute_choices
 
 _COLUMNS = tuple(field.name for field in fields(StageSeconds))
@@ -39,33 +38,28 @@ class EvenMix:
     """Meshes that pp ranks may choose from for their stages between fixed cuts.
 
     A choice is a recompute choice of the first member, then of the second, and so on, counted as in
-    `own_meshes.MixedBand`.
+    `own_meshes.MixedCostWindow`.
 
     Attributes:
-        members: the meshes.
+        mix: the meshes.
         cuts: the stage boundaries.
         even_of: the members (indices) under which these boundaries are the even ones.
         limit_bytes: memory of one device.
         infeasible: choices of a rank (that of the stage named) whose estimate is over the limit.
     """
 
-    members: tuple[Member, ...]
+    mix: Mix
     cuts: tuple[int, ...]
     even_of: tuple[int, ...]
     limit_bytes: float
-    infeasible: tuple[TooLarge, ...] = ()
-
-    @property
-    def num_recompute_choices(self) -> int:
-        """How many recompute choices a rank of each mesh has."""
-        return len(recompute_choices(self.members[0].configuration.recompute))
+    infeasible: tuple[InfeasibleStage, ...] = ()
 
     @cached_property
     def _stages(self) -> tuple[InterleavedStages, ...]:
         """The stages under each member's mesh."""
         return tuple(
             InterleavedStages.of(member.configuration, member.table, self.cuts)
-            for member in self.members
+            for member in self.mix.members
         )
 
     @property
@@ -77,9 +71,9 @@ class EvenMix:
     def seconds(self) -> StageSeconds:
         """What stages (ranks, of the tail) take, by choice."""
         every: list[StageSeconds] = []
-        for member, stages in zip(self.members, self._stages, strict=True):
-            configuration = as_held(member.configuration)
-            back_hop_s = least_back_hop_s(member, self.members)
+        for member, stages in zip(self.mix.members, self._stages, strict=True):
+            configuration = member.as_held
+            back_hop_s = self.mix.least_back_hop_s(member)
             every += [
                 stages.seconds(configuration, [name] * len(self.homes), back_hop_s)
                 for name in recompute_choices(configuration.recompute)
@@ -96,24 +90,24 @@ class EvenMix:
 
     def step_bound(self, seconds: StageSeconds) -> float:
         """Return a step time that stages which take so long cannot beat."""
-        configuration = self.members[0].configuration
+        configuration = self.mix.configuration
         start_s = min(
             member.table.least_inputs_s(
                 pp=configuration.pp, num_microbatches=configuration.num_microbatches
             )
-            for member in self.members
+            for member in self.mix.members
         )
         return start_s + least_end_s(configuration, self.homes, seconds)
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
         """Whether each rank may hold its stages (choice, rank), as far as its least bytes say."""
-        configuration = self.members[0].configuration
+        configuration = self.mix.configuration
         live = live_stages_of(configuration)
         schedule = job_table(*configuration.pipeline).schedule
         rows = []
-        for member, stages in zip(self.members, self._stages, strict=True):
-            held = as_held(member.configuration)
+        for member, stages in zip(self.mix.members, self._stages, strict=True):
+            held = member.as_held
             for kind, fits in enumerate(stages.least_bytes(held, live) <= self.limit_bytes):
                 every = (kind,) * len(self.homes)
                 for one_stage in stages.too_large(held, every, schedule, self.limit_bytes):
@@ -126,26 +120,22 @@ class EvenMix:
 
     def is_known(self, cut: Cut) -> bool:
         """Whether a choice is of one mesh, and its cut that of all plans of this mesh."""
-        member = cut.choices[0] // self.num_recompute_choices
-        return member in self.even_of and all(
-            c // self.num_recompute_choices == member for c in cut.choices
-        )
+        members = set(self.mix.indices(cut))
+        return len(members) == 1 and members <= set(self.even_of)
 
-    def without(self, infeasible: Sequence[TooLarge]) -> EvenMix:
+    def without(self, infeasible: Sequence[InfeasibleStage]) -> EvenMix:
         """Return the same without some ranks' choices."""
         return replace(self, infeasible=(*self.infeasible, *infeasible))
 
 
-def even_mixes(
-    candidates: Candidates, members: tuple[Member, ...], limit_bytes: float
-) -> Iterator[EvenMix]:
+def even_mixes(candidates: Candidates, mix: Mix, limit_bytes: float) -> Iterator[EvenMix]:
     """Yield a mix for each cut that is as even as blocks allow under one of the meshes."""
     even_of: dict[tuple[int, ...], list[int]] = {}
-    for index, member in enumerate(members):
+    for index, member in enumerate(mix.members):
         cuts = candidates.interleaved(member.configuration, member.table).cuts
         even_of.setdefault(cuts, []).append(index)
     for cuts, indices in even_of.items():
-        yield EvenMix(members=members, cuts=cuts, even_of=tuple(indices), limit_bytes=limit_bytes)
+        yield EvenMix(mix=mix, cuts=cuts, even_of=tuple(indices), limit_bytes=limit_bytes)
 
 
 class Assignments:
@@ -160,11 +150,9 @@ class Assignments:
         self._ceiling = ceiling
         self._heap: list[tuple[float, int, int, tuple[int, ...]]] = []
         self._ticket = count()
-        by_member = mix.fits.reshape(len(mix.members), mix.num_recompute_choices, -1)
-        first = (
-            by_member.argmax(axis=1)
-            + mix.num_recompute_choices * np.arange(len(mix.members))[:, None]
-        )
+        members, kinds = len(mix.mix.members), mix.mix.num_recompute_choices
+        by_member = mix.fits.reshape(members, kinds, -1)
+        first = by_member.argmax(axis=1) + kinds * np.arange(members)[:, None]
         self._options = [
             [int(first[member, rank]) for member in np.flatnonzero(by_member[:, :, rank].any(1))]
             for rank in range(by_member.shape[2])

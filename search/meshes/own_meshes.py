@@ -6,7 +6,7 @@ whole samples of B. What it then costs is what it costs in a plan where all stag
 estimate prices what arrives by the mesh of who receives it). A chain that may mix G's meshes is
 therefore the chain problem (`chain_problem`) with a choice (mesh, recompute) in place of
 recompute alone. `before` and `after` there are taken over the fastest mesh of each block, and a
-hop over the cheapest, so the value stays a lower bound; the tail of stage 0 enters the paths
+transfer over the cheapest, so the value stays a lower bound; the tail of stage 0 enters the paths
 of all others, so each of its meshes is a problem of its own.
 """
 
@@ -19,12 +19,12 @@ from functools import cached_property
 import numpy as np
 
 from planner.errors import LayoutError
-from planner.plan import ClassLayout, Plan
+from planner.plan import Plan
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
-from search.partition.chain_problem import Band, ChainProblem, Cut, Flags, Floats, Stages
+from search.partition.chain_problem import ChainProblem, CostWindow, Cut, Flags, Floats, Stages
 from search.partition.chain_windows import Part, Window
-from search.space.shapes import Configuration
+from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
 
@@ -40,55 +40,61 @@ class Member:
         """Tensor-parallel degree."""
         return self.configuration.tp
 
+    @property
+    def as_held(self) -> Configuration:
+        """The configuration as its stages have it: ZeRO shards nothing without replicas."""
+        has_replicas = self.configuration.replication.replicas > 1
+        return self.configuration if has_replicas else replace(self.configuration, zero=0)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MixedBand:
-    """A band (see `chain_problem.Band`) whose choices are those of one member after the other.
+class MixedCostWindow:
+    """A cost window whose choices are those of the first member, then of the second, and so on.
 
     With `shares_tail` a run's tail is the shortest of all members'.
     """
 
-    bands: tuple[Band, ...]
+    windows: tuple[CostWindow, ...]
     shares_tail: bool
 
     @cached_property
     def forward_s(self) -> Floats:
         """Forward seconds, by choice."""
-        return np.concatenate([band.forward_s for band in self.bands])
+        return np.concatenate([window.forward_s for window in self.windows])
 
     @cached_property
     def backward_s(self) -> Floats:
         """Backward seconds, by choice."""
-        return np.concatenate([band.backward_s for band in self.bands])
+        return np.concatenate([window.backward_s for window in self.windows])
 
     @cached_property
     def tail_s(self) -> Floats:
         """Seconds after the last job, by choice unless it is shared."""
         if self.shares_tail:
-            return np.min([band.tail_s for band in self.bands], axis=0)
+            return np.min([window.tail_s for window in self.windows], axis=0)
         return np.concatenate(
-            [np.broadcast_to(band.tail_s, band.forward_s.shape) for band in self.bands]
+            [np.broadcast_to(window.tail_s, window.forward_s.shape) for window in self.windows]
         )
 
     @cached_property
     def copies_s(self) -> tuple[Floats, Floats]:
         """Seconds of copies to the host and back."""
-        down, up = zip(*(band.copies_s for band in self.bands), strict=True)
+        down, up = zip(*(window.copies_s for window in self.windows), strict=True)
         return np.concatenate(down), np.concatenate(up)
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
         """About the bytes of a rank holding each run."""
         member, own = divmod(choice, self._kinds)
-        return self.bands[member].peak_bytes(in_flight, own)
+        return self.windows[member].peak_bytes(in_flight, own)
 
     def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
         """Whether each run of a part may be within a limit."""
         member, own = divmod(choice, self._kinds)
-        return self.bands[member].fits(in_flight, own, limit_bytes, part)
+        return self.windows[member].fits(in_flight, own, limit_bytes, part)
 
     @property
     def _kinds(self) -> int:
-        return len(self.bands[0].forward_s)
+        return len(self.windows[0].forward_s)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,10 +109,10 @@ class MixedStages:
         """Number of blocks in the chain."""
         return self.members[0].num_blocks
 
-    def band(self, window: Window) -> MixedBand:
+    def cost_window(self, window: Window) -> MixedCostWindow:
         """Return the costs of every run of a window."""
-        bands = tuple(stages.band(window) for stages in self.members)
-        return MixedBand(bands=bands, shares_tail=self.shares_tail)
+        windows = tuple(stages.cost_window(window) for stages in self.members)
+        return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
 
 
 def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
@@ -115,7 +121,6 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
     Its value is no more than those of `by_first_mesh`. The members are of one schedule, so many
     microbatches and stages, and the same kinds of recompute.
     """
-    most = [problem.most_blocks for problem in problems]
     return replace(
         problems[0],
         stages=MixedStages(members=tuple(problem.stages for problem in problems), shares_tail=True),
@@ -126,7 +131,6 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
         back_hop_s=np.min([problem.back_hop_s for problem in problems], axis=0),
         start_s=min(problem.start_s for problem in problems),
         choices=problems[0].choices * len(problems),
-        most_blocks=None if None in most else max(blocks or 0 for blocks in most),
         needs=None,
         # Members' copies are left out: a bound all the same.
         copied=(),
@@ -148,94 +152,97 @@ def by_first_mesh(problem: ChainProblem) -> list[ChainProblem]:
     ]
 
 
-def least_of_blocks(members: Sequence[Member]) -> float:
-    """Return a step time that no mix can beat: each block by its quickest member, dealt evenly."""
-    block = np.min([member.table.forward_s + member.table.backward_s for member in members], axis=0)
-    configuration = members[0].configuration
-    return float(configuration.num_microbatches * max(block.sum() / configuration.pp, block.max()))
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Mix:
+    """Meshes that the stages of a plan may choose from, under one schedule and ZeRO stage.
 
-
-def as_held(configuration: Configuration) -> Configuration:
-    """Return a member's configuration as its stages have it: ZeRO shards nothing where there are no
-    replicas.
+    A stage's choice is a mesh and a recompute choice, counted as in `MixedCostWindow`.
     """
-    return (
-        replace(configuration, zero=0)
-        if configuration.degrees.along("data") == 1
-        else configuration
-    )
 
+    members: tuple[Member, ...]
 
-def least_back_hop_s(member: Member, members: Sequence[Member]) -> Floats:
-    """Return the least seconds of a gradient's way back from a member's stage starting at each
-    block (n + 1), whichever mesh the stage before has.
-    """
-    configuration = member.configuration
-    return np.min(
-        [
-            member.table.back_hop_s(configuration.degrees, pp=configuration.pp, to_tp=other.tp)
-            for other in members
-        ],
-        axis=0,
-    )
+    @property
+    def configuration(self) -> Configuration:
+        """The first member's, for what all members share: pp, vpp, schedule, microbatches."""
+        return self.members[0].configuration
 
+    @property
+    def num_recompute_choices(self) -> int:
+        """How many recompute choices a stage of each mesh has."""
+        return len(recompute_choices(self.configuration.recompute))
 
-def member_problems(
-    candidates: Candidates, members: Sequence[Member], limit_bytes: float
-) -> tuple[ChainProblem, ...]:
-    """Return the problems of chains of each member alone, but for whom they send back to."""
-    return tuple(
-        replace(
-            candidates.problem(as_held(member.configuration), member.table, limit_bytes),
-            back_hop_s=least_back_hop_s(member, members),
+    @property
+    def label(self) -> str:
+        """What is mixed."""
+        return f"stages' own meshes: pp={self.configuration.pp} {self.configuration.schedule}"
+
+    def indices(self, cut: Cut) -> list[int]:
+        """Return the member (index) that each stage of a cut has chosen."""
+        return [choice // self.num_recompute_choices for choice in cut.choices]
+
+    def tables(self, cut: Cut) -> list[StageTable]:
+        """Return the table of each stage's mesh."""
+        return [self.members[index].table for index in self.indices(cut)]
+
+    def least_step_s(self) -> float:
+        """Return a step time that no mix beats: each block by its fastest member, dealt evenly."""
+        tables = [member.table for member in self.members]
+        block = np.min([table.forward_s + table.backward_s for table in tables], axis=0)
+        m, pp = self.configuration.num_microbatches, self.configuration.pp
+        return float(m * max(block.sum() / pp, block.max()))
+
+    def least_back_hop_s(self, member: Member) -> Floats:
+        """Return the least seconds of a gradient's way back from a member's stage starting at each
+        block (n + 1), whichever mesh the stage before has.
+        """
+        degrees, pp = member.configuration.degrees, member.configuration.pp
+        ways = [member.table.back_hop_s(degrees, pp=pp, to_tp=other.tp) for other in self.members]
+        return np.min(ways, axis=0)
+
+    def problems(self, candidates: Candidates, limit_bytes: float) -> tuple[ChainProblem, ...]:
+        """Return the problems of chains of each member alone, but for whom they send back to."""
+        return tuple(
+            replace(
+                candidates.problem(member.as_held, member.table, limit_bytes),
+                back_hop_s=self.least_back_hop_s(member),
+            )
+            for member in self.members
         )
-        for member in members
-    )
 
-
-def plan_of_mix(
-    candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
-) -> tuple[Configuration, Plan]:
-    """Return a solution as a configuration and a plan; its degrees are those of most blocks."""
-    of_stage = [choice // kinds for choice in cut.choices]
-    sizes = np.bincount(of_stage, weights=np.diff(cut.cuts))
-    base = members[int(sizes.argmax())]
-    alone = replace(cut, choices=tuple(choice % kinds for choice in cut.choices))
-    plan = candidates.plan(base.configuration, base.table, alone)
-    used = {
-        (members[of_stage[stage]].tp, candidates.graph.blocks[block].class_index)
-        for stage, held in enumerate(plan.stages)
-        for block in held.blocks
-    }
-    layouts: list[ClassLayout] = []
-    for member in members:
-        own = () if member is base else (("tp", member.tp),)
-        layouts += [
-            layout.model_copy(update={"own_sizes": own})
-            for layout in (*member.table.layouts, *member.table.cp_layouts)
+    def plan(self, candidates: Candidates, cut: Cut) -> tuple[Configuration, Plan]:
+        """Return a solution as a configuration and a plan; its degrees are those of most blocks."""
+        of_stage = self.indices(cut)
+        # A plan has one mesh, and stages with another say so (`own_sizes`).
+        base = self.members[int(np.bincount(of_stage, weights=np.diff(cut.cuts)).argmax())]
+        recomputed = tuple(choice % self.num_recompute_choices for choice in cut.choices)
+        plan = candidates.plan(base.configuration, base.table, replace(cut, choices=recomputed))
+        used = {
+            (self.members[index].tp, candidates.graph.blocks[block].class_index)
+            for index, stage in zip(of_stage, plan.stages, strict=True)
+            for block in stage.blocks
+        }
+        own = {member.tp: () if member is base else (("tp", member.tp),) for member in self.members}
+        layouts = tuple(
+            layout.model_copy(update={"own_sizes": own[member.tp]})
+            for member in self.members
+            for layout in member.table.layouts
             if (member.tp, layout.class_index) in used
-        ]
-    stages = tuple(
-        held.model_copy(
-            update={"own_sizes": () if members[at] is base else (("tp", members[at].tp),)}
         )
-        for held, at in zip(plan.stages, of_stage, strict=True)
-    )
-    tps = tuple(members[at].tp for at in of_stage)
-    return (
-        replace(base.configuration, stage_tps=tps if len(set(tps)) > 1 else ()),
-        plan.model_copy(update={"stages": stages, "layouts": tuple(layouts)}),
-    )
-
-
-def price_mix(
-    candidates: Candidates, members: Sequence[Member], cut: Cut, kinds: int
-) -> EvaluatedPlan | None:
-    """Return a solution's estimate; None where its stages cannot send each other samples."""
-    configuration, plan = plan_of_mix(candidates, members, cut, kinds)
-    try:
-        return EvaluatedPlan(
-            configuration=configuration, plan=plan, estimate=candidates.estimate(plan)
+        tps = tuple(self.members[index].tp for index in of_stage)
+        stages = tuple(
+            stage.model_copy(update={"own_sizes": own[tp]})
+            for stage, tp in zip(plan.stages, tps, strict=True)
         )
-    except LayoutError:
-        return None
+        return (
+            replace(base.configuration, stage_tps=tps if len(set(tps)) > 1 else ()),
+            plan.model_copy(update={"stages": stages, "layouts": layouts}),
+        )
+
+    def evaluate(self, candidates: Candidates, cut: Cut) -> EvaluatedPlan | None:
+        """Return a solution's estimate; None where its stages cannot send each other samples."""
+        configuration, plan = self.plan(candidates, cut)
+        try:
+            answer = candidates.estimate(plan)
+        except LayoutError:
+            return None
+        return EvaluatedPlan(configuration=configuration, plan=plan, estimate=answer)

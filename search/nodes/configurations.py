@@ -17,17 +17,17 @@ from operator import ge
 from costmodel import Estimate
 from planner.plan import Plan
 from planner.schedule import find_schedule
+from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.ilp.joint import solve_by_joint_program
 from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
-from search.partition.chain_problem import ChainProblem, Cut, TooLarge
-from search.search_state import Outcomes, SearchState
-from search.space.in_flight import in_flight_of
+from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
+from search.search_state import NodeKey, Outcomes, SearchState
+from search.space.job_tables import in_flight_of
 from search.space.shapes import Configuration, Shape
 from search.stages.stage_table import StageTable
-from search.warm_start import NodeKey
 
 EVEN_CUT_TOO_LARGE = "memory: the even cut or the whole chain does not fit"
 IN_FLIGHT_TOO_LARGE = "memory: activations in flight"
@@ -65,7 +65,7 @@ class ShapeNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the configurations, each with its own bound."""
         table = self.table
-        bounds, warm = search.candidates.bounds(table), search.warm_start
+        bounds, warm = search.bounds(table), search.warm_start
         for configuration in self.shape.configurations():
             own = bounds.least_step_s(configuration) if configuration.vpp == 1 else 0.0
             key = configuration, table.key
@@ -155,8 +155,8 @@ class ConfigurationNode(PartitionableNode):
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
-        bounds = search.candidates.bounds(self.table)
-        if bounds.kept_bound(self.configuration, in_flight) > search.memory_limit_bytes:
+        costs = search.bounds(self.table).costs
+        if kept_in_flight(costs, self.configuration, in_flight) > search.memory_limit_bytes:
             self._exclude(search, IN_FLIGHT_TOO_LARGE)
             return True
         known = search.infeasible_in_flight.get(self._memory_key, ())
@@ -172,7 +172,7 @@ class ConfigurationNode(PartitionableNode):
         splits = find_schedule(configuration.schedule).splits_backward
         return (
             self.table.key,
-            configuration.dp,
+            configuration.degrees,
             configuration.zero,
             configuration.pp,
             configuration.recompute,
@@ -206,12 +206,12 @@ class ConfigurationNode(PartitionableNode):
         """Return the table, for each stage."""
         return (self.table,) * len(cut.choices)
 
-    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+    def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return interleaved stages of ranks that are too large by their job table."""
         configuration, limit = self.configuration, search.memory_limit_bytes
         if configuration.vpp == 1:
             return ()
-        return search.candidates.too_large_ranks(configuration, self.table, cut, limit)
+        return search.candidates.infeasible_ranks(configuration, self.table, cut, limit)
 
     def _exclude(self, search: SearchState, rule: str, bound: float = float("inf")) -> None:
         """Prune the configuration: nothing that fits is faster than the bound."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.meshes.interleaved_mixes import Assignments, EvenMix
-from search.meshes.own_meshes import price_mix
-from search.nodes.partitions import APART, too_large_stages
+from search.nodes.partitions import APART, infeasible_stages
 from search.partition.chain_problem import Cut
 from search.search_state import Outcomes, SearchState
 
@@ -45,8 +44,7 @@ class InterleavedMixNode(Node[SearchState]):
     @property
     def label(self) -> str:
         """What is mixed."""
-        configuration = self.mix.members[0].configuration
-        return f"stages' own meshes: pp={configuration.pp} {configuration.schedule}"
+        return self.mix.mix.label
 
     def refine(self, search: SearchState) -> Outcomes:
         """Take one step in the list of choices; evaluate a choice that is complete."""
@@ -83,20 +81,19 @@ class InterleavedMixNode(Node[SearchState]):
         return cut.choices in self.evaluated or self.mix.is_known(cut)
 
     def _evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
-        mix, configuration = self.mix, self.mix.members[0].configuration
+        mix, configuration = self.mix.mix, self.mix.mix.configuration
         if self.evaluated:
             search.extra_work += (
                 JOBS_PER_ESTIMATE
                 + 2 * configuration.pp * configuration.vpp * configuration.num_microbatches
             )
             search.num_other_partitions += 1
-        return price_mix(search.candidates, mix.members, cut, mix.num_recompute_choices)
+        return mix.evaluate(search.candidates, cut)
 
     def _without_infeasible(
         self, limit_bytes: float, cut: Cut, done: EvaluatedPlan
     ) -> InterleavedMixNode:
         """Return the mix, to be listed again without the choices of ranks that are too large."""
         mix = self.mix
-        tables = [mix.members[c // mix.num_recompute_choices].table for c in cut.choices]
-        infeasible = too_large_stages(done, cut, (), limit_bytes, tables)
+        infeasible = infeasible_stages(done, cut, (), limit_bytes, mix.mix.tables(cut))
         return replace(self, mix=mix.without(tuple(infeasible)), assignments=None)

@@ -22,14 +22,7 @@ import numpy as np
 from search.bounds.pipeline_line import pipeline_line
 from search.branch_and_bound import BEATEN, EvaluatedPlan, Node, Wave
 from search.meshes.interleaved_mixes import even_mixes
-from search.meshes.own_meshes import (
-    Member,
-    by_first_mesh,
-    least_of_blocks,
-    member_problems,
-    mixed_problem,
-    price_mix,
-)
+from search.meshes.own_meshes import Member, Mix, by_first_mesh, mixed_problem
 from search.nodes.configurations import SOLVERS
 from search.nodes.interleaved_meshes import JOBS_PER_ESTIMATE, InterleavedMixNode
 from search.nodes.partitions import PartitionableNode
@@ -73,12 +66,12 @@ class MeshesNode(Node[SearchState]):
 
     def _least_with_cp(self, search: SearchState, group: Sequence[Shape]) -> float:
         """Return a step time that no mix beats: cp divides at best all that blocks do without."""
-        without = [
+        without = tuple(
             Member(configuration=_any_configuration(shape), table=table)
             for shape in group
             for table in search.candidates.tables(shape.tp, shape.microbatch_size)
-        ]
-        return least_of_blocks(without) / group[0].cp
+        )
+        return Mix(members=without).least_step_s() / group[0].cp
 
     def _mixes(
         self,
@@ -87,26 +80,25 @@ class MeshesNode(Node[SearchState]):
         options: list[tuple[str, int]],
         zeros: list[int],
     ) -> Outcomes:
-        least, limit = least_of_blocks(members), search.memory_limit_bytes
+        least, limit = Mix(members=members).least_step_s(), search.memory_limit_bytes
         for (schedule, vpp), zero in product(options, zeros):
-            some = tuple(_with(member, schedule, vpp, zero) for member in members)
+            some = Mix(members=tuple(_with(member, schedule, vpp, zero) for member in members))
             if least >= search.best_s:
                 search.num_considered += 1
                 search.prune(BEATEN)
             elif vpp > 1:
-                for mix in even_mixes(search.candidates, some, limit):
+                for even in even_mixes(search.candidates, some, limit):
                     search.num_considered += 1
-                    bound = mix.step_bound(mix.least_s)
-                    yield InterleavedMixNode(bound=bound, wave=self.wave, mix=mix)
+                    bound = even.step_bound(even.least_s)
+                    yield InterleavedMixNode(bound=bound, wave=self.wave, mix=even)
             else:
                 search.num_considered += 1
-                problems = member_problems(search.candidates, some, limit)
-                bound = _least_step_s(some[0].configuration, problems)
+                problems = some.problems(search.candidates, limit)
                 yield MixNode(
-                    bound=bound,
+                    bound=_least_step_s(some.configuration, problems),
                     wave=self.wave,
-                    configuration=some[0].configuration,
-                    members=some,
+                    configuration=some.configuration,
+                    mix=some,
                     alone=problems,
                 )
 
@@ -116,17 +108,17 @@ class MixNode(PartitionableNode):
     """Meshes that stages may choose from, under one schedule and ZeRO stage.
 
     Attributes:
-        members: the meshes.
+        mix: the meshes.
         alone: the chain problem of each mesh alone.
     """
 
-    members: tuple[Member, ...]
+    mix: Mix
     alone: tuple[ChainProblem, ...]
 
     @property
     def label(self) -> str:
         """What is mixed."""
-        return f"stages' own meshes: pp={self.configuration.pp} {self.configuration.schedule}"
+        return self.mix.label
 
     @property
     def num_jobs(self) -> int:
@@ -161,7 +153,7 @@ class MixNode(PartitionableNode):
         Its value is no more than that of the exact problems, one for each mesh of stage 0.
         """
         mixed = mixed_problem(self.alone)
-        return replace(mixed, refused=self.infeasible, is_careful=self.is_conservative)
+        return replace(mixed, infeasible=self.infeasible, is_conservative=self.is_conservative)
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the exact problems."""
@@ -173,15 +165,11 @@ class MixNode(PartitionableNode):
 
     def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan | None:
         """Return the plan of a solution; None where stages cannot send each other samples."""
-        return price_mix(search.candidates, self.members, cut, self._num_recompute_choices)
+        return self.mix.evaluate(search.candidates, cut)
 
     def tables(self, cut: Cut) -> list[StageTable]:
         """Return the table of each stage's mesh."""
-        return [self.members[c // self._num_recompute_choices].table for c in cut.choices]
-
-    @property
-    def _num_recompute_choices(self) -> int:
-        return len(self.alone[0].choices)
+        return self.mix.tables(cut)
 
 
 def meshes_node(shapes: Sequence[Shape]) -> MeshesNode:

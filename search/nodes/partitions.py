@@ -3,8 +3,8 @@
     PartitionableNode      all partitions of a configuration or of a mix of meshes    (abstract)
       PartitionedNode      the partition of the least bound: simulated, estimated
       PartitionsNode       all other partitions: they close the gap that the estimate leaves
-        FirstStageNode     those whose stage 0 ends at a given block
-          FirstStagesNode  those whose first stages are given; all given: a plan to evaluate
+        FirstStagesNode    those whose first stages are given, at first the end of stage 0 alone;
+                           all given: a plan to evaluate
 
 Where the estimate finds a stage over the memory limit, the node is partitioned again without this
 stage. After too many attempts the memory check becomes conservative: it refuses most of what does
@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from search.branch_and_bound import EvaluatedPlan, Node, Wave
-from search.partition.chain_problem import ChainProblem, Cut, TooLarge
+from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
 from search.partition.k_best import FirstStages, KBestPartitions
 from search.search_state import PARTITIONS, Outcomes, SearchState
-from search.space.in_flight import in_flight_of
+from search.space.job_tables import in_flight_of
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
@@ -52,7 +52,7 @@ class PartitionableNode(Node[SearchState]):
     """
 
     configuration: Configuration
-    infeasible: tuple[TooLarge, ...] = ()
+    infeasible: tuple[InfeasibleStage, ...] = ()
     num_attempts: int = 0
 
     @abstractmethod
@@ -91,7 +91,7 @@ class PartitionableNode(Node[SearchState]):
         """Whether a partition must pass the conservative memory check."""
         return self.num_attempts > _MOST_ATTEMPTS
 
-    def too_large_ranks(self, search: SearchState, cut: Cut) -> tuple[TooLarge, ...]:
+    def infeasible_ranks(self, search: SearchState, cut: Cut) -> tuple[InfeasibleStage, ...]:
         """Return stages of ranks that are too large by their job table, before any estimate."""
         return ()
 
@@ -109,16 +109,16 @@ class PartitionableNode(Node[SearchState]):
             return None
         return self.evaluate(search, cut)
 
-    def too_large_stages(
+    def infeasible_stages(
         self, search: SearchState, cut: Cut, done: EvaluatedPlan
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return the stages of an evaluated partition that are too large."""
         configuration = self.configuration
         live = in_flight_of(configuration) if configuration.vpp == 1 else ()
         limit = search.memory_limit_bytes
-        return tuple(too_large_stages(done, cut, live, limit, self.tables(cut)))
+        return tuple(infeasible_stages(done, cut, live, limit, self.tables(cut)))
 
-    def again_without(self, search: SearchState, infeasible: Sequence[TooLarge]) -> Outcomes:
+    def again_without(self, search: SearchState, infeasible: Sequence[InfeasibleStage]) -> Outcomes:
         """Yield the node, to be partitioned without stages that are too large.
 
         Its bound, the least of all partitions that were left, holds for those that still are.
@@ -154,11 +154,12 @@ class PartitionedNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Simulate; estimate in full, memory included, what may be the best or leaves a gap."""
         of, cut = self.of, self.cut
-        if too_large := of.too_large_ranks(search, cut):
+        if too_large := of.infeasible_ranks(search, cut):
             yield from of.again_without(search, too_large)
             return
         almost_best_s = search.best_s * (1 - 1e-9)
         step_s, is_interleaved = of.simulate(search, cut), of.configuration.vpp > 1
+        # Simulated, the partition itself may be slower than its bound, and others not.
         # Interleaved stages have this partition only; otherwise others may be faster.
         bound = step_s if is_interleaved else self.bound
         if min(step_s, bound) >= almost_best_s:
@@ -169,7 +170,7 @@ class PartitionedNode(Node[SearchState]):
         if done is None:
             search.prune(APART)
         elif done.estimate.peak_bytes > search.memory_limit_bytes:
-            yield from of.again_without(search, of.too_large_stages(search, cut, done))
+            yield from of.again_without(search, of.infeasible_stages(search, cut, done))
             return
         else:
             search.num_evaluated += 1
@@ -190,21 +191,15 @@ class PartitionsNode(Node[SearchState]):
     """All partitions of an evaluated node; `infeasible` stages are found while they are tried."""
 
     of: PartitionableNode
-    infeasible: list[TooLarge] = field(default_factory=list)
+    infeasible: list[InfeasibleStage] = field(default_factory=list)
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield, for each end of stage 0, the partitions with this end."""
         for problem in self.of.problems(search):
             partitions = KBestPartitions(problem, search.best_s)
             search.extra_work += partitions.num_runs / _RUNS_PER_JOB
-            for row, bound in partitions.ends_of_first_stage():
-                yield FirstStageNode(
-                    bound=max(self.bound, bound),
-                    wave=self.wave,
-                    all=self,
-                    partitions=partitions,
-                    row=row,
-                )
+            for some in partitions.by_first_end():
+                yield _first_stages_node(self, self, partitions, some)
 
     def evaluate(self, search: SearchState, cut: Cut) -> Outcomes:
         """Yield the plan of a partition if it may be the best and fits."""
@@ -214,29 +209,14 @@ class PartitionsNode(Node[SearchState]):
         search.num_other_partitions += 1
         done = self.of.evaluate_faster(search, cut)
         if done is not None and done.estimate.peak_bytes > search.memory_limit_bytes:
-            self.infeasible.extend(self.of.too_large_stages(search, cut, done))
+            self.infeasible.extend(self.of.infeasible_stages(search, cut, done))
         elif done is not None:
             yield done
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FirstStageNode(Node[SearchState]):
-    """The partitions (of `all`) whose stage 0 ends at a row of its lane."""
-
-    all: PartitionsNode
-    partitions: KBestPartitions
-    row: int
-
-    def refine(self, search: SearchState) -> Outcomes:
-        """Yield the sets by stage 0's recompute choice, after a pass of the dynamic program."""
-        search.extra_work += self.partitions.num_runs / _RUNS_PER_JOB
-        for some in self.partitions.with_first_stage(self.row):
-            yield _first_stages_node(self, some)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class FirstStagesNode(Node[SearchState]):
-    """The partitions (of `all`) with these first stages."""
+    """The partitions (of `all`) with these first stages, or whose stage 0 ends at a given block."""
 
     all: PartitionsNode
     partitions: KBestPartitions
@@ -249,34 +229,32 @@ class FirstStagesNode(Node[SearchState]):
 
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the sets in which one more stage is given, or the evaluated plan."""
-        search.extra_work += 1
-        cut = self.partitions.partition(self.some)
+        partitions, some = self.partitions, self.some
+        search.extra_work += 1 if some.choices else partitions.num_runs / _RUNS_PER_JOB
+        cut = partitions.partition(some)
         if cut is not None:
             yield from self.all.evaluate(search, cut)
             return
-        for some in self.partitions.split(self.some):
-            yield _first_stages_node(self, some)
+        for smaller in partitions.split(some):
+            yield _first_stages_node(self, self.all, partitions, smaller)
 
 
 def _first_stages_node(
-    parent: FirstStageNode | FirstStagesNode, some: FirstStages
+    parent: Node, every: PartitionsNode, partitions: KBestPartitions, some: FirstStages
 ) -> FirstStagesNode:
+    bound = max(parent.bound, some.bound)
     return FirstStagesNode(
-        bound=max(parent.bound, some.bound),
-        wave=parent.wave,
-        all=parent.all,
-        partitions=parent.partitions,
-        some=some,
+        bound=bound, wave=parent.wave, all=every, partitions=partitions, some=some
     )
 
 
-def too_large_stages(
+def infeasible_stages(
     done: EvaluatedPlan,
     cut: Cut,
     live: Sequence[int],
     limit_bytes: float,
     tables: Sequence[StageTable],
-) -> Iterator[TooLarge]:
+) -> Iterator[InfeasibleStage]:
     """Yield the stages of a plan whose ranks are over the memory limit.
 
     A longer run of blocks holds all that a shorter one holds, except what its edges receive and
@@ -289,7 +267,7 @@ def too_large_stages(
         if over <= 0:
             continue
         first, end = stage.first_block, stage.last_block + 1
-        yield TooLarge(
+        yield InfeasibleStage(
             stage=index,
             first=first,
             end=end,

@@ -9,7 +9,7 @@ A layout is looked at only as closely as it takes to prune it (`layout_candidate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from search.branch_and_bound import BEATEN, Node
@@ -82,14 +82,14 @@ class SizesNode(Node[SearchState]):
     def refine(self, search: SearchState) -> Outcomes:
         """Yield the shapes of the smallest size with each layout, and the larger sizes."""
         shapes, rest = self.sizes[0], self.sizes[1:]
-        priced = _PricedSize(shapes=shapes)
+        rule = ""
         if self.bounds[0] >= search.best_s:
-            search.prune(BEATEN, _count((shapes,)))
+            search.prune(BEATEN, _count([shapes]))
         else:
-            yield from priced.nodes(search)
+            rule = yield from _shape_nodes(search, shapes)
         if not rest:
             return
-        if rule := priced.why_no_larger:
+        if rule:
             search.prune(rule, _count(rest))
             search.skipped_sizes |= {_degrees_and_size(some[0]) for some in rest}
         else:
@@ -97,71 +97,69 @@ class SizesNode(Node[SearchState]):
             yield replace(self, sizes=rest, bounds=bounds, bound=min(bounds))
 
 
-@dataclass(kw_only=True)
-class _PricedSize:
-    """Shapes of equal cp, tp and microbatch size; `why_no_larger` is known after `nodes`."""
+def _shape_nodes(search: SearchState, shapes: Sequence[Shape]) -> Generator[ShapeNode, None, str]:
+    """Find layouts of shapes of equal cp, tp and microbatch size; yield each shape with each layout
+    that may fit. Return the rule by which no larger size need be tried, empty if one must.
+    """
+    count = _count([shapes])
+    cp, tp, size = _degrees_and_size(shapes[0])
+    layouts = _layouts(search, shapes)
+    if not layouts:
+        search.prune(NO_CP, count)
+        return ""
+    beaten = [layout for layout in layouts if _is_beaten(search, shapes, layout)]
+    tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
+    search.num_considered += count * (len(beaten) + len(tables) - 1)
+    for layout in beaten:
+        for shape in shapes:
+            bound = layout.least_step_s(shape)
+            wave = shapes_wave(cp, tp, shape.pp)
+            yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
+    fits, seconds = bool(beaten), float("inf")
+    for table in tables:
+        blocks_s = search.bounds(table).costs.chain_s(shapes[0].recompute)
+        seconds = min(seconds, blocks_s / size)
+        for shape in shapes:
+            node = _shape_node(search, shape, table)
+            if node is not None:
+                fits = True
+                yield node
+    least = min([seconds, *(layout.least_s / size for layout in beaten)])
+    least_before = search.least_per_sample_s.get((cp, tp), float("inf"))
+    search.least_per_sample_s[cp, tp] = min(least, least_before)
+    before = search.per_sample_s.get((cp, tp), float("inf"))
+    search.per_sample_s[cp, tp] = min(seconds, before)
+    if not fits and not _larger_may_fit(search, shapes):
+        return TOO_LARGE
+    if not search.every_size and not beaten and seconds >= before:
+        return NO_FASTER
+    return ""
 
-    shapes: tuple[Shape, ...]
-    why_no_larger: str = ""
 
-    def nodes(self, search: SearchState) -> Iterator[ShapeNode]:
-        """Find layouts; yield each shape with each layout that may fit."""
-        shapes, count = self.shapes, _count((self.shapes,))
-        cp, tp, size = _degrees_and_size(shapes[0])
-        layouts = self._layouts(search)
-        if not layouts:
-            search.prune(NO_CP, count)
-            return
-        beaten = [layout for layout in layouts if self._is_beaten(search, layout)]
-        tables = worth_trying(layout.table for layout in layouts if layout not in beaten)
-        search.num_considered += count * (len(beaten) + len(tables) - 1)
-        for layout in beaten:
-            for shape in shapes:
-                bound = layout.least_step_s(shape)
-                wave = shapes_wave(cp, tp, shape.pp)
-                yield ShapeNode(bound=bound, wave=wave, shape=shape, find_table=layout.find_table)
-        fits, seconds = bool(beaten), float("inf")
-        for table in tables:
-            blocks_s = search.candidates.bounds(table).block_seconds(shapes[0].recompute)
-            seconds = min(seconds, blocks_s / size)
-            for shape in shapes:
-                node = _shape_node(search, shape, table)
-                if node is not None:
-                    fits = True
-                    yield node
-        least = min([seconds, *(layout.least_s / size for layout in beaten)])
-        least_before = search.least_per_sample_s.get((cp, tp), float("inf"))
-        search.least_per_sample_s[cp, tp] = min(least, least_before)
-        before = search.per_sample_s.get((cp, tp), float("inf"))
-        search.per_sample_s[cp, tp] = min(seconds, before)
-        if not fits and not _larger_may_fit(search, shapes):
-            self.why_no_larger = TOO_LARGE
-        elif not search.every_size and not beaten and seconds >= before:
-            self.why_no_larger = NO_FASTER
+def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandidate, ...]:
+    """Return layout candidates, each kind more costly to find than the one before.
 
-    def _layouts(self, search: SearchState) -> tuple[LayoutCandidate, ...]:
-        """Return layout candidates, each kind more costly to find than the one before.
+    A kind whose first candidate is beaten stands for the kinds after it.
+    """
+    cp, tp, size = _degrees_and_size(shapes[0])
+    known = search.candidates.layouts
+    layouts: tuple[LayoutCandidate, ...] = ()
+    if cp == 1 < tp:
+        layouts = (known.optimistic(tp, size),)
+    for find in (known.fastest, known.every):
+        if not layouts or not _is_beaten(search, shapes, layouts[0]):
+            layouts = find(tp, size, cp)
+    return layouts
 
-        A kind whose first candidate is beaten stands for the kinds after it.
-        """
-        cp, tp, size = _degrees_and_size(self.shapes[0])
-        known = search.candidates.layouts
-        layouts: tuple[LayoutCandidate, ...] = ()
-        if cp == 1 < tp:
-            layouts = (known.optimistic(tp, size),)
-        for find in (known.fastest, known.every):
-            if not layouts or not self._is_beaten(search, layouts[0]):
-                layouts = find(tp, size, cp)
-        return layouts
 
-    def _is_beaten(self, search: SearchState, layout: LayoutCandidate) -> bool:
-        """Whether the best plan is as fast as any of the shapes can be with a layout."""
-        return all(layout.least_step_s(shape) >= search.best_s for shape in self.shapes)
+def _is_beaten(search: SearchState, shapes: Sequence[Shape], layout: LayoutCandidate) -> bool:
+    """Whether the best plan is as fast as any of the shapes can be with a layout."""
+    return all(layout.least_step_s(shape) >= search.best_s for shape in shapes)
 
 
 def _shape_node(search: SearchState, shape: Shape, table: StageTable) -> ShapeNode | None:
     """Return a shape without the ZeRO stages that cannot fit; None if none can."""
-    bounds = search.candidates.bounds(table)
+    bounds = search.bounds(table)
     plain = replace(shape, options=shape.options[:1])
     zeros = tuple(
         configuration.zero
@@ -193,7 +191,7 @@ def _larger_may_fit(search: SearchState, shapes: Sequence[Shape]) -> bool:
         tables = search.candidates.layouts.leanest(*degrees) if first.tp > 1 else ()
         enough = search.memory_limit_bytes
     return any(
-        search.candidates.bounds(table).least_peak_bytes(configuration) <= enough
+        search.bounds(table).least_peak_bytes(configuration) <= enough
         for table in tables
         for shape in shapes
         for configuration in replace(shape, options=shape.options[:1]).configurations()
@@ -211,7 +209,7 @@ def _least_step_s(shapes: Sequence[Shape], per_sample_s: float) -> float:
     )
 
 
-def _count(sizes: Sizes) -> int:
+def _count(sizes: Sequence[Sequence[Shape]]) -> int:
     return sum(shape.num_configurations for shapes in sizes for shape in shapes)
 
 

@@ -16,7 +16,6 @@ from search.op_layout.block_problem import (
     BlockProblem,
     Boundary,
     ReshardEdge,
-    SharedTables,
     Variable,
 )
 from search.op_layout.op_signatures import BoundClass, OpSignature
@@ -56,7 +55,6 @@ def build_block_problems(
         builder.add_edges(bound_class, group_of)
     programs = tuple((bound_class.class_index, bound_class.program) for bound_class in classes)
     builder.add_shared_params([tuple(group) for group in shared], dict(programs))
-    tables = SharedTables()
     return tuple(
         BlockProblem(
             axis_size=prices.axis_size,
@@ -65,7 +63,6 @@ def build_block_problems(
             programs=programs,
             shared=tuple(builder.shared_variables),
             boundary=boundary,
-            tables=tables,
         )
         for boundary in boundaries
     )

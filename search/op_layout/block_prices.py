@@ -19,12 +19,15 @@ from planner.layout.placement import Placement, Shard
 from planner.ops.registry import strategies_of
 from profiles import Group
 from search.op_layout.op_signatures import OpSeconds, OpSignature
-from search.op_layout.reshard_edges import MOVES, EdgePattern, Strategies, shared_strategies
+from search.op_layout.reshard_edges import (
+    MOVES,
+    Dims,
+    EdgePattern,
+    Strategies,
+    shared_strategies,
+)
 
 Floats = NDArray[np.float64]
-Dims = tuple[int | None, ...]
-"""The dim along which each tensor of an op is cut; None: whole."""
-
 STATE_FACTOR = 4.0
 """Bytes that a parameter's byte costs with its gradient and optimizer state."""
 
@@ -49,13 +52,12 @@ class Prices:
         """
         key = signature, segments
         if key not in self._ops:
-            strategies = strategies_of(signature.op, signature.metas, self.axis_size, segments)
-            dims = [
-                tuple(place.dim if isinstance(place, Shard) else None for place in places)
-                for places in ((*strategy.inputs, *strategy.outputs) for strategy in strategies)
-            ]
+            strategies = shared_strategies(
+                strategies_of(signature.op, signature.metas, self.axis_size, segments)
+            )
+            dims = strategies.dims
             seconds = self._seconds_of(signature, dims) + self._adding_s(signature, dims)
-            self._ops[key] = shared_strategies(strategies), seconds, self._bytes_of(signature, dims)
+            self._ops[key] = strategies, seconds, self._bytes_of(signature, dims)
         return self._ops[key]
 
     def _seconds_of(self, signature: OpSignature, dims: Sequence[Dims]) -> Floats:

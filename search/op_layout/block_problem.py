@@ -37,6 +37,10 @@ Boundary = Mapping[tuple[int, str], Placement]
 """Placements of what blocks hand to each other, by (class, tensor); Replicate unless named."""
 
 
+Table = tuple[tuple[int, ...], NDArray[np.float64]]
+"""Variables (ascending) and the cost of each combination of their values."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variable:
     """One choice: seconds and bytes of each of its values."""
@@ -65,33 +69,27 @@ class ReshardEdge:
     """The placement of each row."""
     requirements: tuple[Requirement, ...]
     """The requirement of each column."""
+    tables: dict[int, tuple[Table, ...]] = field(default_factory=dict)
+    """What `tables` made of it, by the most cells of one table: problems share edges."""
 
 
-Table = tuple[tuple[int, ...], NDArray[np.float64]]
-"""Variables (ascending) and the cost of each combination of their values."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A choice: value index of each variable, the objective, and what part of it is unproved.
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SharedTables:
-    """What `eliminate` makes of variables and edges, kept for problems that have them in common.
-
-    `costs` are by variable and price of a byte, `edges` by edge and the most cells of one table;
-    `sums` are what steps made of tables of these, by the tables' identities, with the tables, so
-    that those stay as they are.
+    A `gap` of 0 is an optimum; of 0.1, at most a tenth of `cost` more than one.
     """
 
-    costs: dict[tuple[Variable, float], NDArray[np.float64]] = field(default_factory=dict)
-    edges: dict[tuple[ReshardEdge, int], tuple[Table, ...]] = field(default_factory=dict)
-    sums: dict[tuple, tuple[NDArray[np.float64], tuple[NDArray[np.float64], ...]]] = field(
-        default_factory=dict
-    )
+    values: tuple[int, ...]
+    cost: float
+    gap: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockProblem:
     """Variables and edges of one block class, or of several that share a parameter.
 
-    Problems of other boundaries have most of them in common, and `tables`.
+    Problems of other boundaries have most of them in common.
     """
 
     axis_size: int
@@ -106,26 +104,24 @@ class BlockProblem:
     """Parameters that several uses share, as (class index, name), and the variable of each."""
     boundary: Boundary = field(default_factory=dict)
     """Placements of what blocks hand to each other."""
-    tables: SharedTables = field(default_factory=SharedTables)
-    """What elimination made of problems with other boundaries."""
 
     def value(self, choice: Sequence[int], bytes_price: float = 0.0) -> float:
         """Return the objective of one full choice: seconds + bytes_price * bytes."""
-        total = sum(
-            v.seconds[i] + bytes_price * v.num_bytes[i]
-            for v, i in zip(self.variables, choice, strict=True)
-        )
+        total = 0.0
+        for variable, value in zip(self.variables, choice, strict=True):
+            total += float(variable.seconds[value] + bytes_price * variable.num_bytes[value])
         for edge in self.edges:
             row = edge.source[choice[edge.producer] if edge.producer is not None else 0]
-            columns = {
+            for column in {
                 requirements[choice[u] if u is not None else 0] for u, requirements in edge.uses
-            }
-            total += sum(edge.seconds[row, column] for column in columns)
-        return float(total)
+            }:
+                total += float(edge.seconds[row, column])
+        return total
 
     def num_bytes(self, choice: Sequence[int]) -> float:
         """Return the bytes of one full choice."""
-        return float(sum(v.num_bytes[i] for v, i in zip(self.variables, choice, strict=True)))
+        chosen = zip(self.variables, choice, strict=True)
+        return float(sum([variable.num_bytes[value] for variable, value in chosen]))
 
 
 def is_sharded(sharding: OpSharding) -> bool:

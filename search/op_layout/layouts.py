@@ -19,22 +19,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-
 from costmodel.topology import group_along
-from planner.errors import ProfileError
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import Degrees
-from planner.layout.placement import Placement, Shard, parse_placement
+from planner.layout.placement import Placement, parse_placement
 from planner.ops.registry import segment_counts, strategies
 from planner.plan import ClassLayout
 from profiles import Profile
 from search.op_layout.block_build import build_block_problems
 from search.op_layout.block_prices import Prices
-from search.op_layout.block_problem import BlockProblem, Boundary, read_layouts
-from search.op_layout.eliminate import Choice, TooWide, solve_by_elimination
+from search.op_layout.block_problem import BlockProblem, Boundary, Choice, read_layouts
+from search.op_layout.boundaries import boundary_options, class_groups, shared_params
 from search.op_layout.front import find_front
 from search.op_layout.op_signatures import BoundClass, OpSeconds, OpSignature
+from search.op_layout.solve import solve_block
 from search.request import SearchRequest
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
@@ -42,10 +40,6 @@ from search.request import SearchRequest
 _FAST_PRICE = 1e-18
 # At so many fair prices bytes alone decide, and seconds between choices of as many bytes.
 _ANY_PRICE = 1e4
-# Blocks too wide for elimination: what a program may take for one of their problems, and how
-# large a linear program is tried.
-_PROGRAM_S = 5.0
-_MOST_PAIRS = 25_000
 # A leaner layout that saves less than this part of the bytes is not worth pricing.
 _LEAST_SAVING = 0.02
 
@@ -227,7 +221,7 @@ class LayoutSolver:
 
     def _solve_fast(self, tp: int, microbatch_size: int) -> tuple[_Point, ...]:
         """Solve the block problems for the least seconds, between each kind of boundaries."""
-        boundaries = boundary_options(self.graph, tp, microbatch_size)
+        boundaries = boundary_options(self.graph, tp)
         groups = [
             self._problems(tp, microbatch_size, classes, boundaries)
             for classes in class_groups(self.graph, self.shared)
@@ -300,120 +294,6 @@ class _Point:
     def _counted(self) -> Iterator[tuple[int, BlockProblem, Choice]]:
         for problem, choice in zip(self.problems, self.choices, strict=True):
             yield max(self.uses[index] for index, _ in problem.programs), problem, choice
-
-
-def boundary_options(
-    graph: ModelGraph, tp: int, microbatch_size: int
-) -> list[dict[tuple[int, str], Placement]]:
-    """Return placements of what blocks hand to each other: all whole, or split along one dim.
-
-    The dim is the first one that does not grow with the microbatch and that tp divides: the
-    sequence, in a transformer. Tensors that cannot be split along it stay whole, and so do
-    batch inputs, preamble values and the loss. A class takes its inputs one way only, so an
-    input that is a block's output in some uses and not in others stays whole.
-    """
-    dim = _boundary_dim(graph, tp)
-    if dim is None:
-        return [{}]
-    split: dict[tuple[int, str], Placement] = {}
-    whole: set[tuple[int, str]] = set()
-    for block in graph.blocks:
-        program = graph.classes[block.class_index]
-        pairs = (*zip(program.inputs, block.inputs, strict=True),
-                 *zip(program.outputs, block.outputs, strict=True))  # fmt: skip
-        for own, name in pairs:
-            key = (block.class_index, own)
-            shape = graph.tensor[name].shape
-            size = shape[dim] if len(shape) > dim else None
-            fits = isinstance(size, int) and size % tp == 0
-            if name in graph.producer and name != graph.loss and fits:
-                split[key] = Shard(dim)
-            else:
-                whole.add(key)
-    return [{}, {key: place for key, place in split.items() if key not in whole}]
-
-
-def _boundary_dim(graph: ModelGraph, tp: int) -> int | None:
-    """Return the first fixed dim of the most common boundary tensor that tp divides."""
-    shapes = Counter(
-        graph.tensor[name].shape
-        for block in graph.blocks
-        for name in block.inputs
-        if name in graph.producer
-    )
-    if not shapes:
-        return None
-    shape = shapes.most_common(1)[0][0]
-    return next(
-        (
-            d
-            for d, size in enumerate(shape)
-            if isinstance(size, int) and size > 1 and size % tp == 0
-        ),
-        None,
-    )
-
-
-def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:
-    """Return the optimum of a block problem, or the best found in time, and who found it.
-
-    Raises ProfileError where every choice takes infinitely long.
-    """
-    choice, solver = _solve(problem, bytes_price)
-    if choice is None or not np.isfinite(choice.cost):
-        names = " and ".join(repr(program.name) for _, program in problem.programs)
-        raise ProfileError(
-            f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
-            "under this profile; see what is wrong with `check_profile`"
-        )
-    return choice, solver
-
-
-def _solve(problem: BlockProblem, bytes_price: float) -> tuple[Choice | None, str]:
-    """Return a choice by the first solver that has one: the exact ones first."""
-    try:
-        return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
-    except TooWide:
-        from search.ilp.block_lp import num_pairs, solve_by_linear_program
-        from search.op_layout.decompose import solve_by_decomposition
-    if num_pairs(problem) <= _MOST_PAIRS:
-        choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
-        if choice is not None:
-            return choice, "linear programs"
-    choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
-    return choice, "Lagrangian decomposition"
-
-
-def shared_params(graph: ModelGraph) -> tuple[tuple[tuple[int, str], ...], ...]:
-    """Return groups of (class, param) names that are one parameter of the model somewhere.
-
-    A parameter used by blocks of two classes ties those classes' parameters; so does one
-    used twice by the same class under two names.
-    """
-    members: dict[str, set[tuple[int, str]]] = {}
-    for block in graph.blocks:
-        names = graph.classes[block.class_index].params
-        for own, model_name in zip(names, block.params, strict=True):
-            if graph.tensor[model_name].kind == "param":
-                members.setdefault(model_name, set()).add((block.class_index, own))
-    merged: list[set[tuple[int, str]]] = []
-    for group in members.values():
-        touching = [other for other in merged if other & group]
-        merged = [other for other in merged if not other & group]
-        merged.append(group.union(*touching))
-    return tuple(tuple(sorted(group)) for group in merged if len(group) > 1)
-
-
-def class_groups(
-    graph: ModelGraph, shared: Sequence[Sequence[tuple[int, str]]]
-) -> tuple[tuple[int, ...], ...]:
-    """Return the classes to solve together: those tied by a shared parameter."""
-    groups = [{index} for index in range(len(graph.classes))]
-    for members in shared:
-        classes = {class_index for class_index, _ in members}
-        touching = [g for g in groups if g & classes]
-        groups = [g for g in groups if not g & classes] + [set().union(*touching)]
-    return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def parse_pins_of(request: SearchRequest) -> dict[tuple[int, str], Placement]:

@@ -17,6 +17,9 @@ from planner.layout.placement import OpSharding, Partial, Placement, Replicate, 
 from planner.layout.redistribute import collectives
 from search.op_layout.block_problem import Requirement, at_rest
 
+Dims = tuple[int | None, ...]
+"""The dim along which each tensor of an op is cut; None: whole."""
+
 Kinds = tuple[str | None, str | None]
 """The collectives of a move, forward and backward."""
 
@@ -49,9 +52,15 @@ def requirements(*required: Requirement) -> Requirements:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strategies:
-    """The strategies that an op may take, and what they produce and require; equal ones are one."""
+    """The strategies that an op may take, and what they produce and require; equal ones are one
+    object, and positions are those of inputs and outputs in order.
+    """
 
     values: tuple[OpSharding, ...]
+    dims: tuple[Dims, ...]
+    """For each strategy the dim along which each tensor of the op is cut."""
+    segmented: tuple[tuple[tuple[int, Placement], ...], ...]
+    """For each strategy its placements in several segments, with their positions."""
     _produced: dict[int, Produced] = field(default_factory=dict)
     _requirements: dict[int, Requirements] = field(default_factory=dict)
 
@@ -78,7 +87,19 @@ class Strategies:
 @lru_cache(maxsize=4096)
 def shared_strategies(values: tuple[OpSharding, ...]) -> Strategies:
     """Return the shared object for these strategies."""
-    return Strategies(values)
+    every = [(*strategy.inputs, *strategy.outputs) for strategy in values]
+    return Strategies(
+        values=values,
+        dims=tuple(
+            [tuple([p.dim if isinstance(p, Shard) else None for p in places]) for places in every]
+        ),
+        segmented=tuple([tuple(filter(_has_segments, enumerate(places))) for places in every]),
+    )
+
+
+def _has_segments(placed: tuple[int, Placement]) -> bool:
+    _, place = placed
+    return isinstance(place, Shard) and place.segments > 1
 
 
 def gradient_partial(sharding: OpSharding, position: int) -> bool:

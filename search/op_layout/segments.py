@@ -34,18 +34,16 @@ def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Strategies]]) -> tuple
     kept: dict[Hashable, set[Placement]] = {}
 
     def kept_by(tensors: Sequence[Hashable]) -> Kept:
-        return frozenset(
-            (position, place)
-            for position, tensor in enumerate(tensors)
-            if tensor in kept
-            for place in kept[tensor]
-        )
+        found = [(at, tensor) for at, tensor in enumerate(tensors) if tensor in kept]
+        return frozenset([(at, place) for at, tensor in found for place in kept[tensor]])
 
     users: dict[Hashable, set[int]] = {}
     for number, (tensors, _) in enumerate(ops):
         for tensor in tensors:
             users.setdefault(tensor, set()).add(number)
-    waiting = dict.fromkeys(range(len(ops)))
+    waiting = dict.fromkeys(
+        [number for number, (_, strategies) in enumerate(ops) if any(strategies.segmented)]
+    )
     while waiting:
         number = next(iter(waiting))
         del waiting[number]
@@ -55,7 +53,7 @@ def kept_segments(ops: Sequence[tuple[Sequence[Hashable], Strategies]]) -> tuple
             if place not in mine:
                 mine.add(place)
                 waiting.update(dict.fromkeys(users[tensors[position]]))
-    return tuple(kept_by(tensors) for tensors, _ in ops)
+    return tuple([kept_by(tensors) for tensors, _ in ops])
 
 
 @lru_cache(maxsize=16384)
@@ -63,15 +61,14 @@ def _lacking(strategies: Strategies, kept: Kept) -> Kept:
     """Return the segments of strategies that an op lacks without the segments not kept."""
     every = {(*strategy.inputs, *strategy.outputs) for strategy in strategies.values}
     lacking: set[tuple[int, Placement]] = set()
-    for places in every:
-        cut = [(at, p) for at, p in enumerate(places) if isinstance(p, Shard) and p.segments > 1]
+    for strategy, cut in zip(strategies.values, strategies.segmented, strict=True):
         if not cut:
             continue
-        plain = tuple(
-            Shard(p.dim) if isinstance(p, Shard) and (at, p) not in kept else p
-            for at, p in enumerate(places)
-        )
-        if plain not in every:
+        plain: list[Placement] = [*strategy.inputs, *strategy.outputs]
+        for at, place in cut:
+            if (at, place) not in kept and isinstance(place, Shard):
+                plain[at] = Shard(place.dim)
+        if tuple(plain) not in every:
             lacking.update(cut)
     return frozenset(lacking - kept)
 
@@ -80,13 +77,7 @@ def _lacking(strategies: Strategies, kept: Kept) -> Kept:
 def without(strategies: Strategies, kept: Kept) -> tuple[Strategies, NDArray[np.intp]]:
     """Return the strategies without segments, but for those kept, and which of all these are."""
     left = [
-        index
-        for index, strategy in enumerate(strategies.values)
-        if all(
-            not isinstance(p, Shard) or p.segments == 1 or (at, p) in kept
-            for at, p in enumerate((*strategy.inputs, *strategy.outputs))
-        )
+        index for index, cut in enumerate(strategies.segmented) if all(at in kept for at in cut)
     ]
-    return shared_strategies(tuple(strategies.values[index] for index in left)), np.array(
-        left, dtype=np.intp
-    )
+    values = tuple([strategies.values[index] for index in left])
+    return shared_strategies(values), np.array(left, dtype=np.intp)

@@ -52,6 +52,7 @@ def _split(sums: list[float], first: int, end: int, stages: int) -> list[int]:
     if stages == 1:
         return []
     left = stages // 2
+    # The halves' shares of the work are as their numbers of stages.
     goal = sums[first] + (sums[end] - sums[first]) * left / stages
     at = bisect_left(sums, goal, first, end)
     if at > first and goal - sums[at - 1] < sums[at] - goal:

@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from search.partition.chain_paths import Lane, Paths, lanes_of
+from search.partition.chain_paths import Paths, StageRuns, runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
-from search.partition.chain_reach import Reach
+from search.partition.chain_reach import possible_starts, reach_within
 from search.partition.chain_windows import Window, even_reach, fixed_windows, stage_windows
 
 _AT_ONCE = 1.5
@@ -63,17 +63,16 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
     if problem.cuts:
         return _solve_within(problem, fixed_windows(problem.cuts), ceiling)
-    if stages > n or longest * stages < n:
+    if stages > n:
         return Solved(cut=None, fits=False)
     width = min(longest, -(-11 * n // (10 * stages)) + 3)
     found = Solved(cut=None, fits=False)
     bound = ceiling
-    paths = Reach(problem)
     while True:
-        starts = paths.starts(bound) if np.isfinite(bound) else None
-        if starts is None and np.isfinite(bound):
+        starts = possible_starts(problem, bound)
+        if starts is None:
             return found if found.cut else Solved(cut=None, fits=True)
-        allowed = _reach_within(problem, bound)
+        allowed = reach_within(problem, bound)
         needed = min(longest, int((allowed - np.arange(n + 1)).max()))
         if needed <= _AT_ONCE * width:
             width = needed
@@ -89,7 +88,7 @@ def solve_chain(problem: ChainProblem, *, ceiling: float = np.inf) -> Solved:
             return found
         if found.cut:
             bound = min(bound, found.cut.value)
-            needed = min(longest, int((_reach_within(problem, bound) - np.arange(n + 1)).max()))
+            needed = min(longest, int((reach_within(problem, bound) - np.arange(n + 1)).max()))
             if needed <= width:
                 return found
         width = needed if np.isfinite(bound) else min(longest, 2 * width)
@@ -100,9 +99,9 @@ def reach_windows(problem: ChainProblem, ceiling: float) -> tuple[Window, ...] |
     n, stages, longest = problem.num_blocks, problem.num_stages, problem.longest
     if problem.cuts:
         return fixed_windows(problem.cuts)
-    if stages > n or longest * stages < n:
+    if stages > n:
         return None
-    reach = np.minimum(even_reach(n, longest), _reach_within(problem, ceiling))
+    reach = np.minimum(even_reach(n, longest), reach_within(problem, ceiling))
     return stage_windows(reach, stages)
 
 
@@ -111,33 +110,24 @@ def _better(first: Solved, second: Solved) -> Solved:
     return Solved(cut=cut, fits=first.fits or second.fits)
 
 
-def _reach_within(problem: ChainProblem, bound: float) -> NDArray[np.intp]:
-    """Return where a stage from each block on must end to have before + m t <= bound."""
-    if not np.isfinite(bound):
-        return np.full(problem.num_blocks + 1, problem.num_blocks)
-    least = problem.num_microbatches * (problem.before_f + problem.before_b)
-    budget = bound * (1 + 1e-12) - problem.start_s - problem.before_f
-    return np.searchsorted(least, least + budget, side="right") - 1
-
-
 def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: float) -> Solved:
     """Solve for stages of these windows, each first cut whose bound is under the best."""
-    lanes = lanes_of(problem, windows, quickest=True)
-    ends = lanes[0].end[:, 0]
-    tail = lanes[0].tail[:, 0] + problem.first_weight_s[ends]
+    stage_runs = runs_by_stage(problem, windows)
+    ends = stage_runs[0].end[:, 0]
+    tail = stage_runs[0].tail[:, 0] + problem.first_weight_s[ends]
 
     def first_stage(first_tail: float | None) -> tuple[Floats, NDArray[np.intp]]:
-        own = lanes[0].own(first_tail)
-        return own[:, :, 0].min(axis=0), lanes[0].choose(own, slice(None), 0)
+        own = stage_runs[0].own(first_tail)
+        return own[:, :, 0].min(axis=0), own[:, :, 0].argmin(axis=0)
 
-    rest, _ = _sweep(problem, lanes, first_tail=None)
+    rest, _ = _sweep(problem, stage_runs, first_tail=None)
     bare, _ = first_stage(None)
     bounds = np.maximum(bare, rest[ends]) + tail
     fits = bool(np.isfinite(bounds).any())
     # A first stage's own path is known with its own tail: that of each row at once.
-    own = lanes[0].until[:, :, 0] + np.maximum(
-        np.broadcast_to(lanes[0].back, lanes[0].until.shape)[:, :, 0] + tail,
-        lanes[0].tail[:, 0],
+    own = stage_runs[0].until[:, :, 0] + np.maximum(
+        np.broadcast_to(stage_runs[0].back, stage_runs[0].until.shape)[:, :, 0] + tail,
+        stage_runs[0].tail[:, 0],
     )
     bounds = np.maximum(bounds, own.min(axis=0))
     best: Cut | None = None
@@ -151,7 +141,7 @@ def _solve_within(problem: ChainProblem, windows: Sequence[Window], ceiling: flo
         row = int(open_rows[(tail if sweeps == 0 else bounds)[open_rows].argmin()])
         sweeps += 1
         first, picks = first_stage(float(tail[row]))
-        values, steps = _sweep(problem, lanes, first_tail=float(tail[row]))
+        values, steps = _sweep(problem, stage_runs, first_tail=float(tail[row]))
         value = max(float(first[row]), float(values[ends[row]]))
         if value <= ceiling and value < (best.value if best else np.inf):
             best = _read_cut(steps, int(ends[row]), int(picks[row]), value)
@@ -166,23 +156,23 @@ Step = tuple[int, NDArray[np.intp], NDArray[np.intp]]
 
 
 def _sweep(
-    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+    problem: ChainProblem, stage_runs: Sequence[StageRuns], first_tail: float | None
 ) -> tuple[Floats, list[Step]]:
     """Return V[1, .] of the header and the steps of stages S-1 .. 1."""
     value, steps = _end_of(problem), []
-    for lane in reversed(lanes[1:]):
-        value, step = _fold(lane, lane.own(first_tail), value)
+    for runs in reversed(stage_runs[1:]):
+        value, step = _fold(runs, runs.own(first_tail), value)
         steps.append(step)
     return value, steps
 
 
 def chain_values(
-    problem: ChainProblem, lanes: Sequence[Lane], first_tail: float | None
+    problem: ChainProblem, stage_runs: Sequence[StageRuns], first_tail: float | None
 ) -> list[Floats]:
     """Return V[s, .] of the header for s = 0 .. S, V[0, .] being none."""
     values = [_end_of(problem)]
-    for lane in reversed(lanes[1:]):
-        values.append(_fold(lane, lane.own(first_tail), values[-1])[0])
+    for runs in reversed(stage_runs[1:]):
+        values.append(_fold(runs, runs.own(first_tail), values[-1])[0])
     return [np.zeros(0), *reversed(values)]
 
 
@@ -193,15 +183,14 @@ def _end_of(problem: ChainProblem) -> Floats:
     return value
 
 
-def _fold(lane: Lane, costs: Floats, value: Floats) -> tuple[Floats, Step]:
+def _fold(runs: StageRuns, costs: Floats, value: Floats) -> tuple[Floats, Step]:
     """Put one stage before those that `value` is of, at the least of the largest cost."""
-    least = costs[0] if len(costs) == 1 else costs.min(axis=0)
-    total = np.maximum(least, value[lane.end])
+    total = np.maximum(costs.min(axis=0), value[runs.end])
     row, columns = total.argmin(axis=0), np.arange(total.shape[1])
-    choice = lane.choose(costs, row, columns)
+    choice = costs[:, row, columns].argmin(axis=0)
     before = np.full(len(value), np.inf)
-    before[lane.first_start : lane.last_start + 1] = total[row, columns]
-    return before, (lane.first_start, lane.end[row, columns], choice)
+    before[runs.first_start : runs.last_start + 1] = total[row, columns]
+    return before, (runs.first_start, runs.end[row, columns], choice)
 
 
 def _read_cut(steps: Sequence[Step], first_cut: int, first_choice: int, value: float) -> Cut:
@@ -227,30 +216,9 @@ def smallest_peak(problem: ChainProblem) -> Cut | None:
     for stage in range(stages - 1, -1, -1):
         paths = Paths(problem, windows[stage])
         peaks = np.stack([paths.peak(stage, choice) for choice in range(len(problem.choices))])
-        value, step = _fold(paths.lane(stage), peaks, value)
+        value, step = _fold(paths.of_stage(stage), peaks, value)
         steps.append(step)
     if not np.isfinite(value[0]):
         return None
     _, ends, choice = steps.pop()
     return _read_cut(steps, int(ends[0]), int(choice[0]), float(value[0]))
-
-
-def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
-    """Return the bound of one given cut, or infinity when a stage does not fit.
-
-    `paths` must be wide enough for the longest stage.
-    """
-    first_tail = paths.first_tail(cuts[1])
-    worst = 0.0
-    for stage, choice in enumerate(choices):
-        first, end = cuts[stage], cuts[stage + 1]
-        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
-    return worst
-
-
-def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
-    """Return the bytes of the rank that needs most under one given cut."""
-    return max(
-        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
-        for stage, choice in enumerate(choices)
-    )

@@ -2,7 +2,7 @@
 
 `path` is the length of a chain of jobs that every run of the schedule must pass, one after the
 other. With t = f + b a stage's seconds per microbatch, m microbatches, and `before`, `after`
-the seconds that one microbatch spends in earlier and later stages, hops and both directions
+the seconds that one microbatch spends in earlier and later stages, transfers and both directions
 included, and `start` what is loaded before the first job:
 
     path = start + forward part of before + m t + wait + end
@@ -19,7 +19,7 @@ included, and `start` what is loaded before the first job:
     end     max(backward part of before + tail(stage 0), tail(s))
                           a rank's tail is its gradient sync and optimizer; the last gradient
                           travels back to stage 0, whose tail follows. It leaves each stage
-                          ahead of the weight gradients `w` there, if any are put aside
+                          ahead of the weight gradients `w` there, if any are deferred
                           (`JobSeconds.last_sends_ahead_s`), so w of stages 1 .. s is taken
                           off, and w of later stages off the `after` of the last backward; off
                           the first backward's, w of their first blocks. Where backward is
@@ -40,7 +40,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,7 +52,7 @@ from search.partition.chain_windows import Part, Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class StageRuns:
     """What one stage may hold: `path` without its end, and what the end is made of.
 
     Arrays are (choice, row, start): an entry is the run from block `first_start + start` to
@@ -73,15 +72,6 @@ class Lane:
     weight gradients up to the run's end, of which stage 0's are in its tail."""
     tail: Floats
     """Seconds after the stage's last job: gradient sync and optimizer."""
-    fitting: Flags | None = None
-    """Whether each choice fits, where arrays have one entry for all choices: that of the quickest
-    which fits, the first."""
-
-    def choose(self, costs: Floats, row: Any, column: Any) -> NDArray[np.intp]:
-        """Return the choices of the least of some costs (choice, row, start) at these runs."""
-        if self.fitting is not None:
-            return self.fitting[:, row, column].argmax(axis=0)
-        return costs[:, row, column].argmin(axis=0)
 
     def own(self, first_tail: float | None) -> Floats:
         """Path of every run, inf where it does not fit; without tails when first_tail is None."""
@@ -89,17 +79,17 @@ class Lane:
             return self.until + self.back
         return self.until + np.maximum(self.back + first_tail, self.tail)
 
-    def own_from(self, start: int, first_tail: float, rows: slice = slice(None)) -> Floats:
-        """Return `own` (choice, row) of the runs of these rows from one block on."""
+    def own_from(self, start: int, first_tail: float) -> Floats:
+        """Return `own` (choice, row) of the runs from one block on."""
         column = start - self.first_start
         back, tail = (
             np.broadcast_to(values, self.until.shape) for values in (self.back, self.tail)
         )
-        ends = np.maximum(back[:, rows, column] + first_tail, tail[:, rows, column])
-        return self.until[:, rows, column] + ends
+        ends = np.maximum(back[:, :, column] + first_tail, tail[:, :, column])
+        return self.until[:, :, column] + ends
 
 
-_CELLS_OF_A_BAND = 10_000
+_CELLS_BEFORE_COSTS = 10_000
 """How many runs can be priced in the time it takes to begin."""
 
 
@@ -109,11 +99,10 @@ class Paths:
     def __init__(self, problem: ChainProblem, window: Window) -> None:
         self.problem = problem
         self.window = window
-        self.band = problem.stages.band(window)
+        self.costs = problem.stages.cost_window(window)
         self.end = window.end
-        self._seconds = self.band.forward_s + self.band.backward_s
         self._fits: dict[tuple, Flags] = {}
-        self._lanes: dict[int, Lane] = {}
+        self._stage_runs: dict[int, StageRuns] = {}
 
     @classmethod
     def of_all(cls, problem: ChainProblem, width: int | None = None) -> Paths:
@@ -121,84 +110,30 @@ class Paths:
         n = problem.num_blocks
         return cls(problem, Window.all_runs(n, width or n))
 
-    def lane(
+    def of_stage(
         self,
         stage: int,
         rows: slice = slice(None),
         starts: slice = slice(None),
-        *,
-        quickest: bool = False,
-    ) -> Lane:
-        """Return these rows and starts of the window as one stage sees them; with `quickest`
-        each run under one choice, where choices are by time and nothing else of theirs differs.
-        """
-        problem = self.problem
-        m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
+    ) -> StageRuns:
+        """Return these rows and starts of the window as one stage sees them."""
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
-        f, b, seconds = self.band.forward_s[part], self.band.backward_s[part], self._seconds[part]
-        fits, fitting = self.fits(stage, (rows, starts)), None
-        if quickest and self._is_by_time:
-            fitting, fits = fits, np.logical_or.reduce(fits, axis=0, keepdims=True)
-            f, b = f[:1], _quickest(b, fitting)
-            seconds = f + b
-        # The hop next to the stage is known; farther ones cost at least the cheapest.
-        nearer, farther = max(0, stage - 1), max(0, depth - 1)
-        hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
-        hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
-        before_f, before_b = problem.before_f[start], problem.before_b[start]
-        # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
-        until = m * seconds + (problem.start_s + before_f + hops_in)
-        filling: Floats | float = 0.0
-        draining: Floats | float = 0.0
-        if problem.copied:
-            # A job beside a copy to or from the host ends when the slower of the two does.
-            longer, filling, draining = self._copies_s(stage, part)
-            until = until + longer
-        # The last gradient leaves each stage before the weight gradients deferred there are made,
-        # so only input gradients lie on its way.
-        back = before_b + hops_back - problem.before_w[end]
-        if problem.splits_backward:
-            # W jobs of earlier microbatches may be run after the last gradient has left, too.
-            weight = problem.before_w[end] - problem.before_w[start]
-            back = back - problem.late_weights(stage) * weight
-        trips = problem.order.round_trips
-        if trips is not RoundTrips.UNKNOWN:
-            hops_out = problem.hop_s + farther * problem.least_hop
-            hops_out += problem.back_hop_s + farther * problem.least_back_hop
-            after = (problem.after + hops_out * (depth > 0))[end]
-            # What later stages may defer until gradients have left shortens the way back through
-            # them: in their last backward all weight gradients, in others those of one block.
-            last_ahead = (problem.before_w[-1] - problem.before_w)[end]
-            ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
-            if m == 1 or problem.splits_backward:
-                ahead = last_ahead
-            if trips is RoundTrips.AFTER_LAST_FORWARD:
-                until = until + after - ahead
-            elif trips is RoundTrips.EVERY:
-                # Between two of its microbatches a rank waits for both ends of the pipeline.
-                most = (problem.num_stages - 1) * problem.most_sent_ahead
-                again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
-                until = until + (m - 1) * again + m * after - last_ahead
-            else:
-                warmup = problem.order.warmup[stage]
-                between = min(warmup, m) - 1
-                # Its own warmup forwards fill the first wait, its cooldown backwards the last one.
-                first = np.maximum(0.0, after - ahead - between * f - filling)
-                last = np.maximum(0.0, after - last_ahead - between * b - draining)
-                # With no more microbatches than warmup forwards the two waits are one.
-                until = until + (first + last if m > warmup else np.maximum(first, last))
-        return Lane(
+        f, b = self.costs.forward_s[part], self.costs.backward_s[part]
+        copied: Sequence[Floats | float] = (0.0, 0.0, 0.0)
+        if self.problem.copied:
+            copied = self._copies_s(stage, part)
+        until, back = path_parts(self.problem, stage, start, end, f, b, copied)
+        return StageRuns(
             first_start=int(start[0]),
             last_start=int(start[-1]),
             end=end,
-            until=np.where(fits, until, np.inf),
+            until=np.where(self.fits(stage, (rows, starts)), until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
-            fitting=fitting,
         )
 
-    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> tuple[Floats, ...]:
+    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> Sequence[Floats]:
         """Return by how much copies lengthen all of a stage's jobs, those between its first forward
         and backward, and those between its last.
         """
@@ -207,31 +142,18 @@ class Paths:
         if problem.splits_backward:
             start, end = self.window.start[0, part[2]], self.end[part[1:]]
             weight = problem.before_w[end] - problem.before_w[start]
-        job_s = seconds_by_kind(self.band.forward_s[part], self.band.backward_s[part], weight)
+        job_s = seconds_by_kind(self.costs.forward_s[part], self.costs.backward_s[part], weight)
         by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
-        down, up = ({stage: seconds[part]} for seconds in self.band.copies_s)
+        down, up = ({stage: seconds[part]} for seconds in self.costs.copies_s)
         row = problem.copied[stage]
         return tuple(
             extra_s(jobs, by_stage, down, up) for jobs in (row.whole, row.filling, row.draining)
         )
 
-    @cached_property
-    def _is_by_time(self) -> bool:
-        """Whether each choice is no faster than those before it, and tails are one for all.
-
-        Paths are never shorter then: what of `m b` a wait or the way back takes off is less.
-        """
-        b = self.band.backward_s
-        shares_tail = self.band.tail_s.ndim == b.ndim - 1 and not self.problem.first_choices
-        f = self.band.forward_s
-        # Who recomputes copies less.
-        shares_tail &= not self.problem.copied
-        return shares_tail and bool((f == f[:1]).all() and (b[1:] >= b[:-1]).all())
-
     def _tail(self, stage: int) -> Floats:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
-        tail_s = self.band.tail_s
-        shares = stage > 0 or tail_s.ndim == self._seconds.ndim - 1
+        tail_s = self.costs.tail_s
+        shares = stage > 0 or tail_s.ndim == self.costs.backward_s.ndim - 1
         return tail_s if shares else tail_s[self.problem.first_choices[0]]
 
     def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
@@ -242,26 +164,26 @@ class Paths:
             self._fits[key] = self.window.valid[part] & [
                 self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
             ]
-        refused = [stage_run for stage_run in self.problem.refused if stage_run.stage == stage]
+        infeasible = [known for known in self.problem.infeasible if known.stage == stage]
         first = self.problem.first_choices if stage == 0 else ()
-        if not refused and not first:
+        if not infeasible and not first:
             return self._fits[key]
         fits = self._fits[key].copy()
         if first:
             fits[[choice not in first for choice in range(len(fits))]] = False
         start, end = self.window.start[:, part[1]], self.window.end[part]
-        for stage_run in refused:
-            if stage_run.and_longer:
-                fits[stage_run.choice] &= (start > stage_run.first) | (end < stage_run.end)
+        for known in infeasible:
+            if known.and_longer:
+                fits[known.choice] &= (start > known.first) | (end < known.end)
             else:
-                fits[stage_run.choice] &= (start != stage_run.first) | (end != stage_run.end)
+                fits[known.choice] &= (start != known.first) | (end != known.end)
         return fits
 
     def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
         limit = self.problem.memory_limit_bytes
-        if self.problem.is_careful:
-            return self.band.peak_bytes(in_flight, choice)[part] <= limit
-        return self.band.fits(in_flight, choice, limit, part)
+        if self.problem.is_conservative:
+            return self.costs.peak_bytes(in_flight, choice)[part] <= limit
+        return self.costs.fits(in_flight, choice, limit, part)
 
     def first_tail(self, first_cut: int) -> float:
         """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
@@ -269,51 +191,100 @@ class Paths:
 
     def own(self, stage: int, choice: int, first_tail: float | None) -> Floats:
         """Path of every run of the window on a stage, inf where it does not fit."""
-        if stage not in self._lanes:
-            self._lanes[stage] = self.lane(stage)
-        return self._lanes[stage].own(first_tail)[choice]
+        if stage not in self._stage_runs:
+            self._stage_runs[stage] = self.of_stage(stage)
+        return self._stage_runs[stage].own(first_tail)[choice]
 
     def peak(self, stage: int, choice: int) -> Floats:
         """Peak bytes of every run on this stage, inf where there is none."""
-        peak = self.band.peak_bytes(self.problem.in_flight[stage], choice)
+        peak = self.costs.peak_bytes(self.problem.in_flight[stage], choice)
         return np.where(self.window.valid, peak, np.inf)
 
 
-def _quickest(by_choice: Floats, fitting: Flags) -> Floats:
-    """Return each run's entry of the first choice that fits, with a leading axis of one; of runs
-    that fit under none, anything.
+def path_parts(
+    problem: ChainProblem,
+    stage: int,
+    start: Any,
+    end: Any,
+    f: Floats,
+    b: Floats,
+    copied: Sequence[Floats | float] = (0.0, 0.0, 0.0),
+) -> tuple[Floats, Floats]:
+    """Return `path` of the header for a stage's runs, in two parts: seconds until the stage's last
+    job ends, and from then until the last gradient is at stage 0 (as `StageRuns` has them).
+
+    Runs are from block `start` to `end` (arrays, broadcast), with forward `f` and backward `b`
+    seconds of a microbatch. `copied`: by how much copies lengthen all of the stage's jobs, those
+    between its first forward and backward, and those between its last.
     """
-    picked = by_choice[-1]
-    for seconds, fits in zip(by_choice[-2::-1], fitting[-2::-1], strict=True):
-        picked = np.where(fits, seconds, picked)
-    return picked[None]
+    m, depth = problem.num_microbatches, problem.num_stages - 1 - stage
+    # A job beside a copy to or from the host ends when the slower of the two does.
+    longer, filling, draining = copied
+    # The transfer next to the stage is known; farther ones cost at least the cheapest.
+    nearer, farther = max(0, stage - 1), max(0, depth - 1)
+    hops_in = problem.hop_s[start] + nearer * problem.least_hop if stage else 0.0
+    hops_back = problem.back_hop_s[start] + nearer * problem.least_back_hop if stage else 0.0
+    before_f, before_b = problem.before_f[start], problem.before_b[start]
+    # The first microbatch fills the pipeline up to here; then the rank has m of them to run.
+    until = m * (f + b) + (problem.start_s + before_f + hops_in) + longer
+    # The last gradient leaves each stage before the weight gradients deferred there are made,
+    # so only input gradients lie on its way.
+    back = before_b + hops_back - problem.before_w[end]
+    if problem.splits_backward:
+        # W jobs of earlier microbatches may be run after the last gradient has left, too.
+        weight = problem.before_w[end] - problem.before_w[start]
+        back = back - problem.late_weights(stage) * weight
+    trips = problem.order.round_trips
+    if trips is not RoundTrips.UNKNOWN:
+        after = problem.after[end]
+        if depth:
+            hops_out = problem.hop_s[end] + farther * problem.least_hop
+            after = after + (
+                hops_out + (problem.back_hop_s[end] + farther * problem.least_back_hop)
+            )
+        # What later stages may defer until gradients have left shortens the way back through
+        # them: in their last backward all weight gradients, in others those of one block.
+        last_ahead = problem.before_w[-1] - problem.before_w[end]
+        ahead = np.minimum(last_ahead, depth * problem.most_sent_ahead)
+        if m == 1 or problem.splits_backward:
+            ahead = last_ahead
+        if trips is RoundTrips.AFTER_LAST_FORWARD:
+            until = until + after - ahead
+        elif trips is RoundTrips.EVERY:
+            # Between two of its microbatches a rank waits for both ends of the pipeline.
+            most = (problem.num_stages - 1) * problem.most_sent_ahead
+            again = before_f + before_b + hops_in + hops_back - min(most, problem.before_w[-1])
+            until = until + (m - 1) * again + m * after - last_ahead
+        else:
+            warmup = problem.order.warmup[stage]
+            between = min(warmup, m) - 1
+            # Its own warmup forwards fill the first wait, its cooldown backwards the last one.
+            first = np.maximum(0.0, after - ahead - between * f - filling)
+            last = np.maximum(0.0, after - last_ahead - between * b - draining)
+            # With no more microbatches than warmup forwards the two waits are one.
+            until = until + (first + last if m > warmup else np.maximum(first, last))
+    return until, back
 
 
-def lanes_of(
-    problem: ChainProblem, windows: Sequence[Window], *, quickest: bool = False
-) -> list[Lane]:
-    """Return each stage's lane through its window, with `quickest` as `Paths.lane` has it.
+def runs_by_stage(problem: ChainProblem, windows: Sequence[Window]) -> list[StageRuns]:
+    """Return each stage's runs through its window.
 
     Windows of many stages overlap: then all runs are priced once, and each stage looks at its
     part of them.
     """
-    apart = sum(window.num_cells + _CELLS_OF_A_BAND for window in windows)
+    apart = sum(window.num_cells + _CELLS_BEFORE_COSTS for window in windows)
     width = max(window.width for window in windows)
     if apart <= problem.num_blocks * width:
-        return [
-            Paths(problem, window).lane(stage, quickest=quickest)
-            for stage, window in enumerate(windows)
-        ]
+        return [Paths(problem, window).of_stage(stage) for stage, window in enumerate(windows)]
     paths = Paths.of_all(problem, width)
     return [
-        paths.lane(
+        paths.of_stage(
             stage,
             slice(
                 max(1, window.first_end - window.last_start) - 1,
                 min(window.width, window.last_end - window.first_start),
             ),
             slice(window.first_start, window.last_start + 1),
-            quickest=quickest,
         )
         for stage, window in enumerate(windows)
     ]

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-class Band(Protocol):
+class CostWindow(Protocol):
     """The costs of a window's runs, in its shape; of those that are not valid, anything.
 
     `forward_s` and `backward_s` have a leading axis for the choice; `tail_s` may have one.
@@ -65,13 +65,13 @@ class Stages(Protocol):
         """Length of the chain."""
         ...
 
-    def band(self, window: Window) -> Band:
+    def cost_window(self, window: Window) -> CostWindow:
         """Return the costs of every run of a window."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TooLarge:
+class InfeasibleStage:
     """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
 
     With `and_longer` neither does any longer run that holds them.
@@ -139,21 +139,19 @@ class ChainProblem:
     """Seconds of what is loaded before the first job."""
     choices: tuple[str, ...] = ("none",)
     """Recompute choices, each of which any stage may take."""
-    most_blocks: int | None = None
-    """No run of more blocks fits the memory; None: not known."""
     needs: LeastNeeds | None = None
     """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
     """Fixed stage boundaries, so that recompute alone is chosen; empty: free."""
-    refused: tuple[TooLarge, ...] = ()
-    """What is known not to fit beside what `Band.fits` tells."""
+    infeasible: tuple[InfeasibleStage, ...] = ()
+    """What is known not to fit beside what `CostWindow.fits` tells."""
     copied: tuple[CopiedRow, ...] = ()
     """(S) Each stage's jobs beside which activations are copied; empty: none."""
     first_choices: tuple[int, ...] = ()
     """What stage 0 may choose; empty: all. Where tails differ by choice, these share one."""
-    is_careful: bool = False
-    """Whether a run fits only if `Band.peak_bytes` do: that refuses most of what does not fit, and
-    perhaps what does."""
+    is_conservative: bool = False
+    """Whether a run fits only if `CostWindow.peak_bytes` do: that refuses most of what does not
+    fit, and perhaps what does."""
 
     @property
     def num_blocks(self) -> int:
@@ -168,8 +166,7 @@ class ChainProblem:
     @property
     def longest(self) -> int:
         """The most blocks a stage can hold."""
-        left = self.num_blocks - self.num_stages + 1
-        return left if self.most_blocks is None else min(left, self.most_blocks)
+        return self.num_blocks - self.num_stages + 1
 
     @property
     def splits_backward(self) -> bool:
@@ -202,7 +199,7 @@ class ChainProblem:
 
     @cached_property
     def most_sent_ahead(self) -> float:
-        """The most that a stage but stage 0 puts aside in any but its last backward."""
+        """The most that a stage but stage 0 defers in any but its last backward."""
         return float(self.block_weight_s[1:].max(initial=0.0))
 
     @property
@@ -220,12 +217,12 @@ class ChainProblem:
 
     @cached_property
     def least_hop(self) -> float:
-        """The cheapest hop anywhere inside the chain."""
+        """Seconds of the cheapest transfer anywhere inside the chain."""
         return float(self.hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
     @cached_property
     def least_back_hop(self) -> float:
-        """The cheapest hop of a gradient anywhere inside the chain."""
+        """Seconds of the cheapest transfer of a gradient anywhere inside the chain."""
         return float(self.back_hop_s[1:-1].min()) if self.num_blocks > 1 else 0.0
 
 

@@ -96,6 +96,7 @@ def stage_windows(
     """
     n = len(reach) - 1
     starts = starts or [(0, n)] * (num_stages + 1)
+    # Forward: how far the stages up to here get; backward: where those after must start to reach n.
     latest, earliest = [0], [n]
     for stage in range(num_stages):
         most = min(n - (num_stages - stage - 1), starts[stage + 1][1])

@@ -20,7 +20,8 @@ from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
-from search.partition.chain_problem import Floats, TooLarge
+from search.bounds.rank_bytes import rank_bound
+from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_bound import StageSeconds, least_end_s
 from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
@@ -72,7 +73,8 @@ class InterleavedStages:
         """Most seconds of each stage's backward that may come after its gradient is sent on."""
         choices = recompute_choices(configuration.recompute)
         return np.add.reduceat(
-            self.table.ahead_s(is_sharded=configuration.is_sharded, choices=choices), self._first
+            self.table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices),
+            self._first,
         )
 
     def least_step_s(
@@ -124,7 +126,9 @@ class InterleavedStages:
             down_s[own], up_s[own] = down[own], up[own]
         weight_s = self._runs.times.weight_s
         job_s = seconds_by_kind(
-            seconds.forward_s, seconds.backward_s, weight_s * (not configuration.is_sharded)
+            seconds.forward_s,
+            seconds.backward_s,
+            weight_s * (not configuration.replication.is_sharded),
         )
         return np.array([extra_s(row.whole, job_s, down_s, up_s) for row in copied])
 
@@ -153,6 +157,7 @@ class InterleavedStages:
             back_hop_s = self.table.back_hop_s(degrees, pp=pp)
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
+        # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
         update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
@@ -169,7 +174,7 @@ class InterleavedStages:
         configuration: Configuration,
         live: Sequence[int],
         memory_limit_bytes: float,
-        infeasible: Sequence[TooLarge] = (),
+        infeasible: Sequence[InfeasibleStage] = (),
     ) -> tuple[int, ...] | None:
         """Return each stage's recompute choice, or None when a rank cannot hold its own.
 
@@ -189,7 +194,7 @@ class InterleavedStages:
         choices: Sequence[int],
         schedule: Schedule,
         memory_limit_bytes: float,
-    ) -> tuple[TooLarge, ...]:
+    ) -> tuple[InfeasibleStage, ...]:
         """Return a stage of each rank that cannot hold its own as the job table has them under way.
 
         That is what each stage keeps while its microbatches are, where `least_bytes` counts how
@@ -202,7 +207,7 @@ class InterleavedStages:
         homes = self.homes.tolist()
         first = [homes.index(rank) for rank in range(self.pp)]
         return tuple(
-            TooLarge(
+            InfeasibleStage(
                 stage=first[rank],
                 first=self.cuts[first[rank]],
                 end=self.cuts[first[rank] + 1],
@@ -219,6 +224,7 @@ class InterleavedStages:
         """
         loads = self._runs.load
         names = np.array([recompute_choices(configuration.recompute)[choice] for choice in choices])
+        # Inside a job more is alive than between jobs: recomputed activations and gradients.
         top = np.zeros(self.pp)
         for name in set(names.tolist()):
             inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
@@ -251,16 +257,7 @@ class InterleavedStages:
 
     def _rank(self, configuration: Configuration) -> RankBound:
         """The ranks with nothing but their parameters."""
-        return RankBound(
-            load=StageLoad(param_bytes=self._param_bytes),
-            num_microbatches=configuration.num_microbatches,
-            recompute="none",
-            replicas=configuration.degrees.along("data"),
-            zero=configuration.zero,
-            profile=self.table.profile,
-            precision=self.table.precision,
-            on_host=self.table.on_host,
-        )
+        return rank_bound(self.table, configuration, StageLoad(param_bytes=self._param_bytes))
 
     @cached_property
     def _param_bytes(self) -> Floats:

@@ -17,16 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from search.partition.chain_dp import chain_values, reach_windows
-from search.partition.chain_paths import lanes_of
+from search.partition.chain_paths import runs_by_stage
 from search.partition.chain_problem import ChainProblem, Cut, Floats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _FirstStage:
-    """A chain whose stage 0 ends at a given block: the tail it has then, and V of each stage."""
-
-    tail: float
-    values: tuple[Floats, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,17 +26,19 @@ class FirstStages:
     """All partitions with these first stages.
 
     Attributes:
-        first: what follows from the end of stage 0.
-        cuts: boundaries of the first stages, 0 included.
-        choices: their recompute choices.
-        path_s: the longest of their paths.
-        bound: the least bound of a partition of the set.
+        cuts: boundaries of the first stages, 0 included; the end of stage 0 is always given.
+        choices: their recompute choices; empty: only the end of stage 0 is given.
+        tail_s: seconds after the last job of stage 0, as it ends there.
+        values: V of each stage with this tail; empty before stage 0 has a choice.
+        path_s: the longest path of the first stages, in seconds.
+        bound: the least bound of a partition of the set, in seconds.
     """
 
-    first: _FirstStage
     cuts: tuple[int, ...]
-    choices: tuple[int, ...]
-    path_s: float
+    choices: tuple[int, ...] = ()
+    tail_s: float
+    values: tuple[Floats, ...] = ()
+    path_s: float = 0.0
     bound: float
 
 
@@ -54,54 +48,46 @@ class KBestPartitions:
     def __init__(self, problem: ChainProblem, ceiling: float) -> None:
         self._problem, self._ceiling = problem, ceiling
         windows = reach_windows(problem, ceiling)
-        self._lanes = lanes_of(problem, windows) if windows else []
-        # For V the quickest recompute choices suffice.
-        self._quickest = lanes_of(problem, windows, quickest=True) if windows else []
-        self.num_runs = sum(lane.until.size for lane in self._lanes)
+        self._stage_runs = runs_by_stage(problem, windows) if windows else []
+        self.num_runs = sum(runs.until.size for runs in self._stage_runs)
         """Runs of blocks that one pass of the dynamic program visits."""
 
-    def ends_of_first_stage(self) -> Iterator[tuple[int, float]]:
-        """Yield each end of stage 0, as a row of its lane, with the bound of its partitions."""
-        if not self._lanes:
+    def by_first_end(self) -> Iterator[FirstStages]:
+        """Yield the set of partitions with each end of stage 0."""
+        if not self._stage_runs:
             return
-        values = chain_values(self._problem, self._quickest, first_tail=None)
-        bare = self._quickest[0].own(None)[:, :, 0].min(axis=0)
-        bounds = np.maximum(bare, values[1][self._lanes[0].end[:, 0]]) + self._first_tail
+        runs = self._stage_runs[0]
+        ends = runs.end[:, 0]
+        tails = runs.tail[:, 0] + self._problem.first_weight_s[ends]
+        values = chain_values(self._problem, self._stage_runs, first_tail=None)
+        bare = self._stage_runs[0].own(None)[:, :, 0].min(axis=0)
+        # Without tails inside paths, stage 0's tail comes after the longest of them at the least.
+        bounds = np.maximum(bare, values[1][ends]) + tails
         for row in np.flatnonzero(bounds < self._ceiling).tolist():
-            yield row, float(bounds[row])
+            yield FirstStages(
+                cuts=(0, int(ends[row])), tail_s=float(tails[row]), bound=float(bounds[row])
+            )
 
-    @property
-    def _first_tail(self) -> Floats:
-        """Seconds after the last job of stage 0, by its end."""
-        lane = self._lanes[0]
-        tail: Floats = lane.tail[:, 0] + self._problem.first_weight_s[lane.end[:, 0]]
-        return tail
+    def split(self, some: FirstStages) -> Iterator[FirstStages]:
+        """Yield the smaller sets in which the next stage is given too.
 
-    def with_first_stage(self, row: int) -> Iterator[FirstStages]:
-        """Yield the sets of partitions whose stage 0 ends at a row, by its recompute choice."""
-        tail = float(self._first_tail[row])
-        values = tuple(chain_values(self._problem, self._quickest, first_tail=tail))
-        none = FirstStages(
-            first=_FirstStage(tail=tail, values=values),
-            cuts=(0,),
-            choices=(),
-            path_s=0.0,
-            bound=0.0,
-        )
-        yield from self.split(none, rows=slice(row, row + 1))
-
-    def split(self, some: FirstStages, rows: slice = slice(None)) -> Iterator[FirstStages]:
-        """Yield the smaller sets in which the next stage is given too."""
+        The first split of an end of stage 0 takes a pass of the dynamic program.
+        """
         stage = len(some.choices)
-        lane = self._lanes[stage]
-        ends = lane.end[rows, some.cuts[-1] - lane.first_start]
-        paths = np.maximum(lane.own_from(some.cuts[-1], some.first.tail, rows), some.path_s)
-        bounds = np.maximum(paths, some.first.values[stage + 1][ends])
+        start, runs = some.cuts[stage], self._stage_runs[stage]
+        ends = runs.end[:, start - runs.first_start]
+        paths = np.maximum(runs.own_from(start, some.tail_s), some.path_s)
+        values = some.values
+        if stage == 0:
+            values = tuple(chain_values(self._problem, self._stage_runs, first_tail=some.tail_s))
+            paths[:, ends != some.cuts[1]] = np.inf
+        bounds = np.maximum(paths, values[stage + 1][ends])
         for choice, row in np.argwhere(bounds < self._ceiling).tolist():
             yield FirstStages(
-                first=some.first,
-                cuts=(*some.cuts, int(ends[row])),
+                cuts=(*some.cuts[: stage + 1], int(ends[row])),
                 choices=(*some.choices, choice),
+                tail_s=some.tail_s,
+                values=values,
                 path_s=float(paths[choice, row]),
                 bound=float(bounds[choice, row]),
             )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from planner.plan import Plan
 from planner.units import GIB, format_bytes
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates, with_estimate
 from search.partition.chain_dp import smallest_peak
 from search.request import SearchRequest
 from search.space.shapes import Configuration, Shape
-from search.stages.stage_table import StageTable
+from search.stages.stage_table import StageTable, TableKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,14 @@ def _by_least_bytes(
     small = [shape for shape in shapes if shape.microbatch_size == least[shape.tp, shape.cp]]
     every = [configuration for shape in small for configuration in shape.configurations()]
     plain = [configuration for configuration in every if configuration.vpp == 1] or every
+    bounds: dict[TableKey, TableBounds] = {}
     tries = [
-        (candidates.bounds(table).least_peak_bytes(configuration), order, configuration, table)
+        (
+            bounds.setdefault(table.key, TableBounds(table=table)).least_peak_bytes(configuration),
+            order,
+            configuration,
+            table,
+        )
         for order, configuration in enumerate(plain)
         for table in candidates.tables(
             configuration.tp, configuration.microbatch_size, configuration.cp

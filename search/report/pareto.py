@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from costmodel.memory.bound import OnHost
 from planner.errors import LayoutError
 from planner.graph import Affine, ModelGraph
 from planner.plan import Plan
 from profiles import Profile
 from search.candidates import Candidates
 from search.find_plan import search_among
-from search.host_room import host_holds
-from search.on_host import OnHost, offload_fallbacks
+from search.on_host import host_holds, offload_fallbacks
 from search.request import SearchRequest
-from search.warm_start import WarmStart
+from search.search_state import WarmStart
 
 Progress = Callable[[float, str], None]
 

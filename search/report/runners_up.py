@@ -69,7 +69,7 @@ def _evaluate_set_aside(
         limit = partitioned[0][0] if partitioned else ceiling
         if waiting and waiting[0][0] <= limit and cuts < _MOST_CUTS:
             bound, wave, ticket, waited = heapq.heappop(waiting)
-            if _degrees_of(_stands_for(waited)) in found or _num_jobs(waited) > work:
+            if _degrees_of(_choices_of(waited)) in found or _num_jobs(waited) > work:
                 continue
             cuts += 1
             node = _configuration_of(waited)
@@ -116,18 +116,18 @@ def _configuration_of(node: Waiting) -> ConfigurationNode:
     )
 
 
-def _stands_for(node: Waiting) -> Configuration | Shape:
+def _choices_of(node: Waiting) -> Configuration | Shape:
     return node.shape if isinstance(node, ShapeNode) else node.configuration
 
 
 def _num_jobs(node: Waiting) -> int:
     vpp = 1 if isinstance(node, ShapeNode) else node.configuration.vpp
-    configuration = _stands_for(node)
+    configuration = _choices_of(node)
     return 2 * configuration.pp * vpp * configuration.num_microbatches
 
 
 def _degrees_of(configuration: Configuration | Shape) -> tuple[int, ...]:
-    return (configuration.dp, configuration.cp, configuration.tp, configuration.pp)
+    return (configuration.batch_parts, configuration.cp, configuration.tp, configuration.pp)
 
 
 def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | None:

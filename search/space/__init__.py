@@ -2,5 +2,5 @@
 
 In: a request, a model and a cluster. Out: shapes, which a search splits into configurations. Read
 `shapes` first, then `mesh_sizes` (sizes of the mesh axes), `request_checks` (choices that cannot go
-together) and `in_flight` (microbatches that a configuration keeps alive).
+together) and `job_tables` (what follows from a schedule, such as microbatches in flight).
 """

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from costmodel.topology import check_priced
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.axes import AXES, Degrees, axis_names, batch_axes, lowered_axes
+from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
 from search.request import SearchRequest
@@ -27,7 +26,6 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         )
     sides = (*axis_names(), "pp")
     fixed = {name: request.fixed(name) for name in sides}
-    check_priced(Degrees(**{name: fixed[name] or 1 for name in axis_names()}))
     for axis in lowered_axes():
         if (fixed[axis.name] or 1) > 1:
             axis.check(graph, axis.name, fixed[axis.name] or 1)

@@ -20,6 +20,7 @@ from planner.errors import LayoutError
 from planner.graph import ModelGraph
 from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
 from planner.plan import Recompute
+from planner.plan.replication import Replication
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
 from search.request import RECOMPUTE_CHOICES, SearchRequest
 from search.space.mesh_sizes import MeshSizes, Reasons, divisors
@@ -36,8 +37,8 @@ class _OnMesh:
     degrees: Degrees
 
     @property
-    def dp(self) -> int:
-        """Parts of a microbatch: over all axes that cut the batch."""
+    def batch_parts(self) -> int:
+        """Parts of a microbatch: ranks of all axes that cut the batch, dp among them."""
         return self.degrees.along("batch")
 
     @property
@@ -84,16 +85,16 @@ class Configuration(_OnMesh):
         return self.schedule, self.pp, self.vpp, self.num_microbatches
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether ZeRO has replicas to shard over."""
-        return self.zero > 0 and self.degrees.along("data") > 1
+    def replication(self) -> Replication:
+        """How ranks that hold the same parameters share them."""
+        return Replication(replicas=self.degrees.along("data"), zero_stage=self.zero)
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients have jobs of their own with something to do: ZeRO's are made
         with the input's, since FSDP2 reduces them when a block's backward ends.
         """
-        return find_schedule(self.schedule).splits_backward and not self.is_sharded
+        return find_schedule(self.schedule).splits_backward and not self.replication.is_sharded
 
     @property
     def label(self) -> str:
@@ -192,18 +193,6 @@ def list_shapes(
     return found
 
 
-def list_configurations(
-    request: SearchRequest,
-    graph: ModelGraph,
-    cluster: ClusterSpec,
-    *,
-    can_split: Callable[[int], bool],
-) -> list[Configuration]:
-    """Return every configuration that divides, shape by shape; errors as `list_shapes`."""
-    shapes = list_shapes(request, graph, cluster, can_split=can_split)
-    return [configuration for shape in shapes for configuration in shape.configurations()]
-
-
 def _shapes(
     request: SearchRequest,
     graph: ModelGraph,
@@ -244,8 +233,11 @@ def _shapes(
                     for option in _schedules(request, graph, *key, reasons)
                     if not (request.balance and pp * option[1] != len(request.balance))
                 )
+            # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
+            can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
+            is_replicated = degrees.along("data") > 1
             zeros = tuple(
-                request.values("zero", SEARCHED_ZERO if degrees.along("data") > 1 else (0,))
+                request.values("zero", SEARCHED_ZERO if is_replicated and can_shard else (0,))
             )
             if options_of[key] and zeros:
                 yield Shape(

@@ -17,13 +17,13 @@ from functools import cached_property
 from math import inf
 
 from costmodel import CostCache
-from costmodel.memory.bound import kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.program import accumulate_seconds
+from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
-from planner.layout.axes import find_axis
+from planner.layout.axes import Degrees, lowered_axes, split_axes
 from planner.layout.propagate import propagate_on
 from planner.plan import ClassLayout, Precision
-from search.on_host import NOTHING, OnHost
 from search.op_layout.layouts import Layouts, LayoutSolver
 from search.space.shapes import Shape
 from search.stages.stage_table import StageTable
@@ -66,19 +66,20 @@ class LayoutCandidates:
         costs: the cost model's prices.
         precision: of parameters and their optimizer.
         on_host: what plans put on the host.
-        why_no_cp: why cp cannot divide the blocks of the last layout without a table.
+        given: sizes on axes that a search does not try, as the request gives them.
+        why_no_cp: why an axis outside tp cannot divide the blocks of the last layout without a
+            table.
     """
 
     solver: LayoutSolver
     costs: CostCache
     precision: Precision = "model"
     on_host: OnHost = NOTHING
+    given: Degrees = field(default_factory=Degrees)
     why_no_cp: LayoutError | None = None
-    _fastest: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
-    _every: dict[Key, tuple[LayoutCandidate, ...]] = field(default_factory=dict)
     _tables: dict[Key, tuple[StageTable, ...]] = field(default_factory=dict)
     _table_of: dict[tuple, StageTable] = field(default_factory=dict)
-    _accumulate_s: dict[int, float] = field(default_factory=dict)
+    _accumulate_s: dict[bool, float] = field(default_factory=dict)
 
     def optimistic(self, tp: int, microbatch_size: int) -> LayoutCandidate:
         """Return the fastest layout with an optimistic bound: each op's least seconds, no moves.
@@ -86,25 +87,18 @@ class LayoutCandidates:
         The layout itself is found when its table is needed.
         """
         seconds = self.solver.least_seconds(tp, microbatch_size)
-        return self._candidate(lambda: self.fastest(tp, microbatch_size)[0].table, tp, seconds)
+        degrees = self._degrees(tp, 1)
+        return self._candidate(lambda: self.fastest(tp, microbatch_size)[0].table, degrees, seconds)
 
     def fastest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return the fastest layout; none where cp cannot divide its blocks."""
-        key = tp, microbatch_size, cp
-        if key not in self._fastest:
-            solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
-            self._fastest[key] = self._of(solved, key)
-        return self._fastest[key]
+        solved = (self.solver.fastest(tp, microbatch_size),) if tp > 1 else ()
+        return self._of(solved, tp, microbatch_size, cp)
 
     def every(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[LayoutCandidate, ...]:
         """Return each layout of the front; none where cp cannot divide the blocks of any."""
-        key = tp, microbatch_size, cp
-        if key not in self._every:
-            if tp == 1:
-                self._every[key] = self.fastest(*key)
-            else:
-                self._every[key] = self._of(self.solver.layouts(tp, microbatch_size), key)
-        return self._every[key]
+        solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
+        return self._of(solved, tp, microbatch_size, cp)
 
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying."""
@@ -116,79 +110,103 @@ class LayoutCandidates:
     def leanest(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return tables of the layouts of fewest bytes, which no plan need have."""
         found = self.solver.leanest(tp, microbatch_size)
-        tables = (self._table(layouts.by_class, tp, microbatch_size, cp) for layouts in found)
+        degrees = self._degrees(tp, cp)
+        tables = (self._table(layouts.by_class, degrees, microbatch_size) for layouts in found)
         return tuple(table for table in tables if table is not None)
 
-    def _of(self, solved: Sequence[Layouts], key: Key) -> tuple[LayoutCandidate, ...]:
-        tp, microbatch_size, cp = key
-        least = {found.by_class: found.seconds / cp for found in solved} or {(): 0.0}
+    def _degrees(self, tp: int, cp: int) -> Degrees:
+        """Return the mesh of a replica."""
+        return replica_mesh(self.given.with_sizes(tp=tp, cp=cp))
+
+    def _of(
+        self, solved: Sequence[Layouts], tp: int, microbatch_size: int, cp: int
+    ) -> tuple[LayoutCandidate, ...]:
+        degrees = self._degrees(tp, cp)
+        least_s = {found.by_class: found.seconds for found in solved} or {(): 0.0}
         candidates = []
-        for by_class, seconds in least.items():
-            table = self._table(by_class, tp, microbatch_size, cp)
+        for by_class, seconds in least_s.items():
+            table = self._table(by_class, degrees, microbatch_size)
             if table is not None:
-                candidates.append(self._candidate(_always(table), tp, seconds))
+                candidates.append(self._candidate(_always(table), degrees, seconds))
         return tuple(candidates)
 
     def _candidate(
-        self, find_table: Callable[[], StageTable], tp: int, seconds: float
+        self, find_table: Callable[[], StageTable], degrees: Degrees, seconds: float
     ) -> LayoutCandidate:
-        """Return the candidate of a table whose ops and moves take so many seconds."""
+        """Return the candidate of a table whose ops and moves take so many seconds on tp alone."""
+        # Axes outside tp divide at best all of it.
+        parts = degrees.num_ranks // degrees["tp"]
         return LayoutCandidate(
             find_table=find_table,
-            least_s=self._least_correction * seconds,
-            accumulate_s=self._fixed_accumulate_s(tp),
+            least_s=self._least_correction * seconds / parts,
+            accumulate_s=self._fixed_accumulate_s(
+                cuts_params=any(degrees[axis.name] > 1 for axis in split_axes())
+            ),
         )
 
-    def _fixed_accumulate_s(self, tp: int) -> float:
+    def _fixed_accumulate_s(self, *, cuts_params: bool) -> float:
         """Return what adding up the gradients of all blocks takes, but for the sizes of those that
-        tp may cut.
+        an axis may cut.
         """
-        if tp not in self._accumulate_s:
+        if cuts_params not in self._accumulate_s:
             graph = self.costs.graph
-            uses, cut = Counter(block.class_index for block in graph.blocks), inf if tp > 1 else 1
-            self._accumulate_s[tp] = sum(
+            uses, cut = (
+                Counter(block.class_index for block in graph.blocks),
+                inf if cuts_params else 1,
+            )
+            self._accumulate_s[cuts_params] = sum(
                 count * accumulate_seconds(graph.classes[index], self.costs.profile, cut=cut)
                 for index, count in uses.items()
             )
-        return self._accumulate_s[tp]
+        return self._accumulate_s[cuts_params]
 
     def _table(
-        self, by_class: tuple[ClassLayout, ...], tp: int, microbatch_size: int, cp: int
+        self, by_class: tuple[ClassLayout, ...], degrees: Degrees, microbatch_size: int
     ) -> StageTable | None:
-        """Return the table of layouts on tp, and of those on cp of what they make, if any."""
-        key = by_class, tp, microbatch_size, cp
+        """Return the table of layouts on tp, with layouts on outer axes of what they make."""
+        key = by_class, degrees, microbatch_size
         if key not in self._table_of:
             try:
-                on_cp = self._on_cp(by_class, tp, microbatch_size, cp)
+                layouts = self._with_outer(by_class, degrees, microbatch_size)
             except LayoutError as error:
                 self.why_no_cp = error
                 return None
             self._table_of[key] = StageTable(
                 costs=self.costs,
-                layouts=by_class,
-                tp=tp,
+                layouts=layouts,
+                degrees=degrees,
                 microbatch_size=microbatch_size,
-                cp=cp,
-                cp_layouts=on_cp,
                 precision=self.precision,
                 on_host=self.on_host,
             )
         return self._table_of[key]
 
-    def _on_cp(
-        self, by_class: tuple[ClassLayout, ...], tp: int, microbatch_size: int, cp: int
+    def _with_outer(
+        self, layouts: tuple[ClassLayout, ...], degrees: Degrees, microbatch_size: int
     ) -> tuple[ClassLayout, ...]:
-        if cp == 1:
-            return ()
-        graph = self.costs.graph
-        on_tp = {layout.class_index: layout for layout in by_class}
-        programs = [
-            self.costs.local(index, tp, microbatch_size, on_tp.get(index))
-            for index in range(len(graph.classes))
-        ]
-        return propagate_on(
-            graph, find_axis("cp"), size=cp, microbatch_size=microbatch_size, programs=programs
-        )
+        """Return the layouts with those on each axis outside, of what is lowered inside it."""
+        graph, inside = self.costs.graph, Degrees(tp=degrees["tp"])
+        for axis in lowered_axes()[1:]:
+            if degrees[axis.name] == 1:
+                continue
+            programs = [
+                self.costs.local(
+                    index,
+                    microbatch_size,
+                    inside,
+                    tuple(layout for layout in layouts if layout.class_index == index),
+                )
+                for index in range(len(graph.classes))
+            ]
+            layouts += propagate_on(
+                graph,
+                axis,
+                size=degrees[axis.name],
+                microbatch_size=microbatch_size,
+                programs=programs,
+            )
+            inside = inside.with_sizes(**{axis.name: degrees[axis.name]})
+        return layouts
 
     @cached_property
     def _least_correction(self) -> float:

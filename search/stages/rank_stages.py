@@ -1,6 +1,6 @@
 """The stages of a table as ranks hold them: under degrees of replication, with limits on bytes.
 
-A chain solver reads all runs of a window (`RankBand`); who has a cut already reads its stages
+A chain solver reads all runs of a window (`RankCostWindow`); who has a cut already reads its stages
 (`RankStages.cut`). Both are `costmodel.time.stage_costs.StageCosts`.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,8 +33,8 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankBand:
-    """The costs of a window's runs (see `chain_problem.Band`): `costs` has an entry for each of
+class RankCostWindow:
+    """The costs of a window's runs, a `chain_problem.CostWindow`: `costs` has an entry for each of
     the `kinds` of runs, and each run has those of its kind.
     """
 
@@ -134,7 +134,7 @@ class RankStages:
     @property
     def prices(self) -> ReplicaPrices:
         """Prices of exchange and update."""
-        return replica_prices(self.table.costs, self.replication, self.table.tp)
+        return replica_prices(self.table.costs, self.replication, self.table.degrees)
 
     def optimizer_s(self, param_bytes: float, num_params: float) -> float:
         """Return the update of a rank that holds so many bytes in so many tensors, with what it
@@ -155,10 +155,10 @@ class RankStages:
         graph = self.table.graph
         return sum(graph.tensor[name].bytes_at(samples) for name in graph.batch_inputs)
 
-    def band(self, window: Window) -> RankBand:
+    def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
         kinds, costs = self.table.window(window, self.replication)
-        return RankBand(kinds=kinds, costs=costs, stages=self)
+        return RankCostWindow(kinds=kinds, costs=costs, stages=self)
 
     def cut(self, cuts: Sequence[int]) -> StageCosts:
         """Return what the stages between these cuts cost."""
@@ -185,6 +185,7 @@ class RankStages:
         held_twice = sum(size for _, _, size in table.ties)
         ranks = RankBound(load=StageLoad(), recompute="none", **self.byte_options)
 
+        @cache
         def lines(in_flight: int) -> tuple[Line, ...]:
             found = ranks.lines(in_flight, limit_bytes * (1 + 1e-9))
             return tuple(

@@ -1,4 +1,5 @@
-"""The stages that a search may cut a model into, for one tp degree, microbatch size and layout.
+"""The stages that a search may cut a model into, for one mesh of a replica, microbatch size and
+layout.
 
 What runs of blocks cost is the cost model's (`costmodel.time.stage_costs`); here is what a search
 adds: the runs of a window, of which equal ones are priced once (`run_kinds`), and caches.
@@ -14,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.memory.bound import kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
@@ -27,7 +28,6 @@ from planner.layout.axes import Degrees
 from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Profile
-from search.on_host import NOTHING, OnHost
 from search.partition.chain_windows import Window
 from search.stages.rank_stages import RankStages
 from search.stages.run_kinds import Repetition, RunKinds
@@ -36,15 +36,8 @@ _MOST_KEPT_RUNS = 100_000
 """Runs of windows and their kinds that a table keeps: a few MB."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableKey:
-    """What names a table among those of one model on one machine."""
-
-    tp: int
-    cp: int
-    microbatch_size: int
-    layouts: str
-    """Digest of the layouts on tp and on cp."""
+TableKey = str
+"""What names a table among those of one model on one machine: its mesh, size and layouts."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,15 +47,11 @@ class StageTable:
     costs: CostCache
     """Prices of block classes, and what of them is kept for all tables."""
     layouts: tuple[ClassLayout, ...]
-    """A layout on tp for each class, in class order; none at tp 1."""
-    tp: int
-    """Tensor-parallel degree."""
+    """A layout for each class on each axis with several ranks, axis by axis in class order."""
+    degrees: Degrees
+    """Sizes on the axes that blocks are lowered on."""
     microbatch_size: int
     """Samples of a microbatch in one dp replica."""
-    cp: int = 1
-    """Context-parallel degree."""
-    cp_layouts: tuple[ClassLayout, ...] = ()
-    """Layouts on cp; none at cp 1."""
     precision: Precision = "model"
     """Dtype of parameters and gradient sums."""
     on_host: OnHost = NOTHING
@@ -77,13 +66,13 @@ class StageTable:
     @cached_property
     def key(self) -> TableKey:
         """Names the table where answers about it are kept."""
-        text = repr((self.layouts, self.cp_layouts))
-        return TableKey(
-            tp=self.tp,
-            cp=self.cp,
-            microbatch_size=self.microbatch_size,
-            layouts=sha256(text.encode()).hexdigest(),
-        )
+        layouts = sha256(repr(self.layouts).encode()).hexdigest()
+        return f"{self.degrees} microbatch_size={self.microbatch_size} {layouts}"
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return self.degrees["tp"]
 
     @property
     def graph(self) -> ModelGraph:
@@ -104,11 +93,7 @@ class StageTable:
     def chain(self) -> ChainCosts:
         """Costs of each block; the estimate of a plan of this table reads the same."""
         split = Split(
-            tp=self.tp,
-            microbatch_size=self.microbatch_size,
-            cp=self.cp,
-            layouts=self.layouts,
-            cp_layouts=self.cp_layouts,
+            degrees=self.degrees, microbatch_size=self.microbatch_size, layouts=self.layouts
         )
         return chain_costs(self.costs, split)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from tests import captures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class Finished:
 
 @pytest.fixture
 def planner(tmp_path, monkeypatch, capfd) -> Callable[..., Finished]:
-    """Run `planner ARGUMENTS…` in an empty folder."""
+    """Run `planner ARGUMENTS…` in an empty folder; an equal model is exported once a session."""
+    monkeypatch.setattr("planner.capture.module.capture_module", captures.capture_module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")

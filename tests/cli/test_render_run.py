@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from commands.render.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
 from costmodel.compare import JobComparison, RunComparison
 from costmodel.time.simulate import JobSeconds, simulate
@@ -34,3 +35,14 @@ def test_a_run_is_printed_beside_its_prediction():
     text = printed(describe_run(comparison))
     for part in ("0.50", "0.75", "7 steps", "25.0% predicted", "50.0% measured"):
         assert part in text
+
+
+def test_a_timetable_is_cut_to_the_width_of_a_line():
+    """Of 200 microbatches the jobs that have no room are counted; of two all are drawn."""
+    few, many = (
+        draw_timetable(build_schedule("1f1b", pp=2, vpp=1, num_microbatches=count)).plain
+        for count in (2, 200)
+    )
+    assert "B1" in few
+    assert "B199" not in many
+    assert max(map(len, many.splitlines())) < LINE_WIDTH + 36  # what stands before and after jobs

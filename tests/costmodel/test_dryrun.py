@@ -1,5 +1,6 @@
 """The memory model against its referee: the real engine on fake tensors, rank by rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from planner.errors import PlanError
 from planner.graph.model_file import ModelSource
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
-from tests.builders import build_hf, gpt_batch, text_batch, tiny_models
+from tests.builders import PlainGPT, build_hf, gpt_batch, text_batch, tiny_models
 from tests.captures import capture_module
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    model = tiny_models()["gpt"]
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def gpt(request):
+    """A GPT of two layers, in slow tests of four: a dry run takes as long as it has ops."""
+    model = replace(tiny_models()["gpt"], build=lambda: PlainGPT(layers=request.param))
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name="gpt")
     return model, graph, CostCache(graph, CpuProfile())
 

@@ -8,7 +8,6 @@ from costmodel import CostCache, StageLoad, estimate
 from costmodel.estimate import plan_job_seconds
 from costmodel.memory.bound import Phase, RankBound, job_peak_bytes, kept_bytes
 from costmodel.memory.exact.rank_walk import walk_rank
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
@@ -20,6 +19,7 @@ from planner.schedule import build_schedule
 from profiles import Group, Lookup, OpQuery, load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.costmodel.memory.test_stage import KEPT, block_of, stage_of
 
 
 @pytest.fixture(scope="module")
@@ -156,20 +156,10 @@ def test_zero_shards_what_it_says(graph, profile):
     assert by_stage[3].parameter_bytes < whole.parameter_bytes
 
 
-class OneByte:
-    """A stage that keeps one byte of each microbatch."""
-
-    blocks, side, arriving, sent_copies, gradient_factor = (), {}, {}, {}, 1
-    forward = ForwardBytes(samples=(), last_bytes=1, kept_bytes=1, kept={})
-
-    def backward(self, received, **how):
-        return BackwardBytes(samples=(), rise_bytes=0, new_gradient_bytes=0, deferred=())
-
-
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
-    one = OneByte()
+    one = stage_of(block_of(0), arriving={}, leaving=frozenset())
     jobs = StageJobs(
         walk=one, last=one, first_deferred=one, all_deferred=one, incoming=(), outgoing=(),
         accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
@@ -181,8 +171,8 @@ def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
         return max(sample.saved_bytes for sample in samples)
 
     for rank in range(pp):
-        assert most_kept("1f1b", rank) == min(m, pp - rank)
-        assert most_kept("fthenb", rank) == m
+        assert most_kept("1f1b", rank) == KEPT * min(m, pp - rank)
+        assert most_kept("fthenb", rank) == KEPT * m
 
 
 def test_weight_gradients_take_their_products(graph, profile):
@@ -194,7 +184,7 @@ def test_weight_gradients_take_their_products(graph, profile):
     tokens = graph.tensor[graph.batch_inputs[0]].numel_at(2)
     (input_s,), (weight_s,) = seconds.backward_input_s, seconds.backward_weight_s
     assert weight_s == pytest.approx(2 * tokens * elements)
-    whole = sum(costs.block(b.class_index, 1, 2).backward_s for b in graph.blocks)
+    whole = sum(costs.block(b.class_index, 2).backward_s for b in graph.blocks)
     assert input_s + weight_s == pytest.approx(whole)
     # The other product of each matrix, attention and everything pointwise are I's.
     assert input_s > weight_s
@@ -229,7 +219,7 @@ def test_a_stage_sends_its_gradient_ahead_of_weight_gradients(graph, profile):
 def test_recompute_keeps_block_inputs_only(graph, profile):
     costs = CostCache(graph, profile)
     layer = max(graph.blocks, key=lambda b: len(graph.classes[b.class_index].ops))
-    load = block_load(costs.block(layer.class_index, 1, 2))
+    load = block_load(costs.block(layer.class_index, 2))
     activation = graph.tensor[layer.inputs[0]].bytes_at(2)
     assert kept_bytes(load, recompute="full") == activation
     assert job_peak_bytes(load, recompute="full") >= kept_bytes(load, recompute="none")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors
 from planner.units import DTYPE_BYTES
 from tests.captures import capture_module
 

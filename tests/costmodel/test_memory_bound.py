@@ -13,10 +13,9 @@ from benchmarks.activation_memory import CpuProfile
 from benchmarks.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.memory import bound
-from costmodel.memory.bound import RankBound, Resident
+from costmodel.memory.bound import NOTHING, OnHost, RankBound, Resident
 from costmodel.memory.exact import resident
 from costmodel.memory.exact.resident import Part
-from costmodel.memory.on_host import NOTHING, OnHost
 from costmodel.time.plan_price import price_plan
 from planner.plan.defaults import default_plan
 from planner.schedule.in_flight import most_kept

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from costmodel.memory.ops.kernel_scratch import scratch_bytes
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors, scratch_bytes
 from planner.across import across_samples
 from planner.capture import capture_module
 from planner.graph import ModelGraph
@@ -144,10 +143,10 @@ def test_it_is_priced(graph, family):
 def test_its_saved_bytes_are_autograds(graph, family):
     program, op = one_block(graph)
     saved = saved_tensors(program, device_type="cpu")
-    assert saved.kept[op.name].tensors == op.inputs
+    assert saved.saved[op.name].tensors == op.inputs
     assert saved.num_bytes == really_saved_bytes(program)
-    assert scratch_bytes(op, program, saved, forward=False) == 256
-    assert scratch_bytes(op, program, saved, forward=True) == 0
+    assert scratch_bytes(op, saved.storages, forward=False) == 256
+    assert scratch_bytes(op, saved.storages, forward=True) == 0
 
 
 def test_it_computes_samples_alone(graph, family):

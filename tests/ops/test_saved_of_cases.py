@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors
 from planner.runtime.stage.program_fx import to_graph_module
 from tests.sharding.op_cases import CASES
 from tests.sharding.programs import OneOp

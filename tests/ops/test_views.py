@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from costmodel.memory.ops.storage import map_storages
+from costmodel.memory.saved import map_storages
 from planner.ops.kernel import KernelCall, View
 from planner.ops.record import family_of
 from tests.sharding.programs import meta_of, one_op

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from costmodel.memory.ops.kernel_scratch import scratch_bytes, unreduced_bytes
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors, scratch_bytes, unreduced_bytes
 from planner.graph import Op
 from planner.ops.flops import NO_WORK, backward_work, op_work
 from planner.ops.recompute_choice import is_cheap
@@ -127,16 +126,16 @@ def test_no_gradient_no_backward():
 )
 def test_scratch(single, forward, backward):
     saved = saved_tensors(single.program)
-    assert scratch_bytes(single.op, single.program, saved, forward=True) == forward
-    assert scratch_bytes(single.op, single.program, saved, forward=False) == backward
+    assert scratch_bytes(single.op, saved.storages, forward=True) == forward
+    assert scratch_bytes(single.op, saved.storages, forward=False) == backward
 
 
 def test_gradients_of_a_product_with_broadcasting_are_made_whole_first():
     """[3, 4] times [4]: the second gradient has 48 bytes before it is summed to 16."""
     single = one_op("aten.mul.Tensor", torch.ones(3, 4), torch.ones(4))
     saved = saved_tensors(single.program)
-    assert unreduced_bytes(single.op, single.op.inputs, single.program, saved) == 48
-    assert unreduced_bytes(single.op, single.op.inputs[:1], single.program, saved) == 0
+    assert unreduced_bytes(single.op, single.op.inputs, saved.storages) == 48
+    assert unreduced_bytes(single.op, single.op.inputs[:1], saved.storages) == 0
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
-from search.partition.chain_dp import cut_peak, cut_value
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import ChainProblem, Cut
 
@@ -35,4 +34,25 @@ def smallest_peak_by_brute_force(problem: ChainProblem) -> float:
     return min(
         (cut_peak(paths, cuts, choices) for cuts, choices in all_cuts(problem)),
         default=float("inf"),
+    )
+
+
+def cut_value(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bound of one given cut, or infinity when a stage does not fit.
+
+    `paths` must be wide enough for the longest stage.
+    """
+    first_tail = paths.first_tail(cuts[1])
+    worst = 0.0
+    for stage, choice in enumerate(choices):
+        first, end = cuts[stage], cuts[stage + 1]
+        worst = max(worst, float(paths.own(stage, choice, first_tail)[end - first - 1, first]))
+    return worst
+
+
+def cut_peak(paths: Paths, cuts: Sequence[int], choices: Sequence[int]) -> float:
+    """Return the bytes of the rank that needs most under one given cut."""
+    return max(
+        float(paths.peak(stage, choice)[cuts[stage + 1] - cuts[stage] - 1, cuts[stage]])
+        for stage, choice in enumerate(choices)
     )

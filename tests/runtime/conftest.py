@@ -5,6 +5,15 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from tests import captures
+
+
+@pytest.fixture(autouse=True)
+def _shared_captures(monkeypatch):
+    """`planner.apply` and `verify` export an equal model once a session, here as in ranks."""
+    for module in ("planner.capture", "planner.capture.module"):
+        monkeypatch.setattr(f"{module}.capture_module", captures.capture_module)
+
 
 @pytest.fixture(autouse=True)
 def _own_process_group():

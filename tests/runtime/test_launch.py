@@ -46,20 +46,14 @@ engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
 if mode == "fault" and 1 in engine.stages:
     stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
     def failing(*inputs, **settings):
+        if not calls:
+            time.sleep(3)
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError("deliberate")
         return forward(*inputs, **settings)
     stage.forward = failing
-if mode == "stall" and 1 in engine.stages:
-    stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
-    def stalling(*inputs, **settings):
-        if not calls:
-            time.sleep(3)
-        calls.append(1)
-        return forward(*inputs, **settings)
-    stage.forward = stalling
-for step in range(1 if mode == "stall" else 10_000 if mode == "endless" else 3):
+for step in range(10_000 if mode == "endless" else 3):
     loss = engine.step(gpt_batch(engine.plan.global_batch))
     if mode == "vanish" and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
@@ -132,10 +126,20 @@ def _gone_within(seconds: float, tmp_path: Path) -> bool:
     return False
 
 
-def test_an_exception_is_told_once_and_ends_the_run(start, tmp_path):
-    """G14: stage 1, microbatch 2; the traceback once, from the user's script on."""
+def test_a_stall_and_an_exception_are_told_once(start, tmp_path, monkeypatch):
+    """G14: stage 1 is late with microbatch 0, which is told with what every rank is in, and fails
+    at microbatch 2, which ends the run: the traceback once, from the user's script on."""
+    monkeypatch.setenv("PLANNER_STALL_S", "1")
     process = start("fault")
     _, err = process.communicate(timeout=120)
+    assert err.count("planner: nothing has moved for 1 s; the ranks are in") == 1
+    assert re.search(
+        r"rank 0: job 0\S+ \(.*\), waiting for the gradient of \S+ \[1, 16, 32\] of microbatch 0 "
+        r"from rank 1 \(pp rank 1\)",
+        err,
+    )
+    assert re.search(r"rank 1: job 1F0 \(forward of stage 1, microbatch 0\)", err)
+    assert "all others wait, in the end, for rank 1 (job 1F0 (forward of stage 1" in err
     assert process.returncode == 1
     assert err.count("Traceback (most recent call last)") == 1
     assert err.count("RuntimeError: deliberate") == 1
@@ -150,19 +154,6 @@ def test_a_rank_that_vanishes_ends_the_run(start, tmp_path):
     process.communicate(timeout=120)
     assert process.returncode == 1
     assert _gone_within(10, tmp_path)
-
-
-def test_a_stall_is_told_once_with_what_every_rank_is_in(start, monkeypatch):
-    monkeypatch.setenv("PLANNER_STALL_S", "1")
-    _, err = start("stall").communicate(timeout=120)
-    assert "planner: nothing has moved for 1 s; the ranks are in" in err
-    assert re.search(
-        r"rank 0: job 0\S+ \(.*\), waiting for the gradient of \S+ \[1, 16, 32\] of microbatch 0 "
-        r"from rank 1 \(pp rank 1\)",
-        err,
-    )
-    assert re.search(r"rank 1: job 1F0 \(forward of stage 1, microbatch 0\)", err)
-    assert "all others wait, in the end, for rank 1 (job 1F0 (forward of stage 1" in err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from commands.render.plan import describe_verification
+from commands.render.checks import describe_verification
 from planner.graph import ModelGraph
 from planner.graph.model_file import ModelSource
 from planner.plan import Plan

@@ -52,7 +52,7 @@ class SumStages:
         rows = [np.maximum.accumulate(self.working[:, i:], -1) for i in range(self.num_blocks)]
         return np.stack([np.pad(row, ((0, 0), (i, 0))) for i, row in enumerate(rows)], axis=1)
 
-    def band(self, window: Window) -> SumBand:
+    def cost_window(self, window: Window) -> SumBand:
         start, end = np.broadcast_arrays(window.start, window.end)
 
         def sums(values: np.ndarray) -> np.ndarray:

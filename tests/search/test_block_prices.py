@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 
 from costmodel.time.program import price_program
-from costmodel.topology import lowered_groups
+from costmodel.topology import group_along, lowered_groups
+from planner.graph import TensorMeta
 from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
+from planner.layout.placement import Replicate, Shard
+from search.op_layout.block_prices import Prices
 from search.op_layout.block_problem import BlockProblem, read_layouts
+from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.eliminate import solve_by_elimination
-from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
+from search.op_layout.layouts import LayoutSolver
+from search.op_layout.op_signatures import OpSeconds
+from search.op_layout.reshard_edges import MOVES
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
@@ -53,7 +59,7 @@ def test_a_choice_costs_what_its_lowered_blocks_cost(name):
     graph = capture_tiny(name)
     solver, rng = LayoutSolver(graph=graph, profile=MACHINE), np.random.default_rng(29)
     compared = 0
-    for boundary in boundary_options(graph, TP, SIZE):
+    for boundary in boundary_options(graph, TP):
         for classes in class_groups(graph, solver.shared):
             problem = solver.problem(TP, SIZE, classes, boundary)
             best = solve_by_elimination(problem).values
@@ -68,3 +74,19 @@ def test_a_choice_costs_what_its_lowered_blocks_cost(name):
                     close = 1e-9 if choice == list(best) else CLOSE
                     assert lowered == pytest.approx(value, rel=close)
     assert compared > 25
+
+
+def test_a_move_costs_its_collectives():
+    """There and, for a value with a gradient, back; a part of a parameter takes its part."""
+    group = group_along(MACHINE.cluster, Degrees(tp=TP), "tp")
+    prices = Prices(ops=OpSeconds(profile=MACHINE), group=group, axis_size=TP)
+    for has_gradient in (False, True):
+        for move, seconds in zip(MOVES, prices.of_moves(4096, has_gradient), strict=True):
+            kinds = [kind for kind in move[: 1 + has_gradient] if kind]
+            by_hand = [MACHINE.collective_seconds(kind, 4096, group).seconds for kind in kinds]
+            assert seconds == pytest.approx(sum(by_hand))
+    weight = TensorMeta(name="w", shape=(8, 4), dtype="float32", kind="param", requires_grad=True)
+    assert prices.local_bytes(weight, Shard(0)) == weight.bytes_at(1) / TP
+    assert prices.adding_s(weight, Shard(1)) == pytest.approx(
+        prices.adding_s(weight, Replicate()) / TP
+    )

@@ -10,15 +10,11 @@ from planner.errors import ProfileError
 from planner.layout.placement import Replicate
 from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
-from search.op_layout import decompose, layouts
+from search.op_layout import decompose, layouts, solve
 from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
 from search.op_layout.decompose import solve_by_decomposition
-from search.op_layout.eliminate import (
-    TooWide,
-    minimise_tables,
-    problem_tables,
-    solve_by_elimination,
-)
+from search.op_layout.eliminate import TooWide, minimise_tables, solve_by_elimination
+from search.op_layout.tables import problem_tables
 from tests.referees.blocks import best_by_brute_force
 
 
@@ -151,7 +147,7 @@ def test_a_tensor_of_many_uses_is_eliminated():
     for _ in range(100):
         problem = random_problem(rng)
         apart, sizes = problem_tables(problem, 0.5, most_edge_cells=0)
-        _, cost = minimise_tables(apart, sizes, 10**6, problem.tables)
+        _, cost = minimise_tables(apart, sizes, 10**6)
         assert cost == pytest.approx(solve_by_elimination(problem, bytes_price=0.5).cost, rel=1e-12)
 
 
@@ -240,12 +236,12 @@ def test_decomposition_bounds_the_optimum(monkeypatch):
 @pytest.mark.parametrize("count", [300, 1000])
 def test_a_wide_problem_always_has_a_choice(count, monkeypatch):
     """N1: with hardly any time, too: what comes of the first round, and how sure that is."""
-    monkeypatch.setattr(layouts, "_PROGRAM_S", 0.001)
+    monkeypatch.setattr(solve, "_PROGRAM_S", 0.001)
     problem = wide_problem(np.random.default_rng(count), count)
     with pytest.raises(TooWide):
         solve_by_elimination(problem)
     began = time.process_time()
-    found, solver = layouts.solve_block(problem, 0.01)
+    found, solver = solve.solve_block(problem, 0.01)
     assert time.process_time() - began < 30
     assert solver == "Lagrangian decomposition"
     assert found.cost == pytest.approx(problem.value(found.values, 0.01))
@@ -259,7 +255,7 @@ def test_infinite_prices_are_refused():
     never = Variable(name="v", values=(0,), seconds=np.array([np.inf]), num_bytes=np.zeros(1))
     problem = BlockProblem(axis_size=2, variables=(never,), edges=(), programs=())
     with pytest.raises(ProfileError, match="takes a finite time"):
-        layouts.solve_block(problem, 0.0)
+        solve.solve_block(problem, 0.0)
 
 
 def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
@@ -274,8 +270,8 @@ def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
     def too_wide(*_args, **_options):
         raise TooWide
 
-    monkeypatch.setattr(layouts, "solve_by_elimination", too_wide)
-    best, solver = layouts.solve_block(problem, 0.0)
+    monkeypatch.setattr(solve, "solve_by_elimination", too_wide)
+    best, solver = solve.solve_block(problem, 0.0)
     assert (best.gap, solver) == (0.0, "linear programs")
     solver = layouts.LayoutSolver(graph=None, profile=None)
     solver._solvers, solver.gap = {"linear programs"}, 0.25

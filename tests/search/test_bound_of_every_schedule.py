@@ -10,11 +10,11 @@ from costmodel import CostCache
 from planner.errors import ScheduleError
 from planner.schedule import SCHEDULES, Job, RoundTrips, forward, full_backward, register_schedule
 from search import find_plan
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
 from search.partition.chain_dp import solve_chain
 from search.request import SearchRequest
-from search.space.shapes import list_configurations
 from tests.captures import capture_module
 from tests.search.machine import Machine
 
@@ -55,9 +55,7 @@ def bound_and_step(candidates, schedule):
         num_devices=PP, global_batch=MICROBATCHES, microbatch_size=1, pp=PP, vpp=vpp,
         schedule=schedule, recompute="none",
     )  # fmt: skip
-    config = list_configurations(
-        request, candidates.graph, MACHINE.cluster, can_split=candidates.solver.can_split
-    )[0]
+    config = next(candidates.shapes(request)[0].configurations())
     table = candidates.tables(config.tp, config.microbatch_size)[0]
     limit = float("inf")
     cut = (
@@ -71,7 +69,7 @@ def bound_and_step(candidates, schedule):
         candidates.estimate(candidates.plan(config, table, cut)).step_s, rel=1e-9
     )
     if vpp == 1:
-        assert candidates.bounds(table).least_step_s(config) <= step_s * (1 + 1e-9)
+        assert TableBounds(table=table).least_step_s(config) <= step_s * (1 + 1e-9)
     return cut.value, step_s
 
 
@@ -126,11 +124,9 @@ def test_a_new_schedule_is_searched(candidates, last_first):
     assert result.plan.schedule == last_first
     assert result.certificate is not None
     assert result.certificate.gap < 0.03
-    unasked = list_configurations(
-        SearchRequest(num_devices=PP, global_batch=MICROBATCHES, pp=PP), candidates.graph,
-        MACHINE.cluster, can_split=candidates.solver.can_split,
-    )  # fmt: skip
-    assert last_first in {config.schedule for config in unasked}
+    unasked = SearchRequest(num_devices=PP, global_batch=MICROBATCHES, pp=PP)
+    shapes = candidates.shapes(unasked)
+    assert last_first in {schedule for shape in shapes for schedule, _ in shape.options}
 
 
 def test_a_wait_for_round_trips_needs_a_warmup():

@@ -9,12 +9,11 @@ from planner.layout.axes import Degrees
 from planner.schedule import JobKind, build_schedule
 from planner.schedule.trips import trips
 from search import SearchRequest
+from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
-from search.bounds.memory_bounds import kept_in_flight
-from search.bounds.quick_price import copied_rows
-from search.bounds.step_bounds import one_microbatch, share_of_work
 from search.candidates import Candidates
+from search.space.job_tables import copied_rows
 from tests.search.machine import Machine
 from tests.search.test_bounds import captured
 

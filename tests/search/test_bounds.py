@@ -9,10 +9,10 @@ import pytest
 
 from planner.schedule import find_schedule
 from search import SearchRequest, find_plan
-from search.bounds.bounds import TableBounds
 from search.bounds.catalogue import (
     MEMORY_BOUNDS,
     STEP_BOUNDS,
+    TableBounds,
     memory_bound,
     schedule_bound,
     step_bound,
@@ -69,7 +69,7 @@ def samples(machine: str, name: str) -> tuple[Sample, ...]:
             plan = candidates.plan(config, table, random_cut(config, table.num_blocks, rng))
             answer = candidates.estimate(plan)
             inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
-            costs = candidates.bounds(table).costs
+            costs = TableBounds(table=table).costs
             found.append(Sample(costs, config, answer.step_s - inputs_s, answer.peak_bytes))
     return tuple(found)
 
@@ -117,7 +117,7 @@ def test_a_new_bound_is_one_function(catalogue, register):
     @register
     def toy(costs: LeastCosts, config: Configuration) -> float:
         """Infinite for the degrees and the microbatch size of the best plan."""
-        mine = config.dp, config.tp, config.microbatch_size
+        mine = config.batch_parts, config.tp, config.microbatch_size
         return float("inf") if mine == (best.dp, best.tp, best.microbatch_size) else 0.0
 
     found = find_plan(captured("gpt"), MACHINES["plain"], request).plan

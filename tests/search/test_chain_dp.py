@@ -9,9 +9,14 @@ import pytest
 
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.schedule import build_schedule
-from search.partition.chain_dp import cut_peak, cut_value, smallest_peak, solve_chain
+from search.partition.chain_dp import smallest_peak, solve_chain
 from search.partition.chain_paths import Paths
-from tests.referees.cuts import smallest_peak_by_brute_force, solve_by_brute_force
+from tests.referees.cuts import (
+    cut_peak,
+    cut_value,
+    smallest_peak_by_brute_force,
+    solve_by_brute_force,
+)
 from tests.search.chains import SCHEDULES, random_chain, stated, uniform_chain
 
 
@@ -60,7 +65,7 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
         found = solve_chain(problem).cut
         if found is None or problem.num_stages < 2:
             continue
-        band = Paths.of_all(problem).band
+        costs = Paths.of_all(problem).costs
         runs = [
             (c, end - first - 1, first)
             for first, end, c in zip(found.cuts, found.cuts[1:], found.choices, strict=False)
@@ -69,7 +74,7 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
         backs = [float(problem.back_hop_s[first]) for _, _, first in runs]
         # Stages that recompute send nothing ahead, others the first block's or all of it.
         weights = problem.block_weight_s
-        backward = [float(band.backward_s[run]) for run in runs]
+        backward = [float(costs.backward_s[run]) for run in runs]
         split = [float(weights[i:j].sum()) for i, j in pairwise(found.cuts)]
         sends = list(zip(runs, zip(found.cuts, found.cuts[1:], strict=False), strict=True))
         first = tuple(float(weights[i]) * (c == 0) for (c, _, _), (i, _) in sends)
@@ -79,7 +84,7 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
                 schedule, pp=problem.num_stages, vpp=1, num_microbatches=problem.num_microbatches
             ),
             JobSeconds(
-                forward_s=tuple(float(band.forward_s[run]) for run in runs),
+                forward_s=tuple(float(costs.forward_s[run]) for run in runs),
                 backward_input_s=tuple(b - w for b, w in zip(backward, split, strict=True)),
                 backward_weight_s=tuple(split),
                 receive_forward_s=tuple(hops),
@@ -88,7 +93,7 @@ def test_the_bound_is_never_above_the_simulator(schedule, is_stated):
                 last_sends_ahead_s=whole,
             ),
         )
-        tails = [float(band.tail_s[run[1:]]) for run in runs]
+        tails = [float(costs.tail_s[run[1:]]) for run in runs]
         step_s = max(e + t for e, t in zip(timeline.rank_end_s, tails, strict=True))
         assert found.value <= step_s * (1 + 1e-9)
         ratios.append(found.value / step_s)

@@ -14,11 +14,11 @@ from planner.units import GIB
 from search import SearchRequest, find_pareto, find_plan
 from search.candidates import Candidates
 from search.op_layout.layouts import LayoutSolver
-from search.partition.chain_dp import cut_peak, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
-from search.space.shapes import list_configurations
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.referees.cuts import cut_peak
 from tests.search.machine import Machine
 
 MACHINE = Machine(context_bytes=0.0, devices_per_node=4)
@@ -234,7 +234,7 @@ def test_the_quick_price_is_the_estimate(name):
         solver = LayoutSolver(graph=graph, profile=MACHINE)
         costs = CostCache(graph, MACHINE, clips_gradients=bool(request.zero))
         candidates = Candidates(graph=graph, profile=MACHINE, solver=solver, costs=costs)
-        one = list_configurations(request, graph, MACHINE.cluster, can_split=solver.can_split)[0]
+        one = next(candidates.shapes(request)[0].configurations())
         table = candidates.tables(one.tp, one.microbatch_size)[0]
         cut = (
             candidates.even_cut(one, table, float("inf"))
@@ -285,6 +285,7 @@ def test_a_gap_or_a_time_limit_stops_early_and_says_so(gpt):
         assert certificate.unexplored > 0
 
 
+@pytest.mark.slow  # (`test_pareto` compares the set of a smaller model with every plan there is)
 def test_the_pareto_set_has_no_dominated_point_and_misses_no_best(gpt):
     """X4: step time against peak memory; the ends are the fastest and the leanest."""
     request = ask(2, 4, schedule="1f1b")

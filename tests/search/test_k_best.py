@@ -8,10 +8,11 @@ import pytest
 
 from search.branch_and_bound import BranchAndBound
 from search.nodes.partitions import FirstStagesNode, PartitionableNode, PartitionsNode
-from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import ChainProblem, Cut
-from tests.referees.cuts import all_cuts
+from search.partition.k_best import KBestPartitions
+from tests.referees.cuts import all_cuts, cut_value
 from tests.search.chains import random_chain
 
 
@@ -115,3 +116,27 @@ def test_extra_work_ends_and_leaves_the_least_bound_open(monkeypatch):
     assert [cut.value for cut in found] == values[: len(found)]
     assert search.least_open_s == pytest.approx(values[len(found)], rel=1e-12)
     assert not search.stopped_early
+
+
+def test_sets_of_first_stages_lead_to_the_best_partition():
+    """No set that holds the best partition has a larger bound, and splitting all ends at it."""
+    rng = np.random.default_rng(19)
+    followed = 0
+    for problem in (random_chain(rng) for _ in range(40)):
+        best = solve_chain(problem).cut
+        if best is None:
+            continue
+        partitions = KBestPartitions(problem, best.value * (1 + 1e-9))
+        sets = list(partitions.by_first_end())
+        assert min(some.bound for some in sets) <= best.value * (1 + 1e-12)
+        found = []
+        while sets:
+            some = sets.pop()
+            cut = partitions.partition(some)
+            if cut is None:
+                sets += partitions.split(some)
+            else:
+                found.append(cut.value)
+        assert min(found) == pytest.approx(best.value, rel=1e-12)
+        followed += 1
+    assert followed > 10

@@ -9,11 +9,13 @@ from costmodel.time.stage_costs.load import StageLoad
 from planner.schedule import build_schedule, find_schedule
 from planner.units import GIB
 from search import SearchRequest
+from search.bounds.catalogue import kept_in_flight
+from search.bounds.least_costs import LeastCosts
 from search.bounds.zero_bubble import ZeroBubbleBound
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import fixed_windows
-from search.space.in_flight import live_stages_of
+from search.space.job_tables import live_stages_of
 from search.space.shapes import recompute_choices
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -121,7 +123,7 @@ def _parts_of_estimate(candidates, one, table, rng):
     memory = candidates.estimate(plan).memory
     problem = candidates.problem(one, table, np.inf)
     highest = max(float(parts.total) for parts in memory)
-    assert candidates.bounds(table).kept_bound(one, problem.in_flight) <= highest
+    assert kept_in_flight(LeastCosts(table=table), one, problem.in_flight) <= highest
     least = problem.stages.least_needs(highest)
     for stage, choice in enumerate(choices):
         kept = least.kept_bytes[choice][cuts[stage + 1]] - least.kept_bytes[choice][cuts[stage]]
@@ -129,11 +131,11 @@ def _parts_of_estimate(candidates, one, table, rng):
         for live, slope, room in least.lines(problem.in_flight[stage]):
             assert live * kept + slope * sizes <= room
         window = fixed_windows(cuts)[stage]
-        band = problem.stages.band(window)
+        costs = problem.stages.cost_window(window)
         total = float(memory[stage].total)
         live = problem.in_flight[stage]
-        assert band.fits(live, choice, total * (1 + 1e-9)).all()
-        yield band.least_bytes(live, choice).item() / total
+        assert costs.fits(live, choice, total * (1 + 1e-9)).all()
+        yield costs.least_bytes(live, choice).item() / total
 
 
 def _parts_of_even(candidates, one, table, cut):
@@ -141,7 +143,7 @@ def _parts_of_even(candidates, one, table, cut):
     memory = candidates.estimate(candidates.plan(one, table, cut)).memory
     stages = candidates.interleaved(one, table)
     highest = max(float(parts.total) for parts in memory)
-    assert not candidates.too_large_ranks(one, table, cut, highest * (1 + 1e-9))
+    assert not candidates.infeasible_ranks(one, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         stage = stages.homes.tolist().index(rank)

@@ -9,7 +9,6 @@ import pytest
 from search import SearchRequest
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
-from search.certificate import certificate
 from search.nodes.configurations import ConfigurationNode, ShapeNode
 from search.nodes.interleaved_meshes import InterleavedMixNode
 from search.nodes.meshes import MixNode, meshes_node
@@ -99,7 +98,7 @@ def test_the_certificate_says_what_the_search_counted():
     request = SearchRequest(num_devices=4, global_batch=8, offload="none")
     search = searched(request)
     assert search.best is not None
-    proof = certificate(search, search.best)
+    proof = search.certificate(search.best)
     assert (proof.best_s, proof.lower_bound_s) == (search.best_s, search.lower_bound_s)
     assert (proof.considered, proof.evaluated) == (search.num_considered, search.num_evaluated)
     assert dict(proof.pruned) == dict(search.pruned)

@@ -14,17 +14,18 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
-from search.bounds.quick_price import copied_rows
+from search.bounds.catalogue import TableBounds
 from search.candidates import Candidates
 from search.on_host import offload_fallbacks
-from search.partition.chain_dp import cut_value, solve_chain
+from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
 from search.partition.chain_problem import Cut
 from search.report.explain import explain_saving, fullest_rank, memory_parts
+from search.space.job_tables import copied_rows
 from search.space.shapes import recompute_choices
 from tests.builders import PlainGPT, gpt_batch
 from tests.captures import capture_module
-from tests.referees.cuts import all_cuts
+from tests.referees.cuts import all_cuts, cut_value
 from tests.search.machine import Machine
 from tests.search.test_referee import graph_of
 
@@ -106,7 +107,7 @@ def test_bounds_and_the_quick_price_know_what_offload_takes(way):
         answer = candidates.estimate(candidates.plan(one, table, cut))
         assert candidates.quick_step_s(one, table, cut) == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
-        assert candidates.bounds(table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
+        assert TableBounds(table=table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
     assert asked(offload=way).certificate.gap == 0
 
 

@@ -18,7 +18,7 @@ from planner.graph import ModelGraph
 from planner.schedule import stage_to_pp_rank
 from search import SearchRequest, find_plan
 from search.candidates import Candidates
-from search.meshes.own_meshes import Member, member_problems, mixed_problem, plan_of_mix
+from search.meshes.own_meshes import Member, Mix, mixed_problem
 from search.partition.chain_problem import Cut
 from search.space.shapes import recompute_choices
 from tests.builders import tiny_models
@@ -94,22 +94,22 @@ def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
             of_zero = {one.tp: replace(one, zero=zero) for one in group}.values()
             tables = [candidates.tables(one.tp, one.microbatch_size, one.cp) for one in of_zero]
             for some in product(*tables):
-                members = [
+                members = tuple(
                     Member(configuration=one, table=table)
                     for one, table in zip(of_zero, some, strict=True)
-                ]
-                for cut in every_cut(candidates, members):
-                    kinds = len(recompute_choices(members[0].configuration.recompute))
-                    answer = candidates.estimate(plan_of_mix(candidates, members, cut, kinds)[1])
+                )
+                mix = Mix(members=members)
+                for cut in every_cut(candidates, mix):
+                    answer = candidates.estimate(mix.plan(candidates, cut)[1])
                     yield answer.step_s, answer.peak_bytes
 
 
-def every_cut(candidates: Candidates, members: list[Member]) -> Iterator[Cut]:
+def every_cut(candidates: Candidates, mix: Mix) -> Iterator[Cut]:
     """Yield all cuts of a mix; with several stages a rank the even ones, with all choices of
     ranks."""
-    one = members[0].configuration
+    one, members = mix.configuration, mix.members
     if one.vpp == 1:
-        problem = mixed_problem(member_problems(candidates, members, float("inf")))
+        problem = mixed_problem(mix.problems(candidates, float("inf")))
         for cuts, choices in all_cuts(problem):
             yield Cut(cuts=cuts, choices=choices, value=0.0)
         return

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from planner.capture import capture_module
 from planner.graph import ModelGraph
 from search import SearchRequest, find_plan
 from tests.builders import PlainGPT, gpt_batch, tiny_models
+from tests.captures import capture_module
 from tests.referees.plans import (
     best_within,
     check_against,

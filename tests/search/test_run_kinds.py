@@ -51,25 +51,25 @@ def test_every_run_is_one_of_its_kind():
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_costs_of_kinds_are_those_of_runs(zero):
-    """M17: the band of a window is the same whether equal runs are told apart or not."""
+    """M17: the costs of a window are the same whether equal runs are told apart or not."""
     model = tiny_models()["gpt"]
     graph = capture_module(
         model.build(), model.batch(2), model.batch(3), loss=model.loss, name="gpt"
     )
     request = SearchRequest(num_devices=4, global_batch=8)
     candidates = Candidates.of(graph, Machine(devices_per_node=4), request)
-    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.dp == 2)
+    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.batch_parts == 2)
     table = candidates.tables(2, shape.microbatch_size)[0]
     stages = table.with_replicas(
         degrees=Degrees(dp=2, tp=table.tp), zero=zero, choices=recompute_choices("mixed")
     )
     window = Window.all_runs(table.num_blocks, table.num_blocks)
-    folded = stages.band(window)
+    folded = stages.cost_window(window)
     assert folded.kinds.start.size < window.valid.sum()
     table._kinds.clear()
     table._stage_costs.clear()
     table._repetition = Repetition(np.arange(table.num_blocks))
-    plain = stages.band(window)
+    plain = stages.cost_window(window)
     assert plain.kinds.start.size >= window.valid.sum()
     for name in ("forward_s", "backward_s", "tail_s"):
         mine, theirs = (np.where(window.valid, getattr(b, name), 0) for b in (folded, plain))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planner.layout.placement import Shard
+from planner.layout.placement import OpSharding, Shard
 from search.op_layout import block_build
+from search.op_layout.boundaries import boundary_options, class_groups
 from search.op_layout.eliminate import solve_by_elimination
-from search.op_layout.layouts import LayoutSolver, boundary_options, class_groups
+from search.op_layout.layouts import LayoutSolver
+from search.op_layout.reshard_edges import Strategies, shared_strategies
+from search.op_layout.segments import kept_segments, without
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 
@@ -36,7 +39,7 @@ def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
         solver = LayoutSolver(graph=graph, profile=machine)
         problems = [
             solver.problem(tp, size, classes, boundary)
-            for boundary in boundary_options(graph, tp, size)
+            for boundary in boundary_options(graph, tp)
             for classes in class_groups(graph, solver.shared)
         ]
         count = sum(len(v.values) for problem in problems for v in problem.variables)
@@ -56,3 +59,22 @@ def test_the_best_choice_needs_no_segments_that_lead_nowhere(name, monkeypatch):
         left_out += every - fewer
         assert found == pytest.approx(best, rel=1e-12)
     assert left_out > 0
+
+
+def strategies(*pairs: tuple[Shard, Shard]) -> Strategies:
+    """Of an op with one input and one output."""
+    return shared_strategies(tuple(OpSharding(inputs=(i,), outputs=(o,)) for i, o in pairs))
+
+
+def test_segments_go_where_the_plain_shard_does_as_well():
+    """b -> c cuts the fused dim in its parts alone, so b keeps them; a has both and drops them."""
+    plain, cut = Shard(0), Shard(0, 2)
+    free = strategies((plain, plain), (cut, cut))
+    bound = strategies((cut, plain))
+    kept = kept_segments([(("a", "b"), free), (("b", "c"), bound), (("d", "e"), free)])
+    assert kept[1] == {(0, cut)}
+    assert kept[0] == {(0, cut), (1, cut)}, "what makes b so must take a so"
+    assert kept[2] == frozenset()
+    left, which = without(free, kept[2])
+    assert (left.values, which.tolist()) == (free.values[:1], [0])
+    assert without(free, kept[0])[0] is free

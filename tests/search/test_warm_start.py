@@ -7,7 +7,7 @@ from dataclasses import replace
 from search import SearchRequest
 from search.candidates import Candidates
 from search.find_plan import search_among
-from search.warm_start import WarmStart
+from search.search_state import WarmStart
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
 

@@ -1,9 +1,13 @@
 """One block on one rank: what its program holds while it runs forward and backward.
 
-In: a local program and what its ops save (`costmodel.memory.ops`). Out: `block_bytes`: what the
+In: a local program and what its ops save (`costmodel.memory.saved`). Out: `block_bytes`: what the
 block keeps between forward and backward, how high it rises in each, and what it does at its edges.
 
-Reading order: `block_bytes`, `forward_walk`, `backward_facts` and `backward_walk` (op by op, with
-`gradients` for the buffers that gradients share), `recomputed` (activation checkpointing) and
-`deferred_weights` (weight gradients made in a job of their own).
+Reading order:
+
+    saved tensors -> `recomputed`        what the block keeps between forward and backward
+                  -> `forward_walk`      height of the forward, and of its second run
+                  -> `backward_facts` -> `backward_walk` (with `gradients`: the buffers they share)
+                                      -> `deferred_weights`: gradients made in a job of their own
+    all of these  -> `block_bytes`       the block as a stage takes it
 """

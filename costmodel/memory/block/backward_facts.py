@@ -1,26 +1,44 @@
-"""What the backward of each op of a program takes, whatever the model around it does."""
+"""What the backward of each op of a program needs, whatever the model around it does.
+
+A block's backward is walked several times (first and later microbatches, weight gradients deferred
+or not, other neighbours). What these walks have in common is found here, once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
-from costmodel.memory.block.gradients import leaves_gaps, passes_on
-from costmodel.memory.ops.kernel_scratch import scratch_bytes, unreduced_bytes
-from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors
+from costmodel.memory.block.deferred_weights import DeferredWeight
+from costmodel.memory.saved import (
+    HELD_ANYWAY,
+    SavedTensors,
+    StorageMap,
+    scratch_bytes,
+    unreduced_bytes,
+)
 from planner.graph import Op, Program
+from planner.layout.lowering import ONCE
+from planner.layout.placement import Replicate, parse_placement
+from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.ops.families.lowered import is_view_slice
 from planner.ops.kernel import Saved
+from planner.ops.record import packet_of
 from planner.ops.strides import Strides, contiguous_strides, has_rows
 from planner.ops.weight_products import ProductArgs
 
 
-class Taker(NamedTuple):
-    """An input that an op gives a gradient."""
+class InputGradient(NamedTuple):
+    """A gradient that an op's backward makes: that of an input."""
 
     name: str
+    """The input."""
     num_bytes: int
+    """Bytes of the gradient."""
     is_param: bool
+    """Whether the input is a parameter."""
     is_weight: bool
     """Whether it is the weight of a product."""
     is_same: bool
@@ -32,36 +50,31 @@ class Taker(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product by a trained weight, as it is deferred; see `DeferredWeight`."""
+    """A product by a trained weight, as it is deferred."""
 
-    later: frozenset[str]
+    inputs: frozenset[str]
     """Inputs that get their gradients later: weight and bias."""
-    held: tuple[tuple[str, int], ...]
-    """(Name, bytes) of the storages it waits with."""
+    weight: DeferredWeight
+    """Its weight gradient; the gradient of its output and `rows_bytes` are not yet among `held`."""
     rows_bytes: int | None
     """Bytes of a copy of its input in rows, where the input does not lie in rows."""
     never_freed: frozenset[str]
     """Storages that outlive the backward."""
-    weight_bytes: int
-    bias_bytes: int
-    adds: bool
-    whole_bytes: int
-    weight: str
 
 
 class OpFacts(NamedTuple):
     """An op in a backward."""
 
     op: Op
-    takers: tuple[Taker, ...]
-    """Inputs that get gradients."""
+    """The op."""
+    gradients: tuple[InputGradient, ...]
+    """Gradients of its inputs; none where its outputs need none."""
     scratch_bytes: int
-    """What its kernel holds only while it runs."""
-    unreduced_bytes: int
-    """And more where gradients are summed over broadcast dims, or cast."""
-    deferred_unreduced_bytes: int
+    """What its kernel holds only while it runs: temporaries, and gradients before they are summed
+    over broadcast dims or cast."""
+    deferred_scratch_bytes: int
     """The same where its weight gradient is deferred."""
-    kept: tuple[tuple[str, int], ...]
+    saved: tuple[tuple[str, int], ...]
     """(Name, bytes) of storages that it is the first to have saved: its backward frees them."""
     extra_bytes: int
     """What it saved beside tensors: masks, statistics."""
@@ -73,108 +86,140 @@ class OpFacts(NamedTuple):
 class BackwardFacts:
     """The ops of a program, last first, and what its backward begins with."""
 
-    program: Program
+    storages: StorageMap
+    """The program, and where its tensors lie."""
     ops: tuple[OpFacts, ...]
+    """Its ops, last first."""
     outputs: Mapping[str, int]
     """Bytes of the outputs that get gradients."""
-    roots: Mapping[str, str]
-    """The storage that each input and output lies in."""
     strides: Mapping[str, Strides]
-    """How outputs lie."""
+    """How outputs' gradients lie."""
     readers: Mapping[str, str]
     """The first op that reads each tensor."""
-    kept: Mapping[str, int]
-    """Bytes of all storages that autograd keeps."""
-    kept_bytes: int
-    """All of them, and what ops keep beside."""
+    saved: Mapping[str, int]
+    """Bytes of all storages that autograd saved."""
+    saved_bytes: int
+    """All of them, and what ops save beside tensors."""
     first_saver: str | None
     """The first op that saves anything."""
+    results: frozenset[str]
+    """Storages that a recomputed block refers to until `first_saver` has run backward."""
 
 
 def backward_facts(
-    program: Program, saved: SavedTensors, products: Mapping[str, ProductArgs]
+    saved: SavedTensors,
+    products: Mapping[str, ProductArgs],
+    results: frozenset[str] = frozenset(),
 ) -> BackwardFacts:
-    """Return what the backward of a bound program with those `deferrable_products` goes by."""
-    tensor, storage = program.tensor, saved.storages.storage
-    edges = (*program.inputs, *program.outputs)
+    """Return the facts of a bound program with those `deferrable_products`; `results` are those of
+    `recomputed.Kept`.
+    """
+    storages = saved.storages
+    program, tensor = storages.program, storages.program.tensor
     return BackwardFacts(
-        program=program,
-        ops=tuple(
-            _op_facts(op, products.get(op.name), program, saved) for op in reversed(program.ops)
-        ),
+        storages=storages,
+        ops=tuple(_op_facts(op, products.get(op.name), saved) for op in reversed(program.ops)),
         outputs={n: tensor[n].bytes_at(1) for n in program.outputs if tensor[n].requires_grad},
-        roots={name: storage[name].root for name in edges},
         strides={name: contiguous_strides(tensor[name].shape_at(1)) for name in program.outputs},
         readers={name: op.name for op in reversed(program.ops) for name in op.inputs},
-        kept={
-            storage.root: storage.num_bytes for kept, _ in saved.by_op.values() for storage in kept
-        },
-        kept_bytes=saved.num_bytes,
-        first_saver=next((op.name for op in program.ops if saved.kept[op.name] != Saved()), None),
+        saved=saved.roots,
+        saved_bytes=saved.num_bytes,
+        first_saver=next((name for name, mine in saved.saved.items() if mine != Saved()), None),
+        results=results,
     )
 
 
-def _op_facts(
-    op: Op, product: ProductArgs | None, program: Program, saved: SavedTensors
-) -> OpFacts:
-    tensor = program.tensor
-    kept, extra = saved.by_op.get(op.name, ((), 0))
-    takers: list[Taker] = []
-    deferred = None
-    scratch = in_all = without_weights = 0
+def _op_facts(op: Op, args: ProductArgs | None, saved: SavedTensors) -> OpFacts:
+    storages, tensor = saved.storages, saved.storages.program.tensor
+    first, extra = saved.by_op.get(op.name, ((), 0))
+    gradients: tuple[InputGradient, ...] = ()
+    product = None
+    scratch = deferred_scratch = 0
     if any(tensor[name].requires_grad for name in op.outputs):
         needing = [name for name in dict.fromkeys(op.inputs) if tensor[name].requires_grad]
-        weight = None if product is None else product[1].name
-        has_gaps = leaves_gaps(op, program)
-        takers = [
-            Taker(
+        weight = None if args is None else args[1].name
+        has_gaps = leaves_gaps(op, storages.program)
+        gradients = tuple(
+            InputGradient(
                 name=name,
                 num_bytes=tensor[name].bytes_at(1),
                 is_param=tensor[name].kind == "param",
                 is_weight=name == weight,
-                is_same=passes_on(op, name, program, saved),
+                is_same=passes_on(op, name, storages),
                 has_gaps=has_gaps,
                 strides=contiguous_strides(tensor[name].shape_at(1)),
             )
             for name in needing
-        ]
-        scratch = scratch_bytes(op, program, saved, forward=False)
-        in_all = without_weights = unreduced_bytes(op, needing, program, saved)
-        if product is not None:
-            deferred = _product(product, program, saved)
-            others = [name for name in needing if name not in deferred.later]
-            without_weights = unreduced_bytes(op, others, program, saved)
+        )
+        kernel = scratch_bytes(op, storages, forward=False)
+        scratch = deferred_scratch = kernel + unreduced_bytes(op, needing, storages)
+        if args is not None:
+            product = _product(args, storages)
+            others = [name for name in needing if name not in product.inputs]
+            deferred_scratch = kernel + unreduced_bytes(op, others, storages)
     return OpFacts(
         op=op,
-        takers=tuple(takers),
+        gradients=gradients,
         scratch_bytes=scratch,
-        unreduced_bytes=in_all,
-        deferred_unreduced_bytes=without_weights,
-        kept=tuple((storage.root, storage.num_bytes) for storage in kept),
+        deferred_scratch_bytes=deferred_scratch,
+        saved=tuple((storage.root, storage.num_bytes) for storage in first),
         extra_bytes=extra,
-        product=deferred,
+        product=product,
     )
 
 
-def _product(product: ProductArgs, program: Program, saved: SavedTensors) -> Product:
-    tensor, storage = program.tensor, saved.storages.storage
-    x, weight, bias, _ = product
-    # A product deferred waits with its input as given, or with a copy of it in rows.
-    as_given = has_rows(tensor[x.name].shape_at(1), saved.storages.strides[x.name])
+def _product(args: ProductArgs, storages: StorageMap) -> Product:
+    tensor, storage = storages.program.tensor, storages.storage
+    x, weight, bias, _ = args
+    # A deferred product refers to its input as given, or to a copy of it in rows.
+    as_given = has_rows(tensor[x.name].shape_at(1), storages.strides[x.name])
     given = [ref.name for ref in (x if as_given else None, weight, bias) if ref is not None]
-    roots = dict.fromkeys(storage[name] for name in given)
+    held = dict.fromkeys(storage[name] for name in given)
     return Product(
-        later=frozenset(ref.name for ref in (weight, bias) if ref is not None),
-        held=tuple(
-            (storage.root, storage.num_bytes)
-            for storage in roots
-            if storage.kind not in HELD_ANYWAY
+        inputs=frozenset(ref.name for ref in (weight, bias) if ref is not None),
+        weight=DeferredWeight(
+            held=tuple((s.root, s.num_bytes) for s in held if s.kind not in HELD_ANYWAY),
+            weight_bytes=tensor[weight.name].bytes_at(1),
+            bias_bytes=0 if bias is None else tensor[bias.name].bytes_at(1),
+            adds=tensor[weight.name].kind == "param",
+            whole_bytes=storage[weight.name].num_bytes,
+            weight=storage[weight.name].root,
         ),
         rows_bytes=None if as_given else tensor[x.name].bytes_at(1),
-        never_freed=frozenset(storage.root for storage in roots),
-        weight_bytes=tensor[weight.name].bytes_at(1),
-        bias_bytes=0 if bias is None else tensor[bias.name].bytes_at(1),
-        adds=tensor[weight.name].kind == "param",
-        whole_bytes=storage[weight.name].num_bytes,
-        weight=storage[weight.name].root,
+        never_freed=frozenset(s.root for s in held),
     )
+
+
+_SUMS = frozenset({"add", "sub", "clone", "contiguous"})
+"""Ops whose backward hands the arriving gradient on, if nothing is broadcast or cast."""
+
+
+def passes_on(op: Op, name: str, storages: StorageMap) -> bool:
+    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
+    output = op.outputs[0]
+    # All ranks but the first pass zeros of their own on where a gradient is counted once.
+    if len(op.outputs) > 1 or op.target == ONCE:
+        return False
+    tensor = storages.program.tensor
+    source, result = tensor[name], tensor[output]
+    same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
+    if op.target == REDISTRIBUTE:
+        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
+        if collectives(src, dst, bool(op.args[4]))[1] is not None:
+            return False
+        is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
+        return (same_size or is_slice) and source.dtype == result.dtype
+    if packet_of(op.target) == "cat":
+        return source.dtype == result.dtype  # its backward narrows: a slice of the gradient
+    if packet_of(op.target) in _SUMS:
+        return same_size and source.dtype == result.dtype
+    return output in storages.views and same_size
+
+
+def leaves_gaps(op: Op, program: Program) -> bool:
+    """Whether the gradient that an op passes on is a view with gaps: a slice of a `cat`'s."""
+    if packet_of(op.target) != "cat":
+        return False
+    shape = program.tensor[op.outputs[0]].shape_at(1)
+    dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
+    return prod(shape[: int(dim) % len(shape)]) > 1  # type: ignore[arg-type]

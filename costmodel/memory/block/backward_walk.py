@@ -1,7 +1,7 @@
 """The backward of a program, op by op: its highest point, what it makes and what it defers.
 
-A gradient is freed once the op that made its tensor has run backward; what autograd kept is
-freed by the earliest op that kept it. How gradients share buffers is in
+A gradient is freed once the op that made its tensor has run backward; what autograd saved is
+freed by the earliest op that saved it. How gradients share buffers is in
 `costmodel.memory.block.gradients`.
 """
 
@@ -10,34 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from costmodel.memory.block.backward_facts import BackwardFacts, Product, Taker
+from costmodel.memory.block.backward_facts import BackwardFacts, InputGradient, Product
+from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.block.gradients import Gradients, seen_through
 from planner.graph import Op
 from planner.ops.weight_products import LARGE_BYTES
-
-
-class DeferredWeight(NamedTuple):
-    """The gradient of a weight, and of its bias, whose product runs in a later job.
-
-    Zero-bubble schedules and early sends defer it: only the input's gradient is waited for.
-    """
-
-    held: tuple[tuple[str, int], ...]
-    """(Name, bytes) of the storages that the product waits with: its input, its output's gradient,
-    and what its operands are views of."""
-    weight_bytes: int
-    """The weight's gradient."""
-    bias_bytes: int
-    """The bias's gradient, 0 without a bias."""
-    adds: bool
-    """Whether the product can add to a gradient that is there (a GEMM with beta = 1). If not,
-    autograd makes a gradient of `whole_bytes` first."""
-    whole_bytes: int
-    """Bytes of the storage that the weight is a view of."""
-    weight: str
-    """Name of that storage."""
-    is_begun: bool = False
-    """Whether it has a gradient by then, of another use."""
 
 
 class Given(NamedTuple):
@@ -70,13 +47,12 @@ def backward_walk(
     facts: BackwardFacts,
     *,
     first: bool,
-    held: frozenset[str],
+    held: frozenset[str] = frozenset(),
     leaves: frozenset[str] = frozenset(),
     split: bool = False,
     gradient_factor: int = 1,
     waiting: frozenset[str] = frozenset(),
     adds_products: bool = True,
-    results: frozenset[str] = frozenset(),
     kept_by_others: frozenset[str] = frozenset(),
     freed_inputs: frozenset[str] = frozenset(),
     started: frozenset[str] = frozenset(),
@@ -91,13 +67,11 @@ def backward_walk(
     leaves: inputs that keep their gradients, in buffers of their own.
     split: weight gradients are deferred.
     waiting: parameters whose gradients stay to the end of the program, first or not.
-    results: storages that a call of the block holds for its recomputation, until the first op that
-        saved anything has run backward.
     kept_by_others: outputs that somebody else keeps alive.
     freed_inputs: inputs that nobody else keeps alive.
     started: inputs that have a gradient of later blocks already.
     """
-    program = facts.program
+    program, storage, results = facts.storages.program, facts.storages.storage, facts.results
     grads = Gradients()
     for name, size in facts.outputs.items():
         grads.allocate(name, size)
@@ -106,30 +80,30 @@ def backward_walk(
         grads.allocate(name, program.tensor[name].bytes_at(1))
     for name in held:
         grads.hold(name)
-    live_saved = facts.kept_bytes
+    live_saved = facts.saved_bytes
     start = live_saved + grads.live
-    never_freed = {facts.roots[name] for name in program.inputs if name not in freed_inputs}
-    never_freed |= {facts.roots[name] for name in kept_by_others}
+    never_freed = {storage[name].root for name in program.inputs if name not in freed_inputs}
+    never_freed |= {storage[name].root for name in kept_by_others}
     if split:
         never_freed.update(*(step.product.never_freed for step in facts.ops if step.product))
     laid = dict(facts.strides)
     param_grads: dict[str, int] = {}
     stay_bytes = 0  # of gradients of parameters, and of inputs copied to rows
-    made: set[str] = set()
     reached: set[str] = set()
     deferred: list[DeferredWeight] = []
     peak = start
     for step in facts.ops:
         op = step.op
         arriving = [name for name in op.outputs if name in grads.of]
-        takers: Sequence[Taker] = ()
+        made: Sequence[InputGradient] = ()
         if arriving:
-            product = step.product if split else None
-            takers, scratch = step.takers, step.scratch_bytes + step.unreduced_bytes
-            if product is not None:
-                takers = [taker for taker in takers if taker.name not in product.later]
-                scratch = step.scratch_bytes + step.deferred_unreduced_bytes
-            for name, size, is_param, is_weight, is_same, has_gaps, strides in takers:
+            made, scratch, product = step.gradients, step.scratch_bytes, None
+            if split and step.product is not None:
+                product, scratch = step.product, step.deferred_scratch_bytes
+                made = [gradient for gradient in made if gradient.name not in product.inputs]
+            # While an op runs backward, three things are alive together: the arriving gradients,
+            # those it makes, and its kernel's scratch.
+            for name, size, is_param, is_weight, is_same, has_gaps, strides in made:
                 reached.add(name)
                 if not is_param:
                     # A view's backward is a view of the arriving gradient, if strides allow it.
@@ -140,16 +114,15 @@ def backward_walk(
                     else:
                         grads.allocate(name, size)
                     laid.setdefault(name, through or strides)
-                    continue
-                made.add(name)
-                if name in waiting or first:
-                    is_cast = name not in waiting and gradient_factor > 1
-                    kept = gradient_factor * size if name not in waiting else size
-                    stay_bytes += kept - param_grads.get(name, 0)
-                    param_grads[name] = kept
+                elif name in waiting or first:
+                    # A gradient that waits for the end of the program is not summed in fp32 yet.
+                    factor = 1 if name in waiting else gradient_factor
+                    stay_bytes += factor * size - param_grads.get(name, 0)
+                    param_grads[name] = factor * size
                     # The product's own result lives until it is cast to the dtype of the sum.
-                    scratch += size if is_cast and not is_same else 0
+                    scratch += size if factor > 1 and not is_same else 0
                 else:
+                    # Added to the sum of earlier microbatches at once, it lives as long as its op.
                     adds = is_weight and adds_products and gradient_factor == 1
                     in_place = adds and size >= LARGE_BYTES
                     scratch += 0 if is_same or in_place else size
@@ -162,15 +135,16 @@ def backward_walk(
             else:
                 for name in arriving:
                     grads.free(name)
-        # Autograd frees what an op saved once its backward has run.
+        # Autograd frees what an op saved once its backward has run. What the call of a recomputed
+        # block refers to lives until nothing is left of the block's graph.
         live_saved -= step.extra_bytes + sum(
-            size for root, size in step.kept if root not in never_freed and root not in results
+            size for root, size in step.saved if root not in never_freed and root not in results
         )
         if op.name == facts.first_saver:
-            live_saved -= sum(facts.kept.get(root, 0) for root in results - never_freed)
+            live_saved -= sum(facts.saved.get(root, 0) for root in results - never_freed)
         beside = live_saved + stay_bytes
-        for taker in takers:
-            name, size = taker.name, taker.num_bytes
+        for gradient in made:
+            name, size = gradient.name, gradient.num_bytes
             if name not in grads.of:
                 continue
             before = grads.live
@@ -184,21 +158,17 @@ def backward_walk(
         if name in reached:
             buffer, size = grads.buffer_of(name)
             given[name] = Given(size, given_by.get(buffer), name in grads.gaps, name in started)
-    return BackwardWalk(peak - start, frozenset(made), tuple(deferred), given)
+    params = frozenset(name for name in reached if program.tensor[name].kind == "param")
+    return BackwardWalk(peak - start, params, tuple(deferred), given)
 
 
 def _defer(
     op: Op, product: Product, grads: Gradients, given_by: Mapping[int, str]
 ) -> DeferredWeight:
+    """Return a product's weight gradient with all that it refers to until it is computed."""
     buffer, size = grads.buffer_of(op.outputs[0])
-    held = product.held
+    held = product.weight.held
     if product.rows_bytes is not None:
         held += ((f"rows of {op.name}", product.rows_bytes),)
-    return DeferredWeight(
-        held=(*held, (f"gradient {given_by.get(buffer, buffer)}", size)),
-        weight_bytes=product.weight_bytes,
-        bias_bytes=product.bias_bytes,
-        adds=product.adds,
-        whole_bytes=product.whole_bytes,
-        weight=product.weight,
-    )
+    held += ((f"gradient {given_by.get(buffer, buffer)}", size),)
+    return product.weight._replace(held=held)

@@ -14,19 +14,21 @@ from typing import NamedTuple
 from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
 from costmodel.memory.block.forward_walk import forward_walk
-from costmodel.memory.block.recomputed import held_results, kept_storages
-from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors, saved_tensors
+from costmodel.memory.block.recomputed import kept_storages
+from costmodel.memory.saved import HELD_ANYWAY, SavedTensors, saved_tensors
 from planner.graph import Program
-from planner.ops.weight_products import deferrable_products
+from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.plan import Recompute
-from planner.units import DTYPE_BYTES
 
 _COPIED = frozenset({"buffer", "constant"})
+"""Kinds that a block's second run gets as copies, which only its graph refers to."""
 
 
 class Edge(NamedTuple):
     """A value a block takes or makes."""
 
+    name: str
+    """Its local name."""
     num_bytes: int
     requires_grad: bool
     """Whether a gradient belongs to it."""
@@ -40,14 +42,10 @@ class Edge(NamedTuple):
 class BlockBytes:
     """One block of a class on one rank, under one choice of recomputation."""
 
-    input_names: tuple[str, ...]
-    """Local names of the activations it takes."""
-    output_names: tuple[str, ...]
-    """Local names of the activations it makes."""
     inputs: tuple[Edge, ...]
-    """The activations it takes, in the same order."""
+    """The activations it takes."""
     outputs: tuple[Edge, ...]
-    """The activations it makes, in the same order."""
+    """The activations it makes."""
     params: Mapping[str, int]
     """Bytes of trained parameters, by local name."""
     param_rows: Mapping[str, int]
@@ -72,109 +70,93 @@ def block_bytes(
     """Return what a bound local program holds; `recomputed` names the ops that run again when
     `recompute` is "selective".
     """
-    # A second run gets buffers and constants as copies, which only its graph holds.
+    none, every = frozenset[str](), frozenset(op.name for op in program.ops)
+    again = {"none": none, "selective": recomputed, "full": every}[recompute]
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
-    saved = saved_tensors(program, device_type=device_type, held_anyway=held_anyway)
-    there = _held(program, saved, recompute, recomputed)
-    deferred = saved_tensors(
-        program,
-        device_type=device_type,
-        aside=frozenset(deferrable_products(program)),
-        held_anyway=held_anyway,
+    products = deferrable_products(program)
+    saved, deferred = (
+        saved_tensors(program, device_type=device_type, deferred=names, held_anyway=held_anyway)
+        for names in (none, frozenset(products))
     )
+    block = _block_bytes(saved, products, again, is_recomputed=recompute != "none")
     if deferred.by_op == saved.by_op:
-        return there
-    return replace(there, deferred=_held(program, deferred, recompute, recomputed))
+        return block
+    other = _block_bytes(deferred, products, again, is_recomputed=recompute != "none")
+    return replace(block, deferred=other)
 
 
-def _held(
-    program: Program, saved: SavedTensors, recompute: Recompute, recomputed: frozenset[str]
+def _block_bytes(
+    saved: SavedTensors,
+    products: Mapping[str, ProductArgs],
+    again: frozenset[str],
+    *,
+    is_recomputed: bool,
 ) -> BlockBytes:
-    storage = saved.storages.storage
-    every = {
-        saved_storage.root: saved_storage.num_bytes
-        for storages, _ in saved.by_op.values()
-        for saved_storage in storages
-    }
-    inner = frozenset(every) - frozenset(program.inputs)
-    extra = {op.name: saved.kept[op.name].extra_bytes for op in program.ops}
+    """Return what a block holds of which the ops named in `again` run twice."""
+    program, storage = saved.storages.program, saved.storages.storage
+    tensor, all_roots, all_extra = program.tensor, saved.roots, saved.extra
+    kept = kept_storages(saved, again)
     recomputed_bytes = recompute_rise = 0
-    results: frozenset[str] = frozenset()
-    if recompute == "none":
-        roots, kept_extra = {root: every[root] for root in inner}, extra
-    else:
-        roots, kept_extra = {}, {}
-        if recompute == "selective":
-            roots, kept_extra = kept_storages(program, saved, recomputed)
-            results = held_results(program, saved, recomputed)
-        left = {name: size - kept_extra.get(name, 0) for name, size in extra.items()}
-        second = forward_walk(
-            program, saved, roots=inner, extra=left, there=frozenset(roots), stops=True,
-            skipped=frozenset() if recompute == "full" else _others(program, recomputed),
-        )  # fmt: skip
-        copied = (name for name in program.params if program.tensor[name].kind in _COPIED)
-        recompute_rise = second + sum(_bytes(program, name) for name in copied)
-        recomputed_bytes = sum(left.values()) + sum(
-            every[root] for root in inner - frozenset(roots)
+    if is_recomputed:
+        # The second run makes what the backward needs and the first run did not keep.
+        inner = all_roots.keys() - set(program.inputs)
+        extra = {name: size - kept.extra.get(name, 0) for name, size in all_extra.items()}
+        recomputed_bytes = sum(extra.values()) + sum(
+            all_roots[root] for root in inner - kept.roots.keys()
         )
-    first = forward_walk(program, saved, roots=frozenset(roots), extra=kept_extra)
+        skipped = {op.name for op in program.ops} - again
+        recompute_rise = forward_walk(
+            saved, roots=inner, extra=extra, exist=kept.roots, skipped=skipped, stops=True
+        )
+        copied = (name for name in program.params if tensor[name].kind in _COPIED)
+        recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
+    trained = [n for n in program.params if tensor[n].kind == "param" and tensor[n].requires_grad]
     edges = {storage[name].root for name in program.outputs}
-    again = recompute != "none"
-    trained = [
+    # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other
+    # inputs, a second run needs all.
+    kept_inputs = {
         name
-        for name in program.params
-        if program.tensor[name].kind == "param" and program.tensor[name].requires_grad
-    ]
+        for name in program.inputs
+        if tensor[name].kind not in HELD_ANYWAY and (is_recomputed or name in all_roots)
+    }
+    kept_outputs = {name for name in program.outputs if storage[name].root in kept.roots}
+    facts = cache(lambda: backward_facts(saved, products, kept.results))
     return BlockBytes(
-        input_names=program.inputs,
-        output_names=program.outputs,
-        inputs=tuple(
-            _edge(
-                program, saved, name, is_kept=_is_held(program, name) and (again or name in every)
-            )
-            for name in program.inputs
-        ),
-        outputs=tuple(
-            _edge(program, saved, name, is_kept=storage[name].root in roots)
-            for name in program.outputs
-        ),
-        params={name: _bytes(program, name) for name in trained},
-        param_rows={name: (*program.tensor[name].shape_at(1), 1)[0] for name in trained},
-        kept_bytes=sum(kept_extra.values())
-        + sum(size for root, size in roots.items() if root not in edges),
+        inputs=tuple(_edge(saved, n, is_kept=n in kept_inputs) for n in program.inputs),
+        outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),
+        params={name: tensor[name].bytes_at(1) for name in trained},
+        param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in trained},
+        kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
-        forward_rise_bytes=first,
+        forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),
         recompute_rise_bytes=recompute_rise,
-        backward=_backward(program, saved, results),
+        backward=cache(lambda **how: backward_walk(facts(), **how)),
     )
 
 
-def _backward(
-    program: Program, saved: SavedTensors, results: frozenset[str]
-) -> Callable[..., BackwardWalk]:
-    facts = cache(lambda: backward_facts(program, saved, deferrable_products(program)))
-    return cache(lambda **how: backward_walk(facts(), results=results, **how))
-
-
-def _others(program: Program, recomputed: frozenset[str]) -> frozenset[str]:
-    return frozenset(op.name for op in program.ops) - recomputed
-
-
-def _is_held(program: Program, name: str) -> bool:
-    """Whether a kept input is anybody's to free: pieces of the batch are there anyway."""
-    return program.tensor[name].kind not in HELD_ANYWAY
-
-
-def _edge(program: Program, saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
-    root = saved.storages.storage[name].root
+def _edge(saved: SavedTensors, name: str, *, is_kept: bool) -> Edge:
+    program, storage = saved.storages.program, saved.storages.storage[name]
+    is_view = storage.root in program.inputs and storage.root != name
     return Edge(
-        num_bytes=saved.storages.storage[name].num_bytes,
+        name=name,
+        num_bytes=storage.num_bytes,
         requires_grad=program.tensor[name].requires_grad,
         is_kept=is_kept,
-        viewed=program.inputs.index(root) if root in program.inputs and root != name else None,
+        viewed=program.inputs.index(storage.root) if is_view else None,
     )
 
 
-def _bytes(program: Program, name: str) -> int:
-    meta = program.tensor[name]
-    return meta.numel_at(1) * DTYPE_BYTES[meta.dtype]
+def peak_bytes(saved: SavedTensors, products: Mapping[str, ProductArgs]) -> tuple[int, int]:
+    """Return the highest bytes alive in a forward and in a backward of a program alone, which has
+    those `deferrable_products`.
+
+    The forward starts from nothing of this program alive; its inputs are not counted. The backward
+    starts with everything saved, and with the gradients of the outputs, and counts both. It counts
+    a parameter's gradient as long as its op runs.
+    """
+    facts = backward_facts(saved, products)
+    rise = backward_walk(facts, first=False).rise_bytes
+    return (
+        forward_walk(saved, roots=saved.roots, extra=saved.extra),
+        facts.saved_bytes + sum(facts.outputs.values()) + rise,
+    )

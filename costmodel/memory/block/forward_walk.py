@@ -1,85 +1,46 @@
-"""Memory a program needs beyond what it keeps: the highest point inside forward and backward.
-
-`forward_walk` runs a program op by op. `find_peaks` takes the peaks of a program alone, without
-neighbours, from the same two walks (`backward_walk`) that the exact fidelity runs block by block.
-"""
+"""The forward of a program, op by op: the highest bytes alive inside it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 
-from costmodel.memory.block.backward_facts import backward_facts
-from costmodel.memory.block.backward_walk import backward_walk
-from costmodel.memory.ops.kernel_scratch import scratch_bytes
-from costmodel.memory.ops.saved import SavedTensors
-from planner.graph import Program
-from planner.ops.weight_products import ProductArgs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """Highest bytes alive in one forward and one backward of a program alone.
-
-    `forward_bytes` starts from nothing of this program alive; its inputs are not counted.
-    `backward_bytes` starts with everything saved alive and counts that too, and the gradient of
-    the outputs that is handed in. It counts a parameter's gradient as long as its op runs.
-    """
-
-    forward_bytes: int
-    backward_bytes: int
-
-
-def find_peaks(program: Program, saved: SavedTensors, products: Mapping[str, ProductArgs]) -> Peaks:
-    """Return the peaks of a bound program with those `deferrable_products`."""
-    facts = backward_facts(program, saved, products)
-    rise = backward_walk(facts, first=False, held=frozenset()).rise_bytes
-    return Peaks(
-        forward_bytes=forward_walk(
-            program,
-            saved,
-            roots=frozenset(
-                storage.root for storages, _ in saved.by_op.values() for storage in storages
-            ),
-            extra={op.name: saved.kept[op.name].extra_bytes for op in program.ops},
-        ),
-        backward_bytes=facts.kept_bytes + sum(facts.outputs.values()) + rise,
-    )
+from costmodel.memory.saved import SavedTensors, scratch_bytes
 
 
 def forward_walk(
-    program: Program,
     saved: SavedTensors,
     *,
-    roots: frozenset[str],
+    roots: Collection[str],
     extra: Mapping[str, int],
-    there: frozenset[str] = frozenset(),
-    skipped: frozenset[str] = frozenset(),
+    exist: Collection[str] = (),
+    skipped: Collection[str] = (),
     stops: bool = False,
 ) -> int:
     """Run a program's ops and return the highest bytes alive beside its inputs and params.
 
-    `roots` are the storages that stay, and `extra` what ops keep besides, by op. Storages in
-    `there` exist already, and ops in `skipped` do not run: they take what they are given and
-    let it go. With `stops` the run ends once it
-    has made all that stays.
+    roots: storages that stay, saved for the backward.
+    extra: bytes that ops keep beside tensors, by op.
+    exist: storages that are alive before the run.
+    skipped: ops that do not run. Selective recomputation gives them their saved results: they only
+        free what nobody reads later.
+    stops: the run ends once all that stays is made, as checkpointing stops early.
     """
-    storage = saved.storages.storage
-    outside = {storage[name].root for name in (*program.inputs, *program.params)} | there
+    program, storage = saved.storages.program, saved.storages.storage
+    outside = {storage[name].root for name in (*program.inputs, *program.params)}.union(exist)
     last_use: dict[str, int] = {}
     end = 0
     for index, op in enumerate(program.ops):
         for name in (*op.inputs, *op.outputs):
             last_use[storage[name].root] = index
-        keeps = saved.kept[op.name]
-        if keeps.extra_bytes or any(storage[name].root in roots for name in keeps.tensors):
+        mine = saved.saved[op.name]
+        if mine.extra_bytes or any(storage[name].root in roots for name in mine.tensors):
             end = index + 1
     if not stops:
         end = len(program.ops)
         last_use |= {storage[name].root: end for name in program.outputs}
-    dying: dict[int, list[str]] = {}
+    last_used_by: dict[int, list[str]] = {}
     for root, index in last_use.items():
-        dying.setdefault(index, []).append(root)
+        last_used_by.setdefault(index, []).append(root)
     live = peak = 0
     alive: dict[str, int] = {}
     for index, op in enumerate(program.ops[:end]):
@@ -90,10 +51,14 @@ def forward_walk(
                     alive[owner.root] = owner.num_bytes
                     live += owner.num_bytes
             stays = extra.get(op.name, 0)
-            passing = saved.kept[op.name].extra_bytes - stays
             live += stays
-            peak = max(peak, live + passing + scratch_bytes(op, program, saved, forward=True))
-        for root in dying.get(index, ()):
+            # What a kernel would save and nobody keeps (a mask that is recomputed later) lives as
+            # long as the kernel runs.
+            temporary = saved.saved[op.name].extra_bytes - stays
+            temporary += scratch_bytes(op, saved.storages, forward=True)
+            peak = max(peak, live + temporary)
+        # Python frees a value when the op that reads it last returns.
+        for root in last_used_by.get(index, ()):
             if root in alive and root not in roots:
                 live -= alive.pop(root)
     return peak

@@ -8,15 +8,8 @@ sum takes a buffer more.
 
 from __future__ import annotations
 
-from math import prod
-
-from costmodel.memory.ops.saved import SavedTensors
 from planner.graph import Op, Program
-from planner.layout.lowering import ONCE
-from planner.layout.placement import Replicate, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE, collectives
-from planner.ops.families.lowered import is_view_slice
-from planner.ops.record import family_of, packet_of
+from planner.ops.record import family_of
 from planner.ops.strides import Strides, reshaped_strides
 
 
@@ -105,39 +98,6 @@ class Gradients:
         self._users[buffer] -= 1
         if self._users[buffer] == 0:
             self.live -= self._bytes[buffer]
-
-
-_SUMS = frozenset({"add", "sub", "clone", "contiguous"})
-
-
-def passes_on(op: Op, name: str, program: Program, saved: SavedTensors) -> bool:
-    """Whether the gradient of `name` is the arriving gradient itself, or a view of it."""
-    output = op.outputs[0]
-    # All ranks but the first pass zeros of their own on where a gradient is counted once.
-    if len(op.outputs) > 1 or op.target == ONCE:
-        return False
-    source, result = program.tensor[name], program.tensor[output]
-    same_size = prod(source.shape_at(1)) == prod(result.shape_at(1))
-    if op.target == REDISTRIBUTE:
-        src, dst = (parse_placement(str(placement)) for placement in op.args[2:4])
-        if collectives(src, dst, bool(op.args[4]))[1] is not None:
-            return False
-        is_slice = is_view_slice(Replicate(), src, result.shape_at(1))
-        return (same_size or is_slice) and source.dtype == result.dtype
-    if packet_of(op.target) == "cat":
-        return source.dtype == result.dtype  # a slice of it
-    if packet_of(op.target) in _SUMS:
-        return same_size and source.dtype == result.dtype
-    return output in saved.storages.views and same_size
-
-
-def leaves_gaps(op: Op, program: Program) -> bool:
-    """Whether the gradient that an op passes on is a view with gaps: a slice of a `cat`'s."""
-    if packet_of(op.target) != "cat":
-        return False
-    shape = program.tensor[op.outputs[0]].shape_at(1)
-    dim = op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)
-    return prod(shape[: int(dim) % len(shape)]) > 1  # type: ignore[arg-type]
 
 
 def seen_through(op: Op, name: str, program: Program, strides: Strides) -> Strides | None:

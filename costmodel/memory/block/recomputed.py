@@ -1,61 +1,53 @@
-"""What selective recomputation keeps of a block, and what it holds on top while it runs again.
+"""What recomputation keeps of a block between its two runs (activation checkpointing).
 
-As the runtime does it (`planner.runtime.stage.recompute`): of an op that is not made again it
-keeps what the op's own autograd saves of its making, and its result where an op made again
-reads it or another such op saves it. What was given to it by an op made again is made again.
-Results that only ops after the last saved tensor read are dropped.
+As the runtime does it (`planner.runtime.stage.recompute`), ops are of two kinds. Those that run
+again keep nothing. Of every other op it keeps what autograd saves of it, and its result where an
+op that runs again reads it, or where another such op saves it. A result that only ops after the
+last saved tensor read is dropped: the second run stops before them.
+
+    recompute = "none"          no op runs again
+    recompute = "selective"     cheap ops run again
+    recompute = "full"          all ops run again: inputs of the block are kept, nothing else
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import NamedTuple
 
-from costmodel.memory.ops.saved import HELD_ANYWAY, SavedTensors
-from costmodel.memory.ops.storage import Storage
-from planner.graph import Program
+from costmodel.memory.saved import HELD_ANYWAY, SavedTensors, Storage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectiveBytes:
-    """`kept_bytes` lie between forward and backward, the block's inputs not counted;
-    `unsaved_bytes` are those of them that a backward without recomputation does not need.
-    """
+class Kept(NamedTuple):
+    """What a block keeps from its first run to its backward, inputs left out."""
 
-    kept_bytes: int
-    unsaved_bytes: int
+    roots: dict[str, int]
+    """Bytes of each storage."""
+    extra: dict[str, int]
+    """Bytes kept beside tensors (masks, statistics), by op."""
+    results: frozenset[str]
+    """Those of the storages that the call of the block refers to for its second run. They are
+    freed when nothing is left of its graph; others are freed op by op."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(self.roots.values()) + sum(self.extra.values())
 
 
-def selective_bytes(
-    program: Program, saved: SavedTensors, recomputed: Iterable[str]
-) -> SelectiveBytes:
+def kept_storages(saved: SavedTensors, recomputed: Collection[str]) -> Kept:
     """Return what a bound local program keeps when the ops named in `recomputed` run again."""
-    roots, extra = kept_storages(program, saved, recomputed)
-    needed = {storage.root for storages, _ in saved.by_op.values() for storage in storages}
-    return SelectiveBytes(
-        kept_bytes=sum(roots.values()) + sum(extra.values()),
-        unsaved_bytes=sum(size for root, size in roots.items() if root not in needed),
-    )
-
-
-def kept_storages(
-    program: Program, saved: SavedTensors, recomputed: Iterable[str]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of each storage kept when the ops named in `recomputed` run again, inputs
-    left out, and what each other op keeps besides (masks, statistics), by its name.
-    """
-    again = frozenset(recomputed)
-    storage = saved.storages.storage
+    program, storage = saved.storages.program, saved.storages.storage
     maker = {output: op.name for op in program.ops for output in op.outputs}
     read_again = {
-        name for op in program.ops if op.name in again for name in op.inputs if name in maker
+        name for op in program.ops if op.name in recomputed for name in op.inputs if name in maker
     }
     kept: dict[str, Storage] = {}
     extra: dict[str, int] = {}
-    saves_later = False
+    saves_later = False  # whether the second run has to get as far as here
     for op in reversed(program.ops):
-        mine = saved.kept[op.name]
-        if op.name in again:
+        mine = saved.saved[op.name]
+        if op.name in recomputed:
             saves_later = saves_later or bool(mine.tensors or mine.extra_bytes)
             continue
         if mine.extra_bytes:
@@ -63,28 +55,19 @@ def kept_storages(
         if saves_later:
             kept |= {name: storage[name] for name in op.outputs if name in read_again}
         for name in mine.tensors:
-            if maker.get(name) in again:
-                saves_later = True
+            if maker.get(name) in recomputed:
+                saves_later = True  # the second run makes it
             elif storage[name].kind not in HELD_ANYWAY:
                 kept[name] = storage[name]
-    roots = {
-        storage.root: storage.num_bytes
-        for storage in kept.values()
-        if storage.root not in program.inputs
-    }
-    return roots, extra
+    roots = {s.root: s.num_bytes for s in kept.values() if s.root not in program.inputs}
+    results = (storage[name].root for name in read_again if maker[name] not in recomputed)
+    return Kept(roots, extra, frozenset(results) & roots.keys())
 
 
-def held_results(
-    program: Program, saved: SavedTensors, recomputed: Iterable[str]
-) -> frozenset[str]:
-    """Return the storages that a call of the block holds for its second run, and so until nothing
-    is left of its graph: results that an op made again reads.
+def selective_bytes(saved: SavedTensors, recomputed: Collection[str]) -> tuple[int, int]:
+    """Return the bytes that a program keeps when the ops named in `recomputed` run again, inputs
+    left out, and how many of them a backward without recomputation does not need.
     """
-    again = frozenset(recomputed)
-    roots, _ = kept_storages(program, saved, again)
-    maker = {output: op.name for op in program.ops for output in op.outputs}
-    read = {name for op in program.ops if op.name in again for name in op.inputs if name in maker}
-    return frozenset(
-        saved.storages.storage[name].root for name in read if maker[name] not in again
-    ) & frozenset(roots)
+    kept, needed = kept_storages(saved, recomputed), saved.roots
+    unsaved = sum(size for root, size in kept.roots.items() if root not in needed)
+    return kept.num_bytes, unsaved

@@ -6,5 +6,5 @@ each rank's fullest sample, to the byte of what the runtime holds on a CPU.
 Reading order: `plan_memory` (a plan's ranks), `resident` (what lies there through the step),
 `rank_walk` (one rank's jobs in order), `microbatch` (what one microbatch keeps between its jobs),
 `messages` (what travels between ranks), `fsdp_walk` (ZeRO), and the sub-room `stage` (one job,
-block by block). `steady_row` leaves repetitions of a row out.
+block by block).
 """

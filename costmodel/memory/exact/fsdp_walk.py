@@ -1,7 +1,7 @@
 """What ZeRO holds beside a rank's activations: FSDP2, simulated block by block.
 
 Weights are gathered into one message, from which each parameter is copied; the message of a
-forward stays until the next block's is copied too, that of a backward is let go at once, and the
+forward stays until the next block's is copied too, that of a backward is freed at once, and the
 next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
 gets the sum of its shard; that message stays until the next block's is made, the last gradient
 until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
@@ -12,17 +12,15 @@ _fsdp_collectives}.py.)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import NamedTuple
 
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
-from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
+from costmodel.memory.exact.stage.stage_walk import BackwardBytes, ForwardBytes
 
 
 class FsdpState(NamedTuple):
-    """What FSDP2 holds of a stage between two jobs.
-
-    Units are named by their block's position; the shared one by the number of blocks.
-    """
+    """What FSDP2 holds of a stage between two jobs. Units go by key of `ShardedStage.units`."""
 
     gathered: frozenset[int] = frozenset()
     """Units whose weights are gathered."""
@@ -42,17 +40,6 @@ class FsdpState(NamedTuple):
     """Its gradients alone."""
 
 
-class SimulatedJob(NamedTuple):
-    """A job that was simulated from some state on."""
-
-    peak_bytes: int
-    """Its height, activations counted."""
-    state: FsdpState
-    """What is held after it."""
-    job: ForwardBytes | BackwardBytes
-    """The job itself: as long as it is here, no other object gets its id."""
-
-
 class ShardedBytes:
     """What FSDP2 holds of one stage now. Mutable: it is a tally.
 
@@ -65,69 +52,54 @@ class ShardedBytes:
         self._ran_back = False
         self.state = FsdpState()
 
-    def forward(self, job: ForwardBytes) -> int:
-        """Play a forward and return its height, activations counted, above its start."""
-        self._in_flight += 1
-        key = id(job), self.state
-        known = self._stage.simulated.get(key)
-        if known is None:
-            tally = _FsdpTally(self._stage, self.state)
-            tally.forward(job)
-            known = self._remember(key, tally, job)
-        self.state = known.state
-        return known.peak_bytes
-
-    def backward(self, job: BackwardBytes, *, is_last: bool) -> int:
-        """Play a backward and return its height, activations counted, above its start; `is_last`
-        is the stage's last one of a step.
+    def run(self, job: ForwardBytes | BackwardBytes, *, is_last: bool = False) -> int:
+        """Simulate a job and return its height, activations counted, above its start; `is_last` is
+        the stage's last backward of a step.
         """
-        # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing ran.
-        is_first = self._in_flight == 1 and not self._ran_back
-        self._ran_back = (self._ran_back or is_first) and not is_last
-        self._in_flight -= 1
-        key = id(job), self.state, is_last, is_first
-        known = self._stage.simulated.get(key)
-        if known is None:
+        is_first = False
+        if isinstance(job, ForwardBytes):
+            self._in_flight += 1
+        else:
+            # What ran ahead of a block is fetched behind it; ahead of the step's first, nothing
+            # ran.
+            is_first = self._in_flight == 1 and not self._ran_back
+            self._ran_back = (self._ran_back or is_first) and not is_last
+            self._in_flight -= 1
+        key = job, self.state, is_last, is_first
+        simulated = self._stage.simulated
+        if key not in simulated:
             tally = _FsdpTally(self._stage, self.state)
-            tally.backward(job, is_last=is_last, is_first=is_first)
-            known = self._remember(key, tally, job)
-        self.state = known.state
-        return known.peak_bytes
-
-    def _remember(
-        self, key: tuple, tally: _FsdpTally, job: ForwardBytes | BackwardBytes
-    ) -> SimulatedJob:
-        known = self._stage.simulated[key] = SimulatedJob(tally.peak, tally.state(), job)
-        return known
+            if isinstance(job, ForwardBytes):
+                tally.forward(job)
+            else:
+                tally.backward(job, is_last=is_last, is_first=is_first)
+            simulated[key] = tally.peak, tally.state()
+        peak_bytes, self.state = simulated[key]
+        return peak_bytes
 
 
-class _Units:
-    """A set of units and the bytes they take together, kept as they come and go."""
+class _Held:
+    """Some units of a stage, and the bytes that a part of each takes together. Mutable."""
 
-    def __init__(self, sizes: Mapping[int, int], members: frozenset[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, units: Mapping[int, Unit], part: str, members: frozenset[int]) -> None:
+        self._units, self._bytes_of = units, attrgetter(part)
         self.members = set(members)
-        self.num_bytes = sum(sizes[index] for index in members)
+        self.num_bytes = sum([self._bytes_of(units[index]) for index in members])
 
     def __contains__(self, index: int) -> bool:
         return index in self.members
 
     def add(self, index: int) -> None:
-        """Hold a unit, if it is not held."""
+        """Add a unit."""
         if index not in self.members:
             self.members.add(index)
-            self.num_bytes += self._sizes[index]
+            self.num_bytes += self._bytes_of(self._units[index])
 
     def discard(self, index: int) -> None:
-        """Let a unit go, if it is held."""
+        """Remove a unit, if it is there."""
         if index in self.members:
             self.members.remove(index)
-            self.num_bytes -= self._sizes[index]
-
-    def clear(self) -> None:
-        """Let all go."""
-        self.members.clear()
-        self.num_bytes = 0
+            self.num_bytes -= self._bytes_of(self._units[index])
 
 
 class _FsdpTally:
@@ -135,23 +107,19 @@ class _FsdpTally:
 
     def __init__(self, stage: ShardedStage, state: FsdpState) -> None:
         self._stage = stage
-        self._shared = len(stage.blocks)
-        self._units = stage.units
-        units = self._units.items()
-        gathered = {index: unit.gathered_bytes for index, unit in units}
-        gradients = {index: unit.gradient_bytes for index, unit in units}
-        self._gathered = _Units(gathered, state.gathered)
-        self._prefetched = _Units(gathered, state.prefetched)
-        self._forward_message: int | None = None
+        self._shared, self._units = stage.shared, stage.units
+        self._gathered = _Held(stage.units, "gathered_bytes", state.gathered)
+        self._prefetched = _Held(stage.units, "gathered_bytes", state.prefetched)
+        self._summed = _Held(stage.units, "sum_bytes", state.summed)
+        self._fresh = _Held(stage.units, "gradient_bytes", state.fresh)
+        self._sharded = _Held(stage.units, "shard_bytes", state.sharded)
         self._sum_message = state.sum_message
-        self._summed = _Units({index: unit.sum_bytes for index, unit in units}, state.summed)
-        self._fresh = _Units(gradients, state.fresh)
-        shards = {index: self._shard_bytes(index) for index in self._units}
-        self._sharded = _Units(shards, state.sharded)
+        self._forward_message: int | None = None
         self._base = self.peak = 0
 
     def state(self) -> FsdpState:
-        """Return what is held now."""
+        """Return what is held when the job has ended."""
+        self._forward_message = None  # freed with the forward
         return FsdpState(
             gathered=frozenset(self._gathered.members),
             prefetched=frozenset(self._prefetched.members),
@@ -177,40 +145,39 @@ class _FsdpTally:
             held += self._units[self._sum_message].message_bytes
         return held + self._gradient_bytes
 
-    def _shard_bytes(self, index: int) -> int:
-        return self._units[index].message_bytes // self._stage.replicas
-
     def _note(self, more: int = 0) -> None:
+        """Note what is alive now, activations and some bytes more included."""
         self.peak = max(self.peak, self._base + self._live_bytes + more)
 
     def forward(self, job: ForwardBytes) -> None:
-        """Play a forward."""
+        """Simulate a forward."""
         self._before_forward(self._shared)
         for index, sample in enumerate(job.samples):
             self._base = sample.start_bytes
             self._before_forward(index)
             self._base = sample.peak_bytes
             self._note()
-            self._after_forward(index)
+            # ZeRO 3 frees weights after each block; the shared unit serves blocks to come.
+            if self._stage.zero_stage == 3:
+                self._gathered.discard(index)
         self._base = job.last_bytes
         self._note()
-        self._after_forward(self._shared)
-        self._forward_message = None
 
     def _before_forward(self, index: int) -> None:
         if index in self._units and index not in self._gathered:
-            self._prefetched.add(index)
-            self._gathered.add(index)
-            self._note()
-            self._prefetched.discard(index)
+            # The message and the parameters copied from it are alive together. The message lives
+            # on until the next unit's parameters are copied.
+            self._gather(index)
             self._forward_message = index
 
-    def _after_forward(self, index: int) -> None:
-        if self._stage.zero_stage == 3 and index != self._shared:
-            self._gathered.discard(index)
+    def _gather(self, index: int) -> None:
+        self._prefetched.add(index)
+        self._gathered.add(index)
+        self._note()
+        self._prefetched.discard(index)
 
     def backward(self, job: BackwardBytes, *, is_last: bool, is_first: bool) -> None:
-        """Play a backward; `is_first` is that of the stage's first forward in a step."""
+        """Simulate a backward; `is_first` is that of the stage's first forward in a step."""
         last = len(job.samples) - 1
         waiting: list[int] = []
         for back, sample in enumerate(job.samples):
@@ -234,7 +201,9 @@ class _FsdpTally:
         for index in waiting:
             self._after_backward(index, is_last)
         if is_last:
-            self._prefetched.clear()
+            # At the end of a step FSDP2 waits for all messages and frees them.
+            for index in list(self._prefetched.members):
+                self._prefetched.discard(index)
             self._sum_message = None
 
     def _make_gradient(self, index: int) -> None:
@@ -247,10 +216,8 @@ class _FsdpTally:
         if index not in self._units:
             return
         if index not in self._gathered:
-            self._prefetched.add(index)
-            self._gathered.add(index)
-            self._note()
-            self._prefetched.discard(index)
+            self._gather(index)
+        # The unit that runs backward next is prefetched: FSDP2 expects the reverse of the forward.
         before = self._stage.ran_before[index]
         if before not in self._gathered and not (is_first and before >= index):
             self._prefetched.add(before)
@@ -260,6 +227,7 @@ class _FsdpTally:
         unit = self._units[index]
         is_fresh = index in self._fresh
         if self._stage.zero_stage == 1 and not is_last:
+            # ZeRO 1 reduces once a step: whole gradients are summed, in fp32 if they are bf16.
             if unit.sum_bytes == unit.gradient_bytes:
                 self._summed.add(index)
             elif is_fresh and index not in self._summed:
@@ -271,13 +239,14 @@ class _FsdpTally:
             self._fresh.discard(index)
         if self._stage.zero_stage == 3 or is_last:
             self._gathered.discard(index)
+        # Gradients are copied into the message of the reduce-scatter; the message before is freed.
         self._sum_message = index
         self._note()
         reduced = unit.sum_bytes if index in self._summed else unit.gradient_bytes
         self._fresh.discard(index)
         self._summed.discard(index)
-        # The last gradient copied into the message is let go when its sum is there.
+        # The last gradient copied into the message is freed when its sum is there.
         beside = int(reduced * unit.last_part)
         beside += unit.message_bytes if self._stage.copies_to_reduce else 0
-        self._note(self._shard_bytes(index) + beside)
+        self._note(unit.shard_bytes + beside)
         self._sharded.add(index)

@@ -17,27 +17,25 @@ from planner.schedule.jobs import Job, JobKind
 
 
 class Arrival(NamedTuple):
-    """A value of a microbatch on its variant forward, or its gradient on its variant back."""
+    """A value of a microbatch that goes along an edge, or its gradient that comes back."""
 
-    producer: int
-    consumer: int
-    name: str
+    edge: int
+    """Position among the edges of the plan."""
     is_grad: bool
     microbatch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a pp rank gets and sends in a step.
-
-    `orders` is what each other rank sends, in order; left out where that is the order of need.
-    `made_at` and `taken_at` tell at which of the other's jobs something is made that comes
-    here, and taken that goes there; empty where nothing sent is kept.
-    """
+    """What a pp rank gets and sends in a step."""
 
     orders: Mapping[int, Sequence[Arrival]] = field(default_factory=dict)
+    """What each other rank sends, in order; left out where that is the order of need."""
     made_at: Mapping[Arrival, int] = field(default_factory=dict)
+    """At which of the other rank's jobs something is made that comes here; empty where nothing
+    sent is kept."""
     taken_at: Mapping[Arrival, int] = field(default_factory=dict)
+    """At which of the other rank's jobs something is taken that goes there; likewise."""
 
 
 def find_traffic(
@@ -50,59 +48,51 @@ def find_traffic(
     tp: Callable[[int], int] = lambda stage: 1,
 ) -> Traffic:
     """Return the traffic of pp rank `here`; `home` gives the pp rank of a stage, and `tp` its tp
-    degree. Where more tp ranks get a message than send it, not all of them answer who sent it,
-    and that is kept to the end of the step.
+    degree.
     """
+    # By other rank, then by (stage there, is_grad): what that stage makes, or takes.
     made: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
     taken: dict[int, dict[tuple[int, bool], list[Edge]]] = {}
+    spread: set[tuple[int, bool]] = set()
     for edge in edges:
-        source, target = home(edge.producer), home(edge.consumer)
-        if source == target or here not in (source, target):
+        ends = home(edge.producer), home(edge.consumer)
+        if ends[0] == ends[1] or here not in ends:
             continue
-        other = target if source == here else source
-        at, back_at = (taken, made) if source == here else (made, taken)
-        end = _end(edge, other, home)
-        at.setdefault(other, {}).setdefault((end, False), []).append(edge)
-        if edge.requires_grad:
-            back_at.setdefault(other, {}).setdefault((end, True), []).append(edge)
+        mine, there = edge.producer, edge.consumer
+        if ends[1] == here:
+            mine, there = there, mine
+        for is_grad in (False, True) if edge.requires_grad else (False,):
+            # A value comes here if it is made there, its gradient if the value is taken there.
+            comes = (there == edge.consumer) is is_grad
+            by_other = made if comes else taken
+            by_other.setdefault(home(there), {}).setdefault((there, is_grad), []).append(edge)
+            if keeps_sent and not comes and tp(there) > tp(mine):
+                spread.add((edge.index, is_grad))
     orders: dict[int, list[Arrival]] = {}
     made_at: dict[Arrival, int] = {}
     taken_at: dict[Arrival, int] = {}
     for other in made.keys() | taken.keys():
-        if keeps_sent or sum(map(len, made.get(other, {}).values())) > 1:
-            made_here = _played(rows[other], made.get(other, {}))
-            orders[other] = list(made_here)
-            if keeps_sent:
-                made_at |= made_here
-                goes = taken.get(other, {})
-                taken_at |= _played(rows[other], goes)
-                taken_at |= {
-                    arrival: len(rows[other]) for arrival in taken_at if _spreads(arrival, tp)
-                }
+        coming = made.get(other, {})
+        if not keeps_sent and sum(map(len, coming.values())) <= 1:
+            continue
+        made_here = _positions(rows[other], coming)
+        orders[other] = list(made_here)
+        if keeps_sent:
+            made_at |= made_here
+            for arrival, position in _positions(rows[other], taken.get(other, {})).items():
+                # Where more tp ranks get it than have it, not all of them answer who sent it: it
+                # is kept to the end of the step.
+                is_spread = (arrival.edge, arrival.is_grad) in spread
+                taken_at[arrival] = len(rows[other]) if is_spread else position
     return Traffic(orders=orders, made_at=made_at, taken_at=taken_at)
 
 
-def _spreads(arrival: Arrival, tp: Callable[[int], int]) -> bool:
-    """Whether more tp ranks get it than have it."""
-    has, gets = (
-        (arrival.consumer, arrival.producer)
-        if arrival.is_grad
-        else (arrival.producer, arrival.consumer)
-    )
-    return tp(gets) > tp(has)
-
-
-def _end(edge: Edge, rank: int, home: Callable[[int], int]) -> int:
-    """The stage of an edge that a rank holds."""
-    return edge.producer if home(edge.producer) == rank else edge.consumer
-
-
-def _played(
+def _positions(
     row: Sequence[Job], edges: Mapping[tuple[int, bool], Sequence[Edge]]
 ) -> dict[Arrival, int]:
     """At which job of a row what the edges carry is made or taken, in order."""
     return {
-        Arrival(edge.producer, edge.consumer, edge.tensor, is_grad, job.microbatch_index): position
+        Arrival(edge.index, is_grad, job.microbatch_index): position
         for position, job in enumerate(row)
         if job.kind is not JobKind.BACKWARD_WEIGHT
         for is_grad in (job.kind is not JobKind.FORWARD,)

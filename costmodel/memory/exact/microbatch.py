@@ -2,7 +2,6 @@
 
 It is the same for every microbatch whose jobs run in the same variants, so it is simulated once:
 what a microbatch holds after some jobs remembers what it holds after each job that came next.
-Where a stage hands nothing over in place, that holds for all stages of its kind.
 
 Storages are counted by holders, as Python does: a value that the stage keeps for its backward,
 that another stage of this rank reads in place, and that a message carries, is one storage with
@@ -12,13 +11,18 @@ three holders, and is freed when the last one lets go.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from costmodel.memory.block.backward_walk import DeferredWeight
-from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
-from costmodel.memory.exact.stage.blocks import BackwardBytes, ForwardBytes
+from costmodel.memory.block.deferred_weights import DeferredWeight, deferred_storages, weight_job
+from costmodel.memory.exact.stage.backward import backward_job
 from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs
+from costmodel.memory.exact.stage.stage_walk import (
+    BackwardBytes,
+    BackwardVariant,
+    ForwardBytes,
+    StageWalk,
+)
 from planner.schedule.jobs import JobKind
 
 Storage = tuple[str | int, ...]
@@ -30,12 +34,10 @@ class Effect(NamedTuple):
 
     taken_bytes: int = 0
     """At its start, so many go from receive buffers to the microbatch."""
-    height_bytes: int = 0
-    """At its height, so many more are kept than before ..."""
     rise_bytes: int = 0
-    """... and so many live beside those."""
+    """At its height, so many live beside what was there and what it has taken."""
     ahead_bytes: int | None = None
-    """Or so many live before anything is received, if the job may begin then."""
+    """Or so many live before anything is received, if the job may start then."""
     kept_bytes: int = 0
     """Afterwards, so many more are kept than before ..."""
     new_gradient_bytes: int = 0
@@ -58,7 +60,7 @@ class LinkedStages:
             for message in stage.incoming:
                 if self.is_local(message):
                     maker = stages[message.other_stage]
-                    name = next(m.name for m in maker.outgoing if m.tensor == message.tensor)
+                    name = next(m.name for m in maker.outgoing if m.edge == message.edge)
                     self._made[index, message.name] = "value", message.other_stage, name
 
     def is_local(self, message: Message) -> bool:
@@ -91,7 +93,7 @@ class MicrobatchBytes:
         self._bytes: dict[Storage, int] = {}
         self._under_way: Counter[Storage] = Counter()
         self._kept: dict[int, _Kept] = {}
-        self._deferred: dict[int, tuple[tuple[DeferredWeight, ...], list[Storage]]] = {}
+        self._deferred: dict[int, tuple[tuple[DeferredWeight, ...], Sequence[Storage]]] = {}
         self._after: dict[JobVariant, tuple[Effect, MicrobatchBytes]] = {}
         self._without: dict[Storage, tuple[int, MicrobatchBytes]] = {}
 
@@ -105,7 +107,7 @@ class MicrobatchBytes:
         return known
 
     def without(self, sent: Storage) -> tuple[int, MicrobatchBytes]:
-        """Return the bytes that are let go when something sent has left, and what is held then."""
+        """Return the bytes that are freed when something sent has left, and what is held then."""
         if sent not in self._without:
             then = self._copy()
             then._under_way[sent] -= 1
@@ -120,7 +122,7 @@ class MicrobatchBytes:
         return then
 
     def _hold(self, key: Storage, size: int) -> int:
-        """Hold a storage, and return the bytes that are there now and were not before."""
+        """Add a holder of a storage, and return the bytes that are new with that."""
         self._holders[key] = self._holders.get(key, 0) + 1
         if self._holders[key] > 1:
             return 0
@@ -128,58 +130,65 @@ class MicrobatchBytes:
         return size
 
     def _release(self, key: Storage) -> int:
-        """Hold a storage no longer, and return the bytes that are gone with that."""
+        """Remove a holder of a storage, and return the bytes that are freed with that."""
         self._holders[key] -= 1
         if self._holders[key]:
             return 0
         del self._holders[key]
         return self._bytes.pop(key)
 
-    def _send(self, key: Storage, size: int) -> int:
-        if not self._linked.keeps_sent:
-            return 0
-        self._under_way[key] += 1
-        return self._hold(key, size)
+    def _receive(self, message: Message, key: Storage) -> int:
+        """Take what another rank sent out of its receive buffer, and return its bytes. What a
+        stage of this rank hands over in place is held since that stage's job.
+        """
+        return 0 if self._linked.is_local(message) else self._hold(key, message.num_bytes)
+
+    def _hand_on(self, message: Message, key: Storage) -> int:
+        """Hold what a job hands to another stage, and return the bytes that are new with that: in
+        place, until that stage's job; by a message, only where senders keep it (gloo).
+        """
+        if not self._linked.is_local(message):
+            if not self._linked.keeps_sent:
+                return 0
+            self._under_way[key] += 1
+        return self._hold(key, message.num_bytes)
 
     def _forward(self, variant: JobVariant) -> Effect:
         linked, s = self._linked, variant.stage_index
-        stage, value = linked.stages[s], linked.value
-        walk = getattr(stage, variant.walk)
-        kept_bytes = taken_bytes = 0
-        for message in stage.incoming:
-            if not linked.is_local(message):
-                taken_bytes += message.taken_bytes
-                kept_bytes += self._hold(value(s, message.name), message.taken_bytes)
+        stage = linked.stages[s]
+        walk: StageWalk = getattr(stage, variant.walk)
+        incoming = [(message, linked.value(s, message.name)) for message in stage.incoming]
+        taken_bytes = sum([self._receive(message, key) for message, key in incoming])
         done = walk.forward
-        height_bytes = kept_bytes
-        kept = {name: value(s, name) for name in done.kept}
+        kept_bytes = taken_bytes + done.kept_bytes + stage.loss_bytes
+        kept = {name: linked.value(s, name) for name in done.kept}
         for name, key in kept.items():
             kept_bytes += self._hold(key, done.kept[name])
+        # A value that arrived is a leaf of the stage's graph. The executor refers to it up to the
+        # backward, which leaves its gradient there, and lets other values go.
         leaves = []
-        for message in stage.incoming:
-            key = value(s, message.name)
+        for message, key in incoming:
             if message.requires_grad:
-                kept_bytes += self._hold(key, message.taken_bytes)
                 leaves.append(key)
+                kept_bytes += self._hold(key, message.num_bytes)
             kept_bytes -= self._release(key)
         sent = []
         for message in stage.outgoing:
-            key = value(s, message.name)
-            if linked.is_local(message):
-                kept_bytes += self._hold(key, message.sent_bytes)
-                continue
-            key = ("copy", *key) if message.name in walk.sent_copies else key
-            kept_bytes += self._send(key, message.sent_bytes)
-            sent.append((message, key))
+            key = linked.value(s, message.name)
+            if not linked.is_local(message):
+                # What is sent in another placement is a copy, which no graph refers to.
+                key = ("copy", *key) if message.name in walk.sent_copies else key
+                sent.append((message, key))
+            kept_bytes += self._hand_on(message, key)
         self._kept[s] = _Kept(done.kept_bytes, kept, tuple(leaves))
-        held = {*kept.values(), *leaves} - {value(s, name) for name in walk.side}
+        # Values made of the batch belong to all stages; storages of messages under way can't move.
+        held = {*kept.values(), *leaves} - {linked.value(s, name) for name in walk.side}
         there = {key for key in held if key in self._bytes}
         away = {key for key in there if self._under_way[key]}
         return Effect(
             taken_bytes=taken_bytes,
-            height_bytes=height_bytes,
             rise_bytes=done.rise_bytes,
-            kept_bytes=kept_bytes + done.kept_bytes + stage.loss_bytes,
+            kept_bytes=kept_bytes,
             done=done,
             sent=tuple(sent),
             movable=(
@@ -191,70 +200,54 @@ class MicrobatchBytes:
     def _backward(self, variant: JobVariant) -> Effect:
         linked, s = self._linked, variant.stage_index
         stage = linked.stages[s]
-        walk = getattr(stage, variant.walk)
+        walk: StageWalk = getattr(stage, variant.walk)
         is_split = variant.kind is JobKind.BACKWARD_INPUT and stage.sharded is None
-        # The last block is run again before the gradients are waited for.
+        # The last block is recomputed before the gradients are waited for.
         blocks = walk.blocks if stage.sharded is None else ()
         ahead_bytes = blocks[-1].kind.bytes.recompute_rise_bytes if blocks else 0
-        arriving = [message for message in stage.outgoing if message.requires_grad]
-        kept_bytes = taken_bytes = 0
-        for message in arriving:
-            if not linked.is_local(message):
-                taken_bytes += message.sent_bytes
-                kept_bytes += self._hold(_gradient(s, message), message.sent_bytes)
+        arriving = [(m, ("gradient", m.edge)) for m in stage.outgoing if m.requires_grad]
+        taken_bytes = sum([self._receive(message, key) for message, key in arriving])
         own_bytes, kept, leaves = self._kept.pop(s)
-        done = walk.backward(
-            {message.name: message.sent_bytes for message in arriving},
+        how = BackwardVariant(
+            received=tuple(message.name for message, _ in arriving),
             first=variant.is_first,
             num_deferred=variant.num_deferred,
             flush=not is_split,
-            sharded=stage.sharded is not None,
             kept_by_others=frozenset(
                 name
                 for name, key in kept.items()
-                if name not in stage.walk.arriving and self._holders[key] > 1
+                if name not in walk.arriving and self._holders[key] > 1
             ),
         )
-        height_bytes = kept_bytes
+        done = backward_job(walk, how)
+        kept_bytes = taken_bytes - own_bytes
         if is_split:
-            waiting: list[tuple[Storage, int]] = [
-                (
-                    linked.value(s, name) if name in stage.walk.arriving else ("deferred", s, name),
-                    size,
-                )
-                for name, size in deferred_storages(done.deferred).items()
-            ]
-            for key, size in waiting:
+            # Until the job of the weight gradients: their operands, and gradients of outputs.
+            deferred = []
+            for name, size in deferred_storages(done.deferred).items():
+                is_value = name in walk.arriving
+                key = linked.value(s, name) if is_value else ("deferred", s, name)
+                deferred.append(key)
                 kept_bytes += self._hold(key, size)
-            self._deferred[s] = done.deferred, [key for key, _ in waiting]
-        kept_bytes -= own_bytes
-        for key in (*kept.values(), *leaves):
+            self._deferred[s] = done.deferred, deferred
+        for key in (*kept.values(), *leaves, *(key for _, key in arriving)):
             kept_bytes -= self._release(key)
-        for message in arriving:
-            kept_bytes -= self._release(_gradient(s, message))
-        sent: list[tuple[Message, Storage]] = []
-        for message in stage.incoming:
-            if message.requires_grad and linked.is_local(message):
-                key = "gradient", message.other_stage, s, message.tensor
-                kept_bytes += self._hold(key, message.taken_bytes)
-            elif message.requires_grad:
-                key = "sent", s, message.name
-                kept_bytes += self._send(key, message.taken_bytes)
-                sent.append((message, key))
+        returned = [(m, ("gradient", m.edge)) for m in stage.incoming if m.requires_grad]
+        for message, key in returned:
+            kept_bytes += self._hand_on(message, key)
         return Effect(
             taken_bytes=taken_bytes,
-            height_bytes=height_bytes,
             rise_bytes=done.rise_bytes,
             ahead_bytes=ahead_bytes,
             kept_bytes=kept_bytes,
             new_gradient_bytes=done.new_gradient_bytes,
             done=done,
-            sent=tuple(sent),
+            sent=tuple((m, key) for m, key in returned if not linked.is_local(m)),
         )
 
     def _weights(self, variant: JobVariant) -> Effect:
         s = variant.stage_index
-        deferred, keys = self._deferred.pop(s, ((), []))
+        deferred, keys = self._deferred.pop(s, ((), ()))
         rise, left = weight_job(
             deferred,
             first=variant.is_first,
@@ -265,34 +258,3 @@ class MicrobatchBytes:
             kept_bytes=-sum(self._release(key) for key in keys),
             new_gradient_bytes=left,
         )
-
-
-def before_any_job(
-    stages: Mapping[int, StageJobs], *, keeps_sent: bool
-) -> dict[int, tuple[int, int, MicrobatchBytes]]:
-    """Return, for each stage of a rank, which of them it shares microbatches' bytes with (by the
-    first), what it is called there, and what a microbatch holds at first.
-    """
-    linked = {
-        index: stage
-        for index, stage in stages.items()
-        if any(end.other_stage in stages for end in (*stage.incoming, *stage.outgoing))
-    }
-    first = min(linked, default=0)
-    together = MicrobatchBytes(LinkedStages(linked, keeps_sent=keeps_sent))
-    found = {index: (first, index, together) for index in linked}
-    for index, stage in stages.items():
-        if index not in linked and keeps_sent:
-            alone = MicrobatchBytes(LinkedStages({index: stage}, keeps_sent=True))
-            found[index] = index, index, alone
-        elif index not in linked:
-            if not stage.alone:
-                only = LinkedStages({index: stage}, keeps_sent=False)
-                stage.alone.append((index, MicrobatchBytes(only)))
-            found[index] = index, *stage.alone[0]
-    return found
-
-
-def _gradient(stage: int, message: Message) -> Storage:
-    """The gradient of what a stage sent."""
-    return "gradient", stage, message.other_stage, message.tensor

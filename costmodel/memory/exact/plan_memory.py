@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.messages import find_traffic
 from costmodel.memory.exact.rank_walk import MemorySample, walk_rank
 from costmodel.memory.exact.resident import RankState, resident_parts
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
-from costmodel.memory.exact.steady_row import SteadyRow, steady_row
 from costmodel.memory.parts import MemoryParts, with_overheads
-from costmodel.time.plan_price import PlanPrice
+from costmodel.time.plan_price import PlanPrice, stages_of_rank
 from costmodel.time.tied import check_copies, tied_stages
 from planner.runtime.step.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
@@ -24,26 +23,18 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
     check_copies(plan, costs.graph)
     tied = tied_stages(plan, costs.graph)
     placed = PlacedStages(plan, costs, edges)
-    ranks = (_rank_state(price, costs, rank, placed, tied) for rank in range(plan.pp))
-    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
-
-
-def _rank_state(
-    price: PlanPrice,
-    costs: CostCache,
-    pp_rank: int,
-    placed: PlacedStages,
-    tied: Mapping[str, Sequence[int]],
-) -> RankState:
-    mine = [s for s, stage in enumerate(price.plan.stages) if stage.pp_rank == pp_rank]
-    return RankState(
-        plan=price.plan,
-        costs=costs,
-        pp_rank=pp_rank,
-        stages={s: placed.jobs(s) for s in mine},
-        weights=price.weights(pp_rank),
-        tied=tied,
+    ranks = (
+        RankState(
+            plan=plan,
+            costs=costs,
+            pp_rank=pp_rank,
+            stages={s: placed.jobs(s) for s in stages_of_rank(plan, pp_rank)},
+            weights=price.weights(pp_rank),
+            tied=tied,
+        )
+        for pp_rank in range(plan.pp)
     )
+    return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
 
 
 def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:
@@ -67,7 +58,7 @@ def _fullest(
 ) -> tuple[MemorySample, int]:
     """Return a rank's fullest sample, and the most bytes of activations on its host."""
     plan, stages = rank.plan, rank.stages
-    row, home = SteadyRow(schedule.jobs[rank.pp_rank]), schedule.stage_to_pp_rank.__getitem__
+    row, home = schedule.jobs[rank.pp_rank], schedule.stage_to_pp_rank.__getitem__
     traffic = find_traffic(
         schedule.jobs,
         edges,
@@ -77,18 +68,9 @@ def _fullest(
         keeps_sent=rank.costs.profile.cluster.device_type == "cpu",
         tp=lambda stage: plan.stage_degrees(stage)["tp"],
     )
-    # Which activations wait long enough for an offload is found in the whole row, and other
-    # ranks' rows are whole.
-    if not any(stage.on_host for stage in stages.values()) and not traffic.orders:
-        row = steady_row(row.jobs, ahead=plan.receive_ahead)
-    # Every microbatch's loss stays to the end of the step, also those of the repetitions left out.
-    losses = row.left_out * sum(stage.loss_bytes for stage in stages.values())
     worst, on_host = None, 0
-    samples = walk_rank(row.jobs, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic)
-    for position, sample in enumerate(samples):
+    for sample in walk_rank(row, stages, home, receive_ahead=plan.receive_ahead, traffic=traffic):
         on_host = max(on_host, sample.host_bytes)
-        if losses and position >= row.gap:
-            sample = sample.with_more_saved(losses)
         if worst is None or sample.peak_bytes > worst.peak_bytes:
             worst = sample
     assert worst is not None, "every rank has jobs"

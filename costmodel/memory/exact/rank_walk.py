@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic
-from costmodel.memory.exact.microbatch import Effect, MicrobatchBytes, Storage, before_any_job
-from costmodel.memory.exact.stage.blocks import ForwardBytes
-from costmodel.memory.exact.stage.jobs import JobVariant, Message, StageJobs, job_variants
+from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes, Storage
+from costmodel.memory.exact.stage.jobs import JobVariant, StageJobs, job_variants
 from planner.schedule.jobs import Job, JobKind
-from planner.schedule.trips import trips
+from planner.schedule.trips import Trip, trips
 
 
 class MemorySample(NamedTuple):
@@ -41,14 +40,6 @@ class MemorySample(NamedTuple):
     host_bytes: int
     """Activations on the host."""
 
-    def with_more_saved(self, more_bytes: int) -> MemorySample:
-        """Return the sample with more saved all the time."""
-        return self._replace(
-            end_bytes=self.end_bytes + more_bytes,
-            peak_bytes=self.peak_bytes + more_bytes,
-            saved_bytes=self.saved_bytes + more_bytes,
-        )
-
 
 def walk_rank(
     row: Sequence[Job],
@@ -65,30 +56,60 @@ def walk_rank(
     """
     tally = _RankTally(stages, home, traffic or Traffic())
     waiting = [index for index, stage in stages.items() if stage.on_host]
-    offloads = trips(row, waiting) if waiting else ()
+    offloads = _Offloads(trips(row, waiting)) if waiting else None
+    # Receives are posted before their job, so that a sender on another rank need not wait.
     for job in row[:receive_ahead]:
         tally.post(job)
-    variants = job_variants(row, stages, tally.stage_keys)
+    variants = job_variants(row, stages)
     for position, (job, variant) in enumerate(zip(row, variants, strict=True)):
         if position + receive_ahead < len(row):
             tally.post(row[position + receive_ahead])
-        # A copy runs beside one job: what is offloaded beside a job is off the device after it,
-        # and what is prefetched beside a job is on the device from its start.
+        host_bytes = 0 if offloads is None else offloads.move(position, tally)
+        yield tally.run(job, variant, host_bytes)
+
+
+_Place = tuple[int, int]
+"""A microbatch on a stage: (stage, microbatch)."""
+
+
+class _Offloads:
+    """Microbatches that are copied to the host, and back, each beside a job of the rank."""
+
+    def __init__(self, offloads: Sequence[Trip]) -> None:
+        self._leaving: dict[int, list[_Place]] = {}
+        self._arriving: dict[int, list[_Place]] = {}
         for offload in offloads:
             place = offload.stage_index, offload.microbatch_index
-            if position == offload.leaving:
-                tally.host_bytes += sum(tally.movable[place])
-            if position == offload.leaving + 1:
-                tally.offloaded_bytes += tally.movable[place][0]
-            if position == offload.arriving:
-                tally.offloaded_bytes -= tally.movable[place][0]
+            self._leaving.setdefault(offload.leaving, []).append(place)
+            self._arriving.setdefault(offload.arriving, []).append(place)
+
+    def move(self, position: int, tally: _RankTally) -> int:
+        """Count what is copied beside the job at a position of the row, and return the bytes that
+        the host then has.
+        """
+        # A copy runs beside one job: what is offloaded beside a job is off the device after it,
+        # and what is prefetched beside a job is on the device from its start.
+        for place in self._leaving.get(position, ()):
+            tally.host_bytes += sum(tally.movable[place])
+        for place in self._leaving.get(position - 1, ()):
+            tally.offloaded_bytes += tally.movable[place][0]
+        for place in self._arriving.get(position, ()):
+            tally.offloaded_bytes -= tally.movable[place][0]
         # What is offloaded gets its place on the host before what has come back frees its own.
         host_bytes = tally.host_bytes
-        for offload in offloads:
-            if position == offload.arriving + 1:
-                place = offload.stage_index, offload.microbatch_index
-                tally.host_bytes -= sum(tally.movable[place])
-        yield tally.run(job, variant, host_bytes)
+        for place in self._arriving.get(position - 1, ()):
+            tally.host_bytes -= sum(tally.movable[place])
+        return host_bytes
+
+
+class _UnderWay(NamedTuple):
+    """A message that was sent and may not have left: its sender keeps the storage."""
+
+    target: int
+    """The rank that gets it."""
+    arrival: Arrival
+    """What it is there."""
+    storage: Storage
 
 
 class _RankTally:
@@ -102,6 +123,7 @@ class _RankTally:
     ) -> None:
         self._home = home
         self._traffic, self._receives = traffic, Receives(traffic)
+        # By (stage, is_grad): what other ranks send here for a job of the stage.
         self._arriving = {
             (s, is_grad): [
                 message
@@ -111,71 +133,57 @@ class _RankTally:
             for s, stage in stages.items()
             for is_grad in (False, True)
         }
-        self._arriving_bytes = {
-            (*_ends(s, message, comes=True, is_grad=is_grad), message.tensor, is_grad): (
-                message.sent_bytes if is_grad else message.taken_bytes
-            )
-            for (s, is_grad), messages in self._arriving.items()
+        self._bytes_of = {
+            (message.edge, is_grad): message.num_bytes
+            for (_, is_grad), messages in self._arriving.items()
             for message in messages
-        }
-        self._posted = {
-            (s, is_grad): sum(m.sent_bytes if is_grad else m.taken_bytes for m in messages)
-            for (s, is_grad), messages in self._arriving.items()
         }
         self._sharded = {
             index: ShardedBytes(stage.sharded)
             for index, stage in stages.items()
             if stage.sharded is not None
         }
-        self._unseen = before_any_job(stages, keeps_sent=bool(traffic.taken_at))
-        self._microbatches: dict[tuple[int, int], MicrobatchBytes] = {}
-        self._under_way: list[tuple[int, Arrival, tuple[int, int], Storage]] = []
-        """(Who gets it, what it is, whose it is, and its storage there.)"""
-        self.movable: dict[tuple[int, int], tuple[int, int]] = {}
+        linked = LinkedStages(stages, keeps_sent=bool(traffic.taken_at))
+        self._unseen = MicrobatchBytes(linked)
+        self._microbatches: dict[int, MicrobatchBytes] = {}
+        self._under_way: list[_UnderWay] = []
+        self.movable: dict[_Place, tuple[int, int]] = {}
         """What an offload frees of a microbatch: its own, and also kept by a message under way."""
         self.offloaded_bytes = self.host_bytes = 0
         self._saved = self._buffers = self._gradients = 0
         self._sharded_bytes = self._sharded_gradients = 0
 
-    @property
-    def stage_keys(self) -> dict[int, int]:
-        """The name of each stage where its microbatches' bytes are found: stages of one kind
-        share them.
-        """
-        return {stage: key for stage, (_, key, _) in self._unseen.items()}
-
     def post(self, job: Job) -> None:
-        """Make the receive buffers of a job."""
+        """Allocate the receive buffers of a job."""
         if job.kind is JobKind.BACKWARD_WEIGHT:
             return
         is_grad = job.kind is not JobKind.FORWARD
-        if not self._traffic.orders:
-            self._buffers += self._posted[job.stage_index, is_grad]
-            return
         for message in self._arriving[job.stage_index, is_grad]:
-            wanted = self._arrival(job, message, comes=True)
+            wanted = Arrival(message.edge, is_grad, job.microbatch_index)
             for posted in self._receives.expect(self._home(message.other_stage), wanted):
-                self._buffers += self._arriving_bytes[posted[:4]]
+                self._buffers += self._bytes_of[posted.edge, posted.is_grad]
 
     def run(self, job: Job, variant: JobVariant, host_bytes: int) -> MemorySample:
         """Run a job and return its sample."""
         s, m = job.stage_index, job.microbatch_index
         sharded = self._sharded.get(s)
+        # Under ZeRO a job's height counts all that its stage holds, so only units of other stages
+        # are beside it. Gradients are reported apart and not counted twice.
         gradients = self._gradients + self._sharded_gradients
         other_stages = self._sharded_bytes - (sharded.state.live_bytes if sharded else 0)
         beside = other_stages - self._sharded_gradients
         saved, buffers = self._saved, self._buffers
         if self._under_way:
             self._free_received(job)
-        group, _, unseen = self._unseen[s]
-        holder = group, m
-        microbatch = self._microbatches.get(holder, unseen)
-        effect, self._microbatches[holder] = microbatch.after(variant)
+        effect, self._microbatches[m] = self._microbatches.get(m, self._unseen).after(variant)
         rise = effect.rise_bytes
         if sharded is not None and effect.done is not None:
-            rise = self._run_sharded(sharded, effect, is_last=variant.is_last)
+            before = sharded.state
+            rise = sharded.run(effect.done, is_last=variant.is_last)
+            self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
+            self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
         self._buffers -= effect.taken_bytes
-        at_height = self._saved + effect.height_bytes
+        at_height = self._saved + effect.taken_bytes
         # A backward's recomputation runs before it waits for gradients: those are in receive
         # buffers still. The job's height is the higher of the two points.
         ahead = effect.ahead_bytes
@@ -186,14 +194,14 @@ class _RankTally:
         self._saved += effect.kept_bytes
         self._gradients += effect.new_gradient_bytes
         if self._traffic.taken_at:
+            is_grad = job.kind is not JobKind.FORWARD
             self._under_way += [
-                (
+                _UnderWay(
                     self._home(message.other_stage),
-                    self._arrival(job, message, comes=False),
-                    holder,
-                    key,
+                    Arrival(message.edge, is_grad, m),
+                    storage,
                 )
-                for message, key in effect.sent
+                for message, storage in effect.sent
             ]
         if effect.movable is not None:
             self.movable[s, m] = effect.movable
@@ -209,18 +217,6 @@ class _RankTally:
             host_bytes=host_bytes,
         )
 
-    def _run_sharded(self, sharded: ShardedBytes, effect: Effect, *, is_last: bool) -> int:
-        """Simulate a job's weights and gradients under ZeRO, and return the job's height."""
-        done, before = effect.done, sharded.state
-        assert done is not None
-        if isinstance(done, ForwardBytes):
-            rise = sharded.forward(done)
-        else:
-            rise = sharded.backward(done, is_last=is_last)
-        self._sharded_bytes += sharded.state.live_bytes - before.live_bytes
-        self._sharded_gradients += sharded.state.gradient_bytes - before.gradient_bytes
-        return rise
-
     def _free_received(self, job: Job) -> None:
         """Free what others received before they sent what this job gets: on gloo a message's
         arrival is the first proof that earlier ones have left.
@@ -230,23 +226,11 @@ class _RankTally:
         is_grad = job.kind is not JobKind.FORWARD
         for message in self._arriving[job.stage_index, is_grad]:
             source = self._home(message.other_stage)
-            made_at = self._traffic.made_at[self._arrival(job, message, comes=True)]
-            for entry in [*self._under_way]:
-                target, sent, holder, key = entry
-                if target == source and self._traffic.taken_at[sent] <= made_at:
-                    self._under_way.remove(entry)
-                    freed, self._microbatches[holder] = self._microbatches[holder].without(key)
+            arrival = Arrival(message.edge, is_grad, job.microbatch_index)
+            made_at = self._traffic.made_at[arrival]
+            for sent in [*self._under_way]:
+                if sent.target == source and self._traffic.taken_at[sent.arrival] <= made_at:
+                    self._under_way.remove(sent)
+                    m = sent.arrival.microbatch
+                    freed, self._microbatches[m] = self._microbatches[m].without(sent.storage)
                     self._saved -= freed
-
-    def _arrival(self, job: Job, message: Message, *, comes: bool) -> Arrival:
-        is_grad = job.kind is not JobKind.FORWARD
-        ends = _ends(job.stage_index, message, comes=comes, is_grad=is_grad)
-        return Arrival(*ends, message.tensor, is_grad, job.microbatch_index)
-
-
-def _ends(stage: int, message: Message, *, comes: bool, is_grad: bool) -> tuple[int, int]:
-    """Who made what a stage gets (`comes`) or sends, and who uses it: a value goes from producer
-    to consumer, its gradient back.
-    """
-    is_consumer = comes is not is_grad
-    return (message.other_stage, stage) if is_consumer else (stage, message.other_stage)

@@ -23,12 +23,13 @@ import numpy as np
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
-from costmodel.side_values import frozen_bytes
 from costmodel.time.offload import HOST_BUCKET_BYTES
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
+from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import gradient_factor
+from planner.runtime.step.wiring import block_placements
 from profiles.profile import Amount
 
 
@@ -77,26 +78,20 @@ class RankState:
         shards = (stage.sharded for stage in self.stages.values())
         return sum(shard.shard_bytes for shard in shards if shard is not None)
 
-    @property
-    def updates_on_device(self) -> bool:
-        """Whether a GPU steps: a CPU's loop over parameters makes no copies worth counting."""
-        is_gpu = self.costs.profile.cluster.device_type != "cpu"
-        return is_gpu and not self.plan.optimizer_on_host
-
-    @cached_property
-    def gradients_at_update_bytes(self) -> int:
-        """Gradients in the optimizer's step; shards on the host are no longer on the device."""
-        return 0 if self.is_sharded and self.plan.optimizer_on_host else self.stepped_bytes
-
     @cached_property
     def update_bytes(self) -> int:
-        """The optimizer's step: gradients and, as fused and foreach steps make it, one more copy
-        of what is stepped; before it, the sum of gradients of parameters that ranks share.
-        """
-        scratch = self.stepped_bytes if self.updates_on_device else 0
-        sums = tied_sum_bytes(self.plan, self.costs.graph, self.tied, self.pp_rank) * self.factor
+        """The optimizer's step: gradients, and what is allocated beside them."""
+        plan, costs = self.plan, self.costs
+        # Fused and foreach steps of a GPU make one more copy of what is stepped. A CPU's loop over
+        # parameters makes no copy worth counting.
+        copies = costs.profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
+        scratch = self.stepped_bytes if copies else 0
+        # Before it, ranks that share parameters sum the gradients of these.
+        sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.factor
         sums //= self.replicas if self.is_sharded else 1
-        return max(scratch, sums) + self.gradients_at_update_bytes
+        # Shards that are stepped on the host have left the device by then.
+        has_left = self.is_sharded and plan.optimizer_on_host
+        return max(scratch, sums) + (0 if has_left else self.stepped_bytes)
 
 
 def weights(rank: RankState) -> Amount:
@@ -111,13 +106,28 @@ def weights(rank: RankState) -> Amount:
 
 def frozen(rank: RankState) -> Amount:
     """Return frozen parameters, buffers, constants, and values that the preamble makes once."""
-    plan, costs = rank.plan, rank.costs
-    side_values = costs.side_values(plan.stage_microbatch_size(min(rank.stages)))
-    return frozen_bytes(plan, costs.graph, costs.links, rank.pp_rank, side_values)
+    plan, costs, first = rank.plan, rank.costs, min(rank.stages)
+    given: set[frozenset[str]] = set()
+    placed: dict[str, Placements] = {}
+    for s in rank.stages:
+        for index in plan.stages[s].blocks:
+            given.add(costs.links.given[index])
+            if untrained := costs.links.untrained[index]:
+                names = costs.graph.blocks[index].params
+                _, params, _ = block_placements(costs.graph, plan, index, s)
+                for at in untrained:
+                    placed.setdefault(names[at], params[at])
+    degrees = plan.stage_degrees(first)
+    total = sum(
+        costs.graph.tensor[name].bytes_at(1) // placements.parts(degrees)
+        for name, placements in placed.items()
+    )
+    side_values = costs.side_values(plan.stage_microbatch_size(first))
+    return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
 def optimizer(rank: RankState) -> Amount:
-    """Return AdamW's samples and step counts, and in bf16 the fp32 masters."""
+    """Return AdamW's two moments and step counts, and in bf16 the fp32 masters."""
     if rank.plan.optimizer_on_host:
         return 0
     states = ADAMW_STATES + int(rank.plan.precision == "bf16")

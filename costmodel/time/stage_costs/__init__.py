@@ -7,5 +7,5 @@ The search prices all runs of a window of the chain at once, the estimate those 
 Read in this order: `times` (seconds of a run, which add up) and `load` (bytes of a run, which do
 not); `chain` lays the prices of classes along the model, with what moves between blocks;
 `runs` takes runs out of a chain; `replicas` adds what replicas exchange; `stage_costs` puts all of
-it together; `cut` has the jobs of a cut of the whole chain.
+it together, and has the jobs of a cut of the whole chain.
 """

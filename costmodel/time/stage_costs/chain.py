@@ -8,14 +8,16 @@ messages of a stage that starts at a block. No replicas yet (`stage_costs`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.time.boundary import block_entry_seconds, output_placements
+from costmodel.time.boundary import block_entry_seconds
 from costmodel.time.program import ProgramCost
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad, block_load
 from costmodel.time.stage_costs.messages import Messages
@@ -23,7 +25,7 @@ from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes, block_times
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph
-from planner.layout.axes import Degrees
+from planner.layout.axes import Degrees, lowered_axes
 from planner.plan import ClassLayout
 
 
@@ -31,16 +33,12 @@ from planner.plan import ClassLayout
 class Split:
     """How the blocks of a stage are split over the ranks of one replica."""
 
-    tp: int
-    """Tensor-parallel degree."""
+    degrees: Degrees = field(default_factory=Degrees)
+    """Sizes on the axes that blocks are lowered on (`replica_mesh`)."""
     microbatch_size: int
     """Samples of one microbatch in one dp replica."""
-    cp: int = 1
-    """Context-parallel degree."""
     layouts: tuple[ClassLayout, ...] = ()
-    """Layouts on tp; a class without a layout is replicated."""
-    cp_layouts: tuple[ClassLayout, ...] = ()
-    """Layouts on cp."""
+    """Layouts on these axes; on an axis where a class has none it is replicated."""
     recomputed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Ops that selective recomputation runs again, by class (no entry: the default choice)."""
 
@@ -65,14 +63,12 @@ class ChainCosts:
         return len(self.graph.blocks)
 
     @cached_property
-    def by_class(self) -> Mapping[int, ClassLayout]:
-        """Layouts on tp by class index."""
-        return {layout.class_index: layout for layout in self.split.layouts}
-
-    @cached_property
-    def by_class_on_cp(self) -> Mapping[int, ClassLayout]:
-        """Layouts on cp by class index."""
-        return {layout.class_index: layout for layout in self.split.cp_layouts}
+    def layouts(self) -> Mapping[str, Mapping[int, ClassLayout]]:
+        """Layouts by axis and class."""
+        found: dict[str, dict[int, ClassLayout]] = {axis.name: {} for axis in lowered_axes()}
+        for layout in self.split.layouts:
+            found[layout.axis][layout.class_index] = layout
+        return found
 
     @cached_property
     def _prices(self) -> Mapping[int, ProgramCost]:
@@ -81,25 +77,28 @@ class ChainCosts:
         return {
             index: self.costs.block(
                 index,
-                split.tp,
                 split.microbatch_size,
-                self.by_class.get(index),
-                cp=split.cp,
-                cp_layout=self.by_class_on_cp.get(index),
+                split.degrees,
+                tuple(layout for layout in split.layouts if layout.class_index == index),
                 recomputed=recomputed.get(index),
             )
             for index in {block.class_index for block in self.graph.blocks}
         }
 
+    def _along(self, of_class: Mapping[int, Any], names: Sequence[str]) -> dict[str, Floats]:
+        """Lay fields of what is known of classes out along the chain."""
+        row = {index: number for number, index in enumerate(of_class)}
+        rows = np.array(
+            [[getattr(known, name) for name in names] for known in of_class.values()], dtype=float
+        )
+        columns = rows.T[:, [row[block.class_index] for block in self.graph.blocks]]
+        return dict(zip(names, columns, strict=True))
+
     @cached_property
     def times(self) -> RunTimes:
         """Seconds of each block (n), with collectives that bring its inputs to their placement."""
-        times = {index: block_times(price) for index, price in self._prices.items()}
-        classes = [block.class_index for block in self.graph.blocks]
-        columns = {
-            name: np.array([getattr(times[index], name) for index in classes], dtype=float)
-            for name in TIME_FIELDS
-        }
+        of_class = {index: block_times(price) for index, price in self._prices.items()}
+        columns = self._along(of_class, TIME_FIELDS)
         for there, back in self._entries():
             columns["comm_forward_s"] += there
             columns["comm_backward_s"] += back
@@ -108,12 +107,8 @@ class ChainCosts:
     @cached_property
     def blocks(self) -> StageLoad:
         """Bytes of each block (n)."""
-        loads = {index: block_load(price) for index, price in self._prices.items()}
-        classes = [block.class_index for block in self.graph.blocks]
-        columns = {
-            name: np.array([getattr(loads[index], name) for index in classes], dtype=float)
-            for name in LOAD_FIELDS
-        }
+        of_class = {index: block_load(price) for index, price in self._prices.items()}
+        columns = self._along(of_class, LOAD_FIELDS)
         columns["side_bytes"] = self._side_bytes[0]
         return StageLoad(**columns)
 
@@ -145,27 +140,27 @@ class ChainCosts:
         return self._bytes_of_side(frozenset().union(*self._sides[first:end]))[0]
 
     def _entries(self) -> Iterator[tuple[Floats, Floats]]:
-        """Yield, for tp and for cp, the seconds of bringing each block's inputs to their place."""
-        split = self.split
-        axes = lowered_groups(self.costs.profile.cluster, Degrees(cp=split.cp, tp=split.tp))
-        for axis, own, other, other_size in (
-            ("tp", self.by_class, self.by_class_on_cp, split.cp),
-            ("cp", self.by_class_on_cp, self.by_class, split.tp),
-        ):
+        """Yield, for each axis, the seconds of bringing each block's inputs to their place."""
+        degrees, entries = self.split.degrees, self.costs.links.entries
+        groups = lowered_groups(self.costs.profile.cluster, degrees)
+        for axis, own in self.layouts.items():
             # Where all boundaries lie alike nothing has to move.
             placements = {p for layout in own.values() for p in (*layout.inputs, *layout.outputs)}
             replicates_some = any(b.class_index not in own for b in self.graph.blocks)
             if len(placements | ({"R"} if replicates_some else set())) <= 1:
                 continue
-            seconds = [
-                block_entry_seconds(
-                    self.graph, index, own, self.costs.profile, group=axes[axis].group,
-                    microbatch_size=split.microbatch_size,
-                    other_layouts=other, other_size=other_size,
-                )
-                for index in range(self.num_blocks)
-            ]  # fmt: skip
-            there, back = np.array(seconds).T
+            others = [
+                (other, degrees[name]) for name, other in self.layouts.items() if name != axis
+            ]
+            found: dict[int, tuple[float, float]] = {}
+            for index, entry in enumerate(entries):
+                if entry not in found:
+                    found[entry] = block_entry_seconds(
+                        self.graph, index, own, self.costs.profile,
+                        group=groups[axis].group, microbatch_size=self.split.microbatch_size,
+                        others=others,
+                    )  # fmt: skip
+            there, back = np.array([found[entry] for entry in entries]).T
             yield there, back
 
     @cached_property
@@ -173,21 +168,21 @@ class ChainCosts:
         """Bytes and number of trainable parameters that block j shares with i, their user before
         it, by (i, j).
         """
-        last_user: dict[str, int] = {}
+        graph, degrees = self.graph, self.split.degrees
         shared: dict[tuple[int, int], tuple[float, int]] = {}
-        for block in self.graph.blocks:
-            layout = self.by_class.get(block.class_index)
-            for position, name in enumerate(block.params):
-                meta = self.graph.tensor[name]
-                if meta.kind != "param" or not meta.requires_grad:
-                    continue
-                if name in last_user and last_user[name] != block.index:
-                    is_cut = layout is not None and layout.params[position].startswith("S")
-                    pair = last_user[name], block.index
-                    num_bytes, count = shared.get(pair, (0.0, 0))
-                    num_bytes += meta.bytes_at(1) // (self.split.tp if is_cut else 1)
-                    shared[pair] = num_bytes, count + 1
-                last_user[name] = block.index
+        for name, users in graph.shared_params.items():
+            meta = graph.tensor[name]
+            if meta.kind != "param" or not meta.requires_grad:
+                continue
+            for i, j in pairwise(users):
+                block = graph.blocks[j]
+                size = meta.bytes_at(1)
+                for axis, layouts in self.layouts.items():
+                    layout = layouts.get(block.class_index)
+                    if layout and layout.params[block.params.index(name)].startswith("S"):
+                        size //= degrees[axis]
+                num_bytes, count = shared.get((i, j), (0.0, 0))
+                shared[i, j] = num_bytes + size, count + 1
         return shared
 
     @cached_property
@@ -216,13 +211,10 @@ class ChainCosts:
     def messages(self) -> Messages:
         """What a stage receives, wherever it starts."""
         return Messages(
-            graph=self.graph,
-            profile=self.costs.profile,
-            tp=self.split.tp,
-            cp=self.split.cp,
+            costs=self.costs,
+            degrees=self.split.degrees,
             microbatch_size=self.split.microbatch_size,
-            on_tp=output_placements(self.graph, self.by_class),
-            on_cp=output_placements(self.graph, self.by_class_on_cp),
+            layouts=self.layouts,
         )
 
 

@@ -14,71 +14,81 @@ from functools import cached_property
 
 import numpy as np
 
+from costmodel.cache import CostCache
+from costmodel.time.boundary import Layouts, placement_of
 from costmodel.time.communication import boundary_seconds
 from costmodel.time.stage_costs.runs import Floats, Indices
 from costmodel.topology import axis_group
 from planner.graph import ModelGraph
-from planner.layout.placement import Placement, Shard
-from profiles import Group, Profile
+from planner.layout.axes import Degrees, lowered_axes
+from planner.layout.placement import Shard
+from profiles import Group
 
 
 @dataclass(kw_only=True, eq=False)
 class Messages:
     """What stages receive under one split. Mutable: it remembers seconds."""
 
-    graph: ModelGraph
-    """The model."""
-    profile: Profile
-    """The machine."""
-    tp: int
-    """Tensor-parallel degree of the receiving stage."""
-    cp: int
-    """Context-parallel degree."""
+    costs: CostCache
+    """The model, the machine, and how blocks hang together."""
+    degrees: Degrees
+    """Sizes of the mesh of one replica."""
     microbatch_size: int
     """Samples of one microbatch in one dp replica."""
-    on_tp: Mapping[str, Placement]
-    """How each block's outputs lie on tp."""
-    on_cp: Mapping[str, Placement]
-    """How each block's outputs lie on cp."""
+    layouts: Mapping[str, Layouts]
+    """Layouts by axis and class."""
     _hops: dict[tuple[Group, int], tuple[Floats, Floats]] = field(default_factory=dict)
 
     @cached_property
     def arrivals(self) -> Floats:
         """Bytes a stage that starts at block i receives, and of the gradients it sends back.
 
-        (2, 2, n + 1): forward and back; all, and of tensors that every tp rank holds whole.
-        0 at the ends. What block i itself takes from earlier blocks: all that such a stage
-        receives in a chain, the least of it where skips reach further (`_skips`).
+        (2, 2, n + 1): forward and back; all, and of tensors that every rank of the inner axis (tp)
+        holds whole. 0 at the ends. What block i itself takes from earlier blocks: all that such a
+        stage receives in a chain, the least of it where skips reach further (`_skips`).
         """
-        sizes = np.zeros((2, 2, len(self.graph.blocks) + 1))
-        for block in self.graph.blocks:
-            for name in dict.fromkeys(block.inputs):
-                if self.graph.producer.get(name, block.index) < block.index:
-                    sizes[:, :, block.index] += self._message_bytes(name)
-        return sizes
+        entries, makers = self.costs.links.entries, self.costs.links.makers
+        found: dict[int, Floats] = {}
+        for block, entry in zip(self._graph.blocks, entries, strict=True):
+            if entry not in found:
+                sent = [name for name in dict.fromkeys(block.inputs) if name in makers]
+                found[entry] = sum(map(self._message_bytes, sent), start=np.zeros((2, 2)))
+        sizes = [found[entry] for entry in entries]
+        return np.stack([*sizes, np.zeros((2, 2))], axis=-1)
 
     def _message_bytes(self, name: str) -> Floats:
         """Return bytes of a tensor in `arrivals`' order: (forward and back; all and whole)."""
-        meta = self.graph.tensor[name]
-        is_cut = isinstance(self.on_tp[name], Shard)
-        size = meta.bytes_at(self.microbatch_size) // (self.tp if is_cut else 1)
-        size //= self.cp if isinstance(self.on_cp[name], Shard) else 1
-        whole = 0 if is_cut else size
-        back = meta.requires_grad
+        meta = self._graph.tensor[name]
+        size, is_whole = meta.bytes_at(self.microbatch_size), True
+        for axis in lowered_axes():
+            if isinstance(placement_of(self._graph, name, self.layouts[axis.name]), Shard):
+                size //= self.degrees[axis.name]
+                is_whole = is_whole and axis.name != self._inner
+        whole, back = size * is_whole, meta.requires_grad
         return np.array([[size, whole], [size * back, whole * back]], dtype=float)
+
+    @property
+    def _graph(self) -> ModelGraph:
+        return self.costs.graph
+
+    @cached_property
+    def _inner(self) -> str:
+        """The axis whose ranks gather what they were sent in pieces."""
+        return lowered_axes()[0].name
 
     @cached_property
     def _skips(self) -> tuple[tuple[int, Indices, Floats], ...]:
         """(maker, users, bytes) of the tensors that reach past the next block."""
         users: dict[str, list[int]] = {}
-        for block in self.graph.blocks:
+        makers = self.costs.links.makers
+        for block in self._graph.blocks:
             for name in dict.fromkeys(block.inputs):
-                if self.graph.producer.get(name, block.index) < block.index:
+                if name in makers:
                     users.setdefault(name, []).append(block.index)
         return tuple(
-            (maker, np.array(found), self._message_bytes(name))
+            (makers[name][0], np.array(found), self._message_bytes(name))
             for name, found in users.items()
-            if found[-1] > (maker := self.graph.producer[name]) + 1
+            if found[-1] > makers[name][0] + 1
         )
 
     def _arriving(self, start: Indices, end: Indices) -> Floats:
@@ -88,7 +98,7 @@ class Messages:
         sizes = self.arrivals[:, :, start]
         for maker, users, num_bytes in self._skips:
             at = np.searchsorted(users, start)
-            first_use = np.append(users, len(self.graph.blocks))[at]
+            first_use = np.append(users, len(self._graph.blocks))[at]
             # Used in the run, made before it, and not already counted at its first block.
             is_more = (maker < start) & (start < first_use) & (first_use < end)
             sizes = sizes + num_bytes[:, :, None] * is_more
@@ -100,7 +110,7 @@ class Messages:
 
         The stage before, which gathers what came in pieces, may have a tp of its own: `to_tp`.
         """
-        key = hop, to_tp or self.tp
+        key = hop, to_tp or self.degrees[self._inner]
         if key not in self._hops:
             self._hops[key] = self._message_seconds(self.arrivals, hop, key[1])
         return self._hops[key]
@@ -112,15 +122,18 @@ class Messages:
         if not self._skips:
             there, back = self.hop_s(hop, to_tp=to_tp)
             return there[start], back[start]
-        return self._message_seconds(self._arriving(start, end), hop, to_tp or self.tp)
+        return self._message_seconds(
+            self._arriving(start, end), hop, to_tp or self.degrees[self._inner]
+        )
 
     def _message_seconds(self, sizes: Floats, hop: Group, tp: int) -> tuple[Floats, Floats]:
-        group = axis_group(self.profile.cluster, size=tp, stride=1)
+        profile = self.costs.profile
+        group = axis_group(profile.cluster, size=tp, stride=1)
         kinds, of_kind = np.unique(
             np.moveaxis(sizes, 1, 2).reshape(-1, 2), axis=0, return_inverse=True
         )
         seconds = [
-            boundary_seconds(self.profile, hop, group, num_bytes=size, whole_bytes=whole)
+            boundary_seconds(profile, hop, group, num_bytes=size, whole_bytes=whole)
             for size, whole in kinds.tolist()
         ]
         there, back = np.array(seconds)[of_kind.reshape(-1)].reshape(2, -1)

@@ -8,6 +8,7 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 from __future__ import annotations
 
 from dataclasses import fields
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,20 +16,23 @@ from numpy.typing import NDArray
 from costmodel.cache import CostCache
 from costmodel.time.communication import DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import axis_group
+from costmodel.topology import data_group
+from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 
 Floats = NDArray[np.float64]
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
+_exchange_of = attrgetter(*_EXCHANGE)
 
 
 class ReplicaPrices:
-    """Prices of exchange and update under one replication and tp degree. Mutable: it remembers."""
+    """Prices of exchange and update under one replication, of stages whose replicas have ranks on
+    this mesh. Mutable: it remembers.
+    """
 
-    def __init__(self, costs: CostCache, replication: Replication, tp: int) -> None:
+    def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
-        # rank = (.. dp_rank, cp_rank) * tp + tp_rank: replicas are tp ranks apart.
-        self._group = axis_group(costs.profile.cluster, size=replication.replicas, stride=tp)
+        self._group = data_group(costs.profile.cluster, replica, replicas=replication.replicas)
         self._updates: dict[tuple[float, float], RankUpdate] = {}
         self._stages: dict[tuple[float, ...], tuple[float, ...]] = {}
 
@@ -74,16 +78,15 @@ class ReplicaPrices:
                 num_blocks=int(num_blocks),
                 num_tensors=int(num_params),
             )
-            exchange = (float(getattr(seconds, name)) for name in _EXCHANGE)
-            self._stages[key] = (*exchange, self.update_s(param_bytes, num_params))
+            self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]
 
 
-def replica_prices(costs: CostCache, replication: Replication, tp: int) -> ReplicaPrices:
-    """Return the prices under a replication and tp degree; `costs` keeps them."""
-    key = replication, tp
+def replica_prices(costs: CostCache, replication: Replication, replica: Degrees) -> ReplicaPrices:
+    """Return the prices under a replication and a replica's mesh; `costs` keeps them."""
+    key = replication, replica
     if key not in costs.replica_prices:
-        costs.replica_prices[key] = ReplicaPrices(costs, replication, tp)
+        costs.replica_prices[key] = ReplicaPrices(costs, replication, replica)
     return costs.replica_prices[key]
 
 

@@ -84,7 +84,7 @@ class StageCosts:
     def prices(self) -> ReplicaPrices:
         """Prices of exchange and update."""
         chain = self.runs.chain
-        return replica_prices(chain.costs, self.replication, chain.split.tp)
+        return replica_prices(chain.costs, self.replication, chain.split.degrees)
 
     @cached_property
     def _replicas(self) -> tuple[DataParallelSeconds, Floats]:

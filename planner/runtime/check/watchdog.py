@@ -70,24 +70,34 @@ class Watchdog(threading.Thread):
             if now.progress != progress or not now.is_busy:
                 progress, since = now.progress, time.monotonic()
             try:
-                self._store.set(str(self._rank), f"{time.time():.0f} {now.waits:d} {now.text}")
+                note = f"{time.time():.0f} {now.progress} {now.waits:d} {now.text}"
+                self._store.set(str(self._rank), note)
                 if time.monotonic() - since >= self.stall_s:
-                    self._tell(progress)
+                    self._tell()
                     since = time.monotonic()
             except RuntimeError:  # the run is over and the store gone
                 return
 
-    def _tell(self, progress: int) -> None:
-        # The first to add says it; a run stalled for long is told of again at its next job.
-        if self._store.add(f"{_TELLER}-{progress}", 1) > 1:
+    def _tell(self) -> None:
+        ranks = range(self._world_size)
+        notes = [
+            self._store.get(str(rank)).decode().split(" ", 3)
+            if self._store.check([str(rank)])
+            else None
+            for rank in ranks
+        ]
+        # Ranks that are stuck together read the same counts of jobs, and the first to add says it;
+        # a run stalled for long is told of again when any rank has begun another job.
+        stall = "-".join("?" if note is None else note[1] for note in notes)
+        if self._store.add(f"{_TELLER}-{stall}", 1) > 1:
             return
         lines = [f"planner: nothing has moved for {self.stall_s:.0f} s; the ranks are in"]
         held_up_by = []
-        for rank in range(self._world_size):
-            if not self._store.check([str(rank)]):
+        for rank, note in zip(ranks, notes, strict=True):
+            if note is None:
                 lines.append(f"  rank {rank}: not heard of yet")
                 continue
-            at, waits, text = self._store.get(str(rank)).decode().split(" ", 2)
+            at, _, waits, text = note
             age_s = time.time() - float(at)
             silent = f" (silent for {age_s:.0f} s)" if age_s > self.stall_s else ""
             lines.append(f"  rank {rank}: {text}{silent}")

@@ -3,11 +3,16 @@
 import pytest
 
 from costmodel.memory.block.backward_facts import backward_facts
-from costmodel.memory.block.backward_walk import DeferredWeight, backward_walk
+from costmodel.memory.block.backward_walk import backward_walk
 from costmodel.memory.block.block_bytes import block_bytes
-from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.deferred_weights import (
+    DeferredWeight,
+    deferred_storages,
+    weight_job,
+)
+from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages, selective_bytes
-from costmodel.memory.ops.saved import saved_tensors
+from costmodel.memory.saved import saved_tensors
 from planner.ops.recompute_choice import ops_made_again
 from planner.ops.weight_products import deferrable_products
 from tests.builders import tiny_models
@@ -34,22 +39,43 @@ def test_recomputation_keeps_less_and_runs_again(layer):
     assert full.recompute_rise_bytes >= full.recomputed_bytes
     assert all(edge.is_kept for edge in full.inputs if edge.requires_grad)
     saved = saved_tensors(layer, device_type="cpu")
-    roots, extra = kept_storages(layer, saved, recomputed)
-    assert selective_bytes(layer, saved, recomputed).kept_bytes == sum(roots.values()) + sum(
-        extra.values()
+    kept = kept_storages(saved, recomputed)
+    kept_bytes, unsaved_bytes = selective_bytes(saved, recomputed)
+    assert kept_bytes == sum(kept.roots.values()) + sum(kept.extra.values())
+    assert 0 <= unsaved_bytes < kept_bytes
+    assert kept.results <= kept.roots.keys()
+
+
+def test_every_choice_of_recomputation_is_a_set_of_ops_that_run_again(layer):
+    """No op: all that autograd saves, inputs apart. All ops: nothing."""
+    saved = saved_tensors(layer, device_type="cpu")
+    inputs_bytes = sum(saved.roots[name] for name in saved.inputs)
+    assert kept_storages(saved, ()).num_bytes == saved.num_bytes - inputs_bytes
+    assert kept_storages(saved, [op.name for op in layer.ops]).num_bytes == 0
+
+
+def test_a_forward_is_as_high_as_what_it_makes_while_it_is_read(layer):
+    """Values go after their last reader: keeping all of them is higher, keeping none is lower."""
+    saved = saved_tensors(layer, device_type="cpu")
+    every = {s.root for s in saved.storages.storage.values()}
+    none, some, all_kept = (
+        forward_walk(saved, roots=roots, extra={}) for roots in ((), saved.roots, every)
     )
+    made = sum(s.num_bytes for s in {*saved.storages.storage.values()} if s.kind == "activation")
+    assert 0 < none < some < all_kept
+    assert all_kept <= made + 1000, "and the scratch of a kernel"
 
 
 def test_the_first_backward_makes_the_gradients_that_stay(layer):
     saved = saved_tensors(layer, device_type="cpu")
-    facts = backward_facts(layer, saved, deferrable_products(layer))
-    first = backward_walk(facts, first=True, held=frozenset())
-    later = backward_walk(facts, first=False, held=frozenset())
+    facts = backward_facts(saved, deferrable_products(layer))
+    first = backward_walk(facts, first=True)
+    later = backward_walk(facts, first=False)
     trained = {name for name in layer.params if layer.tensor[name].requires_grad}
     assert first.made == later.made == trained
     assert first.rise_bytes >= later.rise_bytes
     # Gradients stay to the end: with sums this wide, the end is the highest point.
-    wide = backward_walk(facts, first=True, held=frozenset(), gradient_factor=100)
+    wide = backward_walk(facts, first=True, gradient_factor=100)
     trained_bytes = sum(layer.tensor[name].bytes_at(1) for name in trained)
     assert wide.rise_bytes > 90 * trained_bytes > first.rise_bytes
 
@@ -57,8 +83,8 @@ def test_the_first_backward_makes_the_gradients_that_stay(layer):
 def test_deferred_weight_gradients_wait_with_their_operands(layer):
     saved = saved_tensors(layer, device_type="cpu")
     products = deferrable_products(layer)
-    facts = backward_facts(layer, saved, products)
-    split = backward_walk(facts, first=True, held=frozenset(), split=True)
+    facts = backward_facts(saved, products)
+    split = backward_walk(facts, first=True, split=True)
     assert len(split.deferred) == len(products) > 0
     weights = {ref.name for _, ref, *_ in products.values()}
     assert not weights & split.made

@@ -7,17 +7,18 @@ import pytest
 from costmodel import CostCache
 from costmodel.memory.exact.fsdp_walk import ShardedBytes
 from costmodel.memory.exact.messages import Arrival, Receives, Traffic, find_traffic
-from costmodel.memory.exact.microbatch import before_any_job
+from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.exact.resident import PARTS, resident_parts
-from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.exact.stage.fsdp_units import ShardedStage, Unit
 from costmodel.memory.exact.stage.jobs import JobVariant
 from costmodel.memory.exact.stage.placed_stage import PlacedStages
+from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, ForwardBytes
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
-from planner.runtime.step.wiring import build_edges
-from planner.schedule.jobs import JobKind
+from planner.layout.placements import WHOLE
+from planner.runtime.step.wiring import Edge, build_edges
+from planner.schedule.jobs import Job, JobKind
 from planner.schedule.of_plan import schedule_of
 from profiles import load_profile
 from tests.costmodel.loads import stage_loads
@@ -49,14 +50,14 @@ def test_parts_of_a_rank_sum_to_its_memory():
 
 
 UNIT = Unit(
-    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100,
+    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100, shard_bytes=50,
     has_input_gradient=True, last_part=Fraction(1, 4),
 )  # fmt: skip
 
 
 def sharded(zero_stage):
     return ShardedStage(
-        blocks=(UNIT, UNIT), shared=None, zero_stage=zero_stage, replicas=2,
+        units={0: UNIT, 1: UNIT}, shared=2, zero_stage=zero_stage,
         shards_on_host=False, copies_to_reduce=False,
     )  # fmt: skip
 
@@ -66,7 +67,7 @@ def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
     """The message and the copies of a block's 100 bytes; ZeRO 3 frees a block when it has run."""
     held = ShardedBytes(sharded(zero_stage))
     idle = BlockSample(0, 0, 0, 0)
-    peak = held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    peak = held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
     assert held.state.live_bytes == left
     # The second block's copies and message, the first block's message, and its copies but for 3.
     assert peak == (300 if zero_stage == 3 else 400)
@@ -75,16 +76,16 @@ def test_a_forward_under_zero_gathers_blocks(zero_stage, left):
 def test_a_last_backward_under_zero_leaves_shards_of_gradients():
     held = ShardedBytes(sharded(3))
     idle = BlockSample(0, 0, 0, 0)
-    held.forward(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
+    held.run(ForwardBytes(samples=(idle, idle), last_bytes=0, kept_bytes=0, kept={}))
     backward = BackwardBytes(samples=(idle, idle), rise_bytes=0, new_gradient_bytes=0, deferred=())
-    peak = held.backward(backward, is_last=True)
+    peak = held.run(backward, is_last=True)
     assert held.state.live_bytes == held.state.gradient_bytes == 2 * 50
     assert peak > 2 * 100
 
 
 def test_a_receive_brings_those_sent_before_it():
     """Receives from a rank are posted in the order in which it sends."""
-    early, late = (Arrival(0, 1, name, False, 0) for name in ("a", "b"))
+    early, late = (Arrival(edge, False, 0) for edge in (3, 5))
     receives = Receives(Traffic(orders={0: [early, late]}))
     assert receives.expect(0, late) == [early, late]
     assert receives.expect(0, early) == []
@@ -103,14 +104,34 @@ def test_traffic_is_kept_only_where_messages_are():
     assert len(kept.taken_at) == 2 * sum(edge.producer == 0 for edge in edges)
 
 
+def test_what_spreads_over_more_tp_ranks_is_kept_to_the_end_of_its_takers_row():
+    """Stage 0 sends to stages 1 (tp 2) and 2 (tp 1), whose ranks have rows of other lengths."""
+    edges = tuple(
+        Edge(
+            index=index, tensor="x", producer=0, consumer=consumer, shape=(8,), batch_dim=None,
+            dtype="float32", sent=WHOLE, taken=WHOLE, requires_grad=False,
+        )
+        for index, consumer in enumerate((1, 2))
+    )  # fmt: skip
+    rows = [
+        [Job(kind=JobKind.FORWARD, stage_index=s, microbatch_index=m) for m in range(length)]
+        for s, length in enumerate((3, 3, 1))
+    ]
+    traffic = find_traffic(
+        rows, edges, lambda stage: stage, 0, keeps_sent=True, tp=lambda stage: (1, 2, 1)[stage]
+    )
+    to_the_end = {Arrival(0, False, m): 3 for m in range(3)}
+    assert traffic.taken_at == {**to_the_end, Arrival(1, False, 0): 0}
+
+
 def test_a_microbatch_holds_nothing_after_its_last_job():
     graph = gpt_graph()
     costs = CostCache(graph, H100)
     plan = plan_of(graph, pp=2, num_microbatches=2)
     placed = PlacedStages(plan, costs, build_edges(graph, plan))
-    ((_, key, unseen),) = before_any_job({0: placed.jobs(0)}, keeps_sent=False).values()
+    unseen = MicrobatchBytes(LinkedStages({0: placed.jobs(0)}, keeps_sent=False))
     forward, backward = (
-        JobVariant(kind, key, "walk", is_first=False, num_deferred=0, is_last=False)
+        JobVariant(kind, 0, "walk", is_first=False, num_deferred=0, is_last=False)
         for kind in (JobKind.FORWARD, JobKind.FULL_BACKWARD)
     )
     there, microbatch = unseen.after(forward)

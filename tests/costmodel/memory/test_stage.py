@@ -7,11 +7,10 @@ import pytest
 from costmodel.memory.block.backward_walk import BackwardWalk, Given
 from costmodel.memory.block.block_bytes import BlockBytes, Edge
 from costmodel.memory.exact.stage.backward import backward_job
-from costmodel.memory.exact.stage.blocks import BlockSample
 from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
 from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
-from costmodel.memory.exact.stage.walk import StageWalk
+from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
 from planner.schedule import build_schedule
 from tests.costmodel.memory.plans import plan_of
 
@@ -22,10 +21,8 @@ VALUE, KEPT, RISE = 10, 50, 80
 def block_of(index, copies=(None,), params=()):
     """A block that takes value index and makes value index + 1, and keeps what it takes."""
     sizes = BlockBytes(
-        input_names=("x",),
-        output_names=("y",),
-        inputs=(Edge(VALUE, True, True),),
-        outputs=(Edge(VALUE, True, False),),
+        inputs=(Edge("x", VALUE, True, True),),
+        outputs=(Edge("y", VALUE, True, False),),
         params=dict.fromkeys(params, 100),
         param_rows=dict.fromkeys(params, 3),
         kept_bytes=KEPT,
@@ -73,11 +70,9 @@ def test_a_copied_input_is_counted_while_its_block_keeps_it():
 def test_a_backward_frees_what_the_forward_kept(first):
     """Above its start: nothing is left but the gradient of v0 and, the first time, parameters'."""
     stage = stage_of(block_of(0, params=("w",)), block_of(1))
-    backward = stage.backward({"v2": VALUE}, first=first)
-    assert backward == backward_job(
-        stage, {"v2": VALUE}, first=first, num_deferred=0, flush=False, sharded=False,
-        kept_by_others=frozenset(),
-    )  # fmt: skip
+    variant = BackwardVariant(received=("v2",), first=first)
+    backward = backward_job(stage, variant)
+    assert backward_job(stage, variant) is backward, "an equal job is not simulated twice"
     gradients = 100 if first else 0
     assert backward.new_gradient_bytes == gradients
     assert backward.samples[0].peak_bytes == backward.rise_bytes == 30
@@ -88,14 +83,12 @@ def test_units_are_padded_to_equal_shards():
     """3 rows of 100 bytes over 2 ranks: 4 rows of 33 bytes; sums are fp32 in bf16."""
     stage = stage_of(block_of(0, params=("w",)), block_of(1), gradient_factor=2)
     found = sharded_stage(stage, 2, plan_of(dp=2, zero_stage=3), "cuda")
-    assert found.blocks == (
-        Unit(
+    assert found.units == {
+        0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
-            has_input_gradient=True, last_part=Fraction(1),
+            shard_bytes=132, has_input_gradient=True, last_part=Fraction(1),
         ),
-        None,
-    )  # fmt: skip
-    assert found.shared is None
+    }  # fmt: skip
     assert found.shard_bytes == 132
 
 
@@ -106,7 +99,7 @@ def test_the_last_microbatch_and_the_first_gradients_are_variants_of_their_own()
         accumulates=False, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
     row = build_schedule("1f1b", pp=1, vpp=1, num_microbatches=3).jobs[0]
-    variants = list(job_variants(row, {0: jobs}, {0: 0}))
+    variants = list(job_variants(row, {0: jobs}))
     assert [v.walk for v in variants] == ["walk"] * 4 + ["last"] * 2
     assert [v.is_first for v in variants[1::2]] == [True, False, False]
     assert [v.is_last for v in variants[1::2]] == [False, False, True]

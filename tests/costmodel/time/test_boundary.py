@@ -6,13 +6,13 @@ import pytest
 from costmodel import CostCache
 from costmodel.links import find_links
 from costmodel.side_values import find_side_values
-from costmodel.time.boundary import block_entry_seconds, output_placements, placement_of
+from costmodel.time.boundary import block_entry_seconds, placement_of
 from planner.layout.axes import Degrees
 from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout
 from profiles import Group
 from search.partition.chain_windows import Window
-from search.stages.rank_stages import RankBand, RankStages
+from search.stages.rank_stages import RankCostWindow, RankStages
 from search.stages.stage_table import StageTable
 from tests.captures import capture_tiny
 from tests.search.machine import Machine
@@ -43,7 +43,7 @@ def test_a_cut_output_is_gathered_where_it_is_taken_whole(graph):
     second = graph.blocks[1]
     name = next(name for name in second.inputs if graph.producer.get(name) == 0)
     layouts = shard_outputs(graph, graph.blocks[0].class_index)
-    assert placement_of(graph, name, layouts) == Shard(1) == output_placements(graph, layouts)[name]
+    assert placement_of(graph, name, layouts) == Shard(1)
     assert placement_of(graph, name, {}) == Replicate()
     group = Group(ranks_per_node=2)
     options = {"group": group, "microbatch_size": 2}
@@ -77,14 +77,15 @@ def test_a_value_of_no_batch_input_is_made_once():
 
 def test_a_band_has_an_entry_for_each_run_and_choice(graph):
     """Longer runs take longer; full recomputation adds the forward to the backward."""
-    table = StageTable(costs=CostCache(graph, MACHINE), layouts=(), tp=1, microbatch_size=2)
+    costs = CostCache(graph, MACHINE)
+    table = StageTable(costs=costs, layouts=(), degrees=Degrees(), microbatch_size=2)
     stages = table.with_replicas(
         degrees=Degrees(dp=2), zero=3, choices=("none", "full"), num_microbatches=4
     )
     assert isinstance(stages, RankStages)
     n = table.num_blocks
-    band = stages.band(Window.all_runs(n, n))
-    assert isinstance(band, RankBand)
+    band = stages.cost_window(Window.all_runs(n, n))
+    assert isinstance(band, RankCostWindow)
     assert band.forward_s.shape == (2, n, n)
     assert (np.diff(band.forward_s[0, :, 0]) > 0).all()
     exposed = band.costs.exposed.forward_s[band.kinds.of]

@@ -15,13 +15,14 @@ from costmodel.time.stage_costs.replicas import replica_prices
 from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.time.update import adamw_seconds, rank_update
-from costmodel.topology import pipeline_group
+from costmodel.topology import pipeline_group, replica_mesh
+from planner.layout.axes import Degrees
 from planner.plan import Plan
 from planner.plan.replication import Replication, gradient_factor
 from profiles import load_profile
-from search.bounds.quick_price import quick_step_s
 from search.partition.chain_problem import Cut
 from search.partition.chain_windows import Window, fixed_windows
+from search.partition.quick_step import quick_step_s
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 from tests.builders import tiny_models
@@ -82,7 +83,7 @@ def table_of(plan, costs) -> StageTable:
     return StageTable(
         costs=costs,
         layouts=plan.layouts,
-        tp=plan.tp,
+        degrees=replica_mesh(plan.degrees),
         microbatch_size=plan.microbatch_size,
         precision=plan.precision,
     )
@@ -109,7 +110,7 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
         assert np.array_equal(mine, theirs), field.name
     windows = fixed_windows(cuts_of(plan))
     for s, (stage, window) in enumerate(zip(plan.stages, windows, strict=True)):
-        band = ranks.band(window)
+        band = ranks.cost_window(window)
         own = choices.index(stage.recompute)
         whole = price.job_seconds.backward_input_s[s] + price.job_seconds.backward_weight_s[s]
         assert band.forward_s[own].item() == pytest.approx(
@@ -142,7 +143,7 @@ def test_a_quick_price_is_the_estimate(graph, costs, seed):
 
 def test_a_run_takes_what_its_blocks_take(graph, costs):
     """Seconds add up along the chain, whatever the run."""
-    chain = chain_costs(costs, Split(tp=1, microbatch_size=2))
+    chain = chain_costs(costs, Split(microbatch_size=2))
     n = chain.num_blocks
     for first, end in ((0, n), (1, n), (0, 1)):
         run = chain.run_times(np.array([first]), np.array([end]))
@@ -155,7 +156,7 @@ def test_a_tied_parameter_of_a_run_counts_once(profile):
     """Its bytes and its tensor: a rank has one copy, which AdamW updates once."""
     pytest.importorskip("transformers")
     graph = graph_of("hf-gpt2")
-    chain = chain_costs(CostCache(graph, profile), Split(tp=1, microbatch_size=2))
+    chain = chain_costs(CostCache(graph, profile), Split(microbatch_size=2))
     n = chain.num_blocks
     whole, first, last = (
         chain.loads.loads(np.array([i]), np.array([j])) for i, j in ((0, n), (0, n - 1), (n - 1, n))
@@ -169,7 +170,7 @@ def test_a_skip_arrives_where_it_is_used(profile):
     """A U-Net's skip reaches a stage that starts after its maker and holds its user, besides what
     its first block takes; the least of all runs counts the first block's alone."""
     graph = graph_of("unet")
-    messages = chain_costs(CostCache(graph, profile), Split(tp=1, microbatch_size=2)).messages
+    messages = chain_costs(CostCache(graph, profile), Split(microbatch_size=2)).messages
     assert isinstance(messages, Messages)
     n = len(graph.blocks)
     for start in range(1, n):
@@ -208,7 +209,7 @@ def test_stages_of_meshes_take_their_own_mesh_s_entry():
 def test_zero_leaves_no_weight_gradients_for_later(costs):
     """Decision 6: FSDP2 reduces gradients as a block's backward ends; a group of one has nothing
     to shard, so there the weight gradients can still wait."""
-    runs = cut_runs(chain_costs(costs, Split(tp=1, microbatch_size=2)), (0, 1, 3))
+    runs = cut_runs(chain_costs(costs, Split(microbatch_size=2)), (0, 1, 3))
     alone, sharded = (
         StageCosts(runs=runs, replication=Replication(replicas=count, zero_stage=1))
         for count in (1, 2)
@@ -233,10 +234,10 @@ def test_an_update_is_over_shards_and_in_fp32_for_bf16(profile):
 
 def test_answers_are_kept_for_search_and_estimate_alike(costs):
     """One chain and one set of replica prices, whoever comes first."""
-    split = Split(tp=1, microbatch_size=2)
-    assert chain_costs(costs, split) is chain_costs(costs, Split(tp=1, microbatch_size=2))
+    split = Split(microbatch_size=2)
+    assert chain_costs(costs, split) is chain_costs(costs, Split(microbatch_size=2))
     held = Replication(replicas=2, zero_stage=3)
-    assert replica_prices(costs, held, 1) is replica_prices(costs, held, 1)
+    assert replica_prices(costs, held, Degrees()) is replica_prices(costs, held, Degrees())
     plan = make_plan(costs.graph)
     table = table_of(plan, costs)
     assert price_plan(plan, costs).meshes[0].runs.chain is table.chain

@@ -2,114 +2,90 @@
 
 What is alive when a block runs backward: what this block and those before it keep; what the
 block recomputes; the gradients of its outputs; gradients of parameters, for good in the first
-microbatch and for the length of an op in later ones; and what deferred weight gradients wait with.
+microbatch and for the length of an op in later ones; and what deferred weight gradients refer to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from costmodel.memory.block.backward_walk import BackwardWalk, DeferredWeight
-from costmodel.memory.block.deferred_weights import deferred_storages, weight_job
+from costmodel.memory.block.backward_walk import BackwardWalk
+from costmodel.memory.block.deferred_weights import (
+    DeferredWeight,
+    deferred_storages,
+    weight_job,
+)
 from costmodel.memory.block.gradients import Gradients
-from costmodel.memory.exact.stage.blocks import BackwardBytes, BlockSample, StageBlocks
 from costmodel.memory.exact.stage.placed_block import PlacedBlock
+from costmodel.memory.exact.stage.stage_walk import (
+    BackwardBytes,
+    BackwardVariant,
+    BlockSample,
+    StageWalk,
+)
 
 
-def backward_job(
-    stage: StageBlocks,
-    received: Mapping[str, int],
-    *,
-    first: bool,
-    num_deferred: int,
-    flush: bool,
-    sharded: bool,
-    kept_by_others: frozenset[str],
-) -> BackwardBytes:
-    """Return a backward job; `received` are the gradients that other stages sent, by value.
-
-    The executor holds those, and what arrived, to the end of the job.
-    first: gradients of parameters have no buffer yet, so those the job makes stay.
-    num_deferred: so many blocks, from the first, defer their weight gradients, to another job or,
-        with `flush`, to the end of this one.
-    sharded: FSDP2 takes a block's gradients once the block has made them, so they are counted in
-        `fsdp_walk`; they are as wide as the parameters.
-    kept_by_others: values that others keep alive.
-    """
-    return _BackwardTally(
-        stage,
-        received,
-        first=first,
-        num_deferred=num_deferred,
-        sharded=sharded,
-        kept_by_others=kept_by_others,
-    ).run(flush=flush)
+def backward_job(stage: StageWalk, variant: BackwardVariant) -> BackwardBytes:
+    """Return a backward job; the stage remembers it."""
+    if variant not in stage.backwards:
+        stage.backwards[variant] = _BackwardTally(stage, variant).run()
+    return stage.backwards[variant]
 
 
 class _BackwardTally:
     """A backward job so far. Mutable: it is a tally of live bytes above the job's start."""
 
-    def __init__(
-        self,
-        stage: StageBlocks,
-        received: Mapping[str, int],
-        *,
-        first: bool,
-        num_deferred: int,
-        sharded: bool,
-        kept_by_others: frozenset[str],
-    ) -> None:
-        self._stage = stage
-        self._first, self._sharded, self._staying = first, sharded, kept_by_others
-        self._num_deferred = num_deferred
-        self._factor = 1 if sharded else stage.gradient_factor
-        self._grads_stay = first and not sharded
+    def __init__(self, stage: StageWalk, variant: BackwardVariant) -> None:
+        self._stage, self._variant = stage, variant
+        self._factor = 1 if stage.is_sharded else stage.gradient_factor
+        self._grads_stay = variant.first and not stage.is_sharded
         self._freed_by: dict[int, list[str]] = {}
         for name, keeper in stage.keepers.items():
-            if name not in stage.arriving and name not in kept_by_others:
+            if name not in stage.arriving and name not in variant.kept_by_others:
                 self._freed_by.setdefault(keeper, []).append(name)
         self._live = self._new_gradients = 0
-        self._grads, self._peak = _returned_gradients(stage, received)
-        self._waited_with = {
-            f"gradient {name}" for name in received if name not in stage.sent_copies
+        self._grads, self._peak = _returned_gradients(stage, variant.received)
+        self._referred = {
+            f"gradient {name}" for name in variant.received if name not in stage.sent_copies
         }
-        """Storages that deferred weight gradients wait with, or that others hold anyway."""
+        """Storages that deferred weight gradients refer to, or that others hold anyway."""
         self._summing: set[str] = set()
         """Parameters of several blocks whose gradients are being summed."""
         self._made: set[str] = set()
         """Parameters that have a gradient by now."""
         self._deferred: list[DeferredWeight] = []
 
-    def run(self, *, flush: bool) -> BackwardBytes:
-        """Run all blocks."""
+    def run(self) -> BackwardBytes:
+        """Run all blocks, and with `flush` what they defer."""
         indices = range(len(self._stage.blocks) - 1, -1, -1)
         samples = tuple(self._run_block(index) for index in indices)
         live = self._live + self._grads.live
-        deferred = [d._replace(is_begun=d.weight in self._made) for d in self._deferred]
-        if flush:
+        deferred = tuple(d._replace(has_gradient=d.weight in self._made) for d in self._deferred)
+        if self._variant.flush:
             rise, more = weight_job(
-                deferred, first=self._first, gradient_factor=self._stage.gradient_factor
+                deferred, first=self._variant.first, gradient_factor=self._stage.gradient_factor
             )
             self._peak = max(self._peak, live + rise)
             self._new_gradients += more
-            deferred = []
+            deferred = ()
         return BackwardBytes(
             samples=samples,
             rise_bytes=self._peak,
             new_gradient_bytes=self._new_gradients,
-            deferred=tuple(deferred),
+            deferred=deferred,
         )
 
     def _run_block(self, index: int) -> BlockSample:
         block, grads = self._stage.blocks[index], self._grads
         kind = block.kind
-        freed = [n for n in self._freed_by.get(index, ()) if n not in self._waited_with]
+        freed = [n for n in self._freed_by.get(index, ()) if n not in self._referred]
+        # Live bytes are counted from the job's start: what is freed since then makes them negative.
         start = self._live + grads.live
         # The block's forward runs again first: its height, then what that leaves for backward.
         height = start + kind.bytes.recompute_rise_bytes
         self._live += kind.bytes.recomputed_bytes
         walk = self._walk_block(index, freed)
         height = max(height, self._live + grads.live + walk.rise_bytes)
+        # Nothing of the block's graph is left then. A value at its edge goes with the first block
+        # that keeps it, unless a deferred weight gradient still needs it.
         self._live -= kind.kept_bytes + kind.bytes.recomputed_bytes
         self._live -= sum(self._stage.sizes[name] for name in freed)
         self._keep_gradients(index, walk)
@@ -123,14 +99,14 @@ class _BackwardTally:
         stage, grads = self._stage, self._grads
         block = stage.blocks[index]
         kind = block.kind
-        outputs = list(zip(kind.bytes.output_names, block.outputs, strict=True))
+        edges = zip(kind.bytes.outputs, block.outputs, strict=True)
+        outputs = [(edge.name, name) for edge, name in edges]
         started = [
             (local, block.inputs[at]) for at, local in kind.uncopied if block.inputs[at] in grads.of
         ]
-        outlasting = self._staying | self._waited_with
-        waiting = block.params if self._sharded and stage.params_are_dtensors else None
+        outlasting = self._variant.kept_by_others | self._referred
         return kind.bytes.backward(
-            first=self._first,
+            first=self._variant.first,
             held=frozenset(
                 local
                 for local, name in (*outputs, *started)
@@ -138,16 +114,16 @@ class _BackwardTally:
             ),
             started=frozenset(local for local, _ in started),
             leaves=stage.leaves[index],
-            split=index < self._num_deferred,
+            split=index < self._variant.num_deferred,
             gradient_factor=self._factor,
-            adds_products=not self._sharded,
+            adds_products=not stage.is_sharded,
             kept_by_others=frozenset(
                 local for local, name in outputs if stage.roots[name] in outlasting
             ),
             freed_inputs=kind.copied.union(
                 local for at, local in kind.uncopied if block.inputs[at] in freed
             ),
-            waiting=stage.shared[index] if waiting is None else frozenset(waiting),
+            waiting=frozenset(block.params) if stage.params_are_dtensors else stage.shared[index],
         )
 
     def _keep_gradients(self, index: int, walk: BackwardWalk) -> None:
@@ -155,8 +131,10 @@ class _BackwardTally:
         stage, factor = self._stage, self._factor
         block, shared = stage.blocks[index], stage.shared[index]
         params = block.kind.bytes.params
-        if self._num_deferred:
+        if self._variant.num_deferred:
             self._made.update(block.params[param] for param in walk.made)
+        # In later microbatches gradients are added to the sums and freed: `backward_walk` counts
+        # them while their op runs.
         if self._grads_stay:
             more = factor * sum(params[param] for param in walk.made if param not in shared)
             self._new_gradients += more
@@ -173,20 +151,20 @@ class _BackwardTally:
                 self._live += factor * size if self._grads_stay else 0
 
     def _defer(self, index: int, walk: BackwardWalk) -> None:
-        """Count what the block's deferred weight gradients wait with."""
+        """Count what the block's deferred weight gradients refer to."""
         stage = self._stage
-        named = [_named(d, stage.blocks[index], index, stage.roots) for d in walk.deferred]
+        named = [_named(d, stage, index) for d in walk.deferred]
         for name, size in deferred_storages(named).items():
-            # (What a block before keeps too has not been freed yet.)
-            is_there = name in stage.arriving or name in self._staying
-            is_there = is_there or name in self._waited_with
+            # What a block before keeps too has not been freed yet.
+            is_there = name in stage.arriving or name in self._variant.kept_by_others
+            is_there = is_there or name in self._referred
             is_there = is_there or stage.keepers.get(name, index) < index
             self._live += 0 if is_there else size
-            self._waited_with.add(name)
+            self._referred.add(name)
         self._deferred += named
 
 
-def _returned_gradients(stage: StageBlocks, received: Mapping[str, int]) -> tuple[Gradients, int]:
+def _returned_gradients(stage: StageWalk, received: tuple[str, ...]) -> tuple[Gradients, int]:
     """Return the gradients of what left, brought back to where its maker left it, and the
     height of that. Those received count nothing here: others hold them.
     """
@@ -202,13 +180,15 @@ def _returned_gradients(stage: StageBlocks, received: Mapping[str, int]) -> tupl
     return grads, peak
 
 
-def _hand_on(stage: StageBlocks, block: PlacedBlock, walk: BackwardWalk, grads: Gradients) -> int:
+def _hand_on(stage: StageWalk, block: PlacedBlock, walk: BackwardWalk, grads: Gradients) -> int:
     """Free a block's gradients of its outputs, and give those of its inputs to the blocks that
     made them; return the height of that.
     """
     kind = block.kind
-    makers = dict(zip(kind.bytes.output_names, block.outputs, strict=True))
-    given = [(local, kind.input_at[local], gradient) for local, gradient in walk.given.items()]
+    edges = zip(kind.bytes.outputs, block.outputs, strict=True)
+    makers = {edge.name: name for edge, name in edges}
+    inputs = enumerate(kind.bytes.inputs)
+    given = [(e.name, at, walk.given[e.name]) for at, e in inputs if e.name in walk.given]
     for local, at, gradient in given:
         name = block.inputs[at]
         if gradient.is_sum:
@@ -236,20 +216,14 @@ def _hand_on(stage: StageBlocks, block: PlacedBlock, walk: BackwardWalk, grads: 
     return peak
 
 
-def _named(
-    deferred: DeferredWeight, block: PlacedBlock, index: int, root: Mapping[str, str]
-) -> DeferredWeight:
-    """Name what it waits with so that no other block's storage is called the same."""
+def _named(deferred: DeferredWeight, stage: StageWalk, index: int) -> DeferredWeight:
+    """Name what it refers to so that no other block's storage is called the same."""
+    block = stage.blocks[index]
     kind = block.kind
-    inputs = {
-        local: root[name]
-        for local, name in zip(kind.bytes.input_names, block.inputs, strict=True)
-        if local not in kind.copied
-    }
-    inputs |= {
-        f"gradient {local}": f"gradient {name}"
-        for local, name in zip(kind.bytes.output_names, block.outputs, strict=True)
-    }
-    held = tuple((inputs.get(name, f"block {index} {name}"), size) for name, size in deferred.held)
+    edges = zip(kind.bytes.inputs, block.inputs, strict=True)
+    names = {e.name: stage.roots[name] for e, name in edges if e.name not in kind.copied}
+    made = zip(kind.bytes.outputs, block.outputs, strict=True)
+    names |= {f"gradient {edge.name}": f"gradient {name}" for edge, name in made}
+    held = tuple((names.get(name, f"block {index} {name}"), size) for name, size in deferred.held)
     weight = block.params.get(deferred.weight, f"block {index} {deferred.weight}")
     return deferred._replace(held=held, weight=weight)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from costmodel.memory.exact.stage.blocks import StageBlocks
 from costmodel.memory.exact.stage.placed_block import BlockKind
+from costmodel.memory.exact.stage.stage_walk import StageWalk
 from planner.plan import Plan
 
 
@@ -24,6 +24,8 @@ class Unit(NamedTuple):
     """Their gradients as they are summed: fp32 in bf16."""
     message_bytes: int
     """The reduce-scatter's message: the sums, padded."""
+    shard_bytes: int
+    """A rank's shard of that."""
     has_input_gradient: bool
     """Whether an input of their block needs a gradient; if not, they are reduced when the whole
     backward is over."""
@@ -35,14 +37,13 @@ class Unit(NamedTuple):
 class ShardedStage:
     """The units of a stage."""
 
-    blocks: Sequence[Unit | None]
-    """The unit of each block, None where a block has no parameters of its own."""
-    shared: Unit | None
-    """The unit of the parameters that several blocks share."""
+    units: Mapping[int, Unit]
+    """By position of their block, without blocks that have no parameters of their own; the unit of
+    parameters that several blocks share comes last, at `shared`."""
+    shared: int
+    """The number of blocks."""
     zero_stage: int
     """1, 2 or 3."""
-    replicas: int
-    """Ranks among which units are sharded."""
     shards_on_host: bool
     """Whether gradients' shards leave the device."""
     copies_to_reduce: bool
@@ -51,13 +52,7 @@ class ShardedStage:
     @property
     def shard_bytes(self) -> int:
         """A rank's shards, in the dtype that gradients are summed in."""
-        return sum(unit.message_bytes // self.replicas for unit in self.units.values())
-
-    @cached_property
-    def units(self) -> Mapping[int, Unit]:
-        """The units there are, by block position; the shared one by the number of blocks."""
-        every = enumerate([*self.blocks, self.shared])
-        return {index: unit for index, unit in every if unit is not None}
+        return sum(unit.shard_bytes for unit in self.units.values())
 
     @cached_property
     def ran_before(self) -> Mapping[int, int]:
@@ -67,7 +62,7 @@ class ShardedStage:
 
     @cached_property
     def simulated(self) -> dict[tuple, Any]:
-        """Jobs simulated so far (`fsdp_walk.SimulatedJob`), by job, state before it and options."""
+        """Jobs simulated so far (`fsdp_walk.ShardedBytes`), by job, state before it and options."""
         return {}
 
     @property
@@ -77,67 +72,58 @@ class ShardedStage:
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
-def sharded_stage(walk: StageBlocks, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
+def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use are in one of their
     own.
     """
     shared: dict[str, tuple[int, int]] = {}
-    blocks: list[Unit | None] = []
+    units: dict[int, Unit] = {}
     # Blocks that differ in names only have equal units, where nobody uses parameters of theirs.
-    known: dict[BlockKind, Unit | None] = {}
-    for block in walk.blocks:
-        kind, held = block.kind, block.kind.bytes
-        others = {name for name in block.params.values() if walk.is_shared(name)}
-        shared |= {
-            name: (held.params[local], held.param_rows[local])
-            for local, name in block.params.items()
-            if name in others
-        }
-        if others or kind not in known:
-            sizes = {
-                name: (held.params[local], held.param_rows[local])
-                for local, name in block.params.items()
-                if name not in others
-            }
-            is_early = bool(others) or any(edge.requires_grad for edge in held.inputs)
-            unit = _unit(
-                sizes.values(), replicas, walk.gradient_factor, has_input_gradient=is_early
-            )
-            if not others:
+    known: dict[BlockKind, Unit] = {}
+    for index, block in enumerate(walk.blocks):
+        kind, of_others = block.kind, walk.shared[index]
+        sizes = {n: (kind.bytes.params[n], kind.bytes.param_rows[n]) for n in block.params}
+        shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
+        own = [size for local, size in sizes.items() if local not in of_others]
+        if kind in known and not of_others:
+            units[index] = known[kind]
+        elif own:
+            is_early = bool(of_others) or any(edge.requires_grad for edge in kind.bytes.inputs)
+            unit = _unit(own, replicas, walk.gradient_factor, has_input_gradient=is_early)
+            units[index] = unit
+            if not of_others:
                 known[kind] = unit
-        else:
-            unit = known[kind]
-        blocks.append(unit)
+    if shared:
+        units[len(walk.blocks)] = _unit(
+            list(shared.values()), replicas, walk.gradient_factor, has_input_gradient=True
+        )
     return ShardedStage(
-        blocks=tuple(blocks),
-        shared=_unit(shared.values(), replicas, walk.gradient_factor, has_input_gradient=True),
+        units=units,
+        shared=len(walk.blocks),
         zero_stage=plan.zero_stage,
-        replicas=replicas,
         shards_on_host=plan.optimizer_on_host,
         copies_to_reduce=device_type == "cpu",
     )
 
 
 def _unit(
-    params: Iterable[tuple[int, int]],
+    params: Sequence[tuple[int, int]],
     replicas: int,
     gradient_factor: int,
     *,
     has_input_gradient: bool,
-) -> Unit | None:
-    """Return the unit of parameters of such bytes and lengths of their first dims, if any."""
-    sizes = list(params)
-    if not sizes:
-        return None
-    whole = sum(size for size, _ in sizes)
+) -> Unit:
+    """Return the unit of parameters of such (bytes, lengths of their first dims)."""
+    whole = sum(size for size, _ in params)
     # A dim is cut into equal parts, the last of which may be padding.
-    padded = sum(size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in sizes)
-    last, _ = sizes[-1]
+    padded = sum(size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params)
+    last, _ = params[-1]
     return Unit(
         gathered_bytes=padded,
         gradient_bytes=whole,
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
+        shard_bytes=gradient_factor * padded // replicas,
         has_input_gradient=has_input_gradient,
         last_part=Fraction(last, whole),
     )

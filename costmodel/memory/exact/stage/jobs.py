@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from costmodel.memory.exact.fsdp_walk import ShardedStage
-from costmodel.memory.exact.stage.walk import StageWalk
+from costmodel.memory.exact.stage.fsdp_units import ShardedStage
+from costmodel.memory.exact.stage.stage_walk import StageWalk
 from planner.schedule.jobs import Job, JobKind
 
 
 class Message(NamedTuple):
     """A value that a stage takes from another, or sends on."""
 
+    edge: int
+    """Which of the plan's edges it goes along."""
     name: str
     """The value in the stage's walk."""
-    tensor: str
-    """The value in the model."""
-    taken_bytes: int
-    """Bytes as it lies on the consumer."""
-    sent_bytes: int
-    """Bytes as it lies on the producer."""
+    num_bytes: int
+    """Bytes of the value, and of its gradient, as they lie on this stage's rank."""
     other_stage: int
     """The stage at the other end."""
     requires_grad: bool
@@ -56,9 +54,6 @@ class StageJobs:
     """A microbatch's loss, if the stage makes it: it stays to the end of the step."""
     sharded: ShardedStage | None = None
     """Its parameters under ZeRO: gradients and messages are then FSDP2's."""
-    alone: list[Any] = field(default_factory=list, compare=False, repr=False)
-    """What microbatches hold on stages of this kind that hand nothing over in place
-    (`costmodel.memory.exact.microbatch.before_any_job`)."""
 
 
 WalkName = Literal["walk", "last", "first_deferred", "all_deferred"]
@@ -69,7 +64,6 @@ class JobVariant(NamedTuple):
 
     kind: JobKind
     stage_index: int
-    """The stage, or the first stage of its kind."""
     walk: WalkName
     """The field of `StageJobs` that it walks."""
     is_first: bool
@@ -80,45 +74,46 @@ class JobVariant(NamedTuple):
     """Whether it is its stage's last backward."""
 
 
-def job_variants(
-    row: Sequence[Job], stages: Mapping[int, StageJobs], stage_keys: Mapping[int, int]
-) -> Iterator[JobVariant]:
-    """Yield how each job of a rank's row runs; `stage_keys` gives `JobVariant.stage_index`."""
-    forward, backward, makes = {}, {}, {}
+def job_variants(row: Sequence[Job], stages: Mapping[int, StageJobs]) -> Iterator[JobVariant]:
+    """Yield how each job of a rank's row runs."""
+    last_forward, last_backward, last_weights = {}, {}, {}
     split: set[tuple[int, int]] = set()
     for job in row:
         s, kind = job.stage_index, job.kind
         if kind is JobKind.FORWARD:
-            forward[s] = job.microbatch_index
+            last_forward[s] = job.microbatch_index
             continue
         if kind is not JobKind.BACKWARD_WEIGHT:
-            backward[s] = job
+            last_backward[s] = job
         if kind is JobKind.BACKWARD_INPUT:
             split.add((s, job.microbatch_index))
         else:
-            makes[s] = job
+            last_weights[s] = job
+    # Under ZeRO 2 and 3, and where sums are fp32, FSDP2 takes each gradient away: it stays new.
     adds = {s: stage.sharded is None or stage.sharded.keeps_sums for s, stage in stages.items()}
-    started: set[tuple[int, bool]] = set()
+    summed: set[tuple[int, bool]] = set()
     for job in row:
         s, m, kind = job.stage_index, job.microbatch_index, job.kind
         stage = stages[s]
         walk: WalkName = "walk"
-        if stage.last is not stage.walk and forward[s] == m:
+        if stage.last is not stage.walk and last_forward[s] == m:
             walk = "last"
         elif stage.sharded is None and (stage.sends_first or (s, m) in split):
-            ends = (s, m) in split or (s in makes and makes[s].microbatch_index == m)
-            walk = "all_deferred" if ends else "first_deferred"
+            # Forward and backward agree on what is deferred: products save other things then.
+            is_last = s in last_weights and last_weights[s].microbatch_index == m
+            walk = "all_deferred" if is_last or (s, m) in split else "first_deferred"
         if kind is JobKind.FORWARD:
-            yield JobVariant(kind, stage_keys[s], walk, False, 0, False)
+            yield JobVariant(kind, s, walk, False, 0, False)
             continue
+        # Products and other ops make their gradients in jobs of their own if backward is split.
         is_weight = kind is JobKind.BACKWARD_WEIGHT
-        is_first = not stage.accumulates and (s, is_weight) not in started
+        is_first = not stage.accumulates and (s, is_weight) not in summed
         if is_weight or adds[s]:
-            started.add((s, is_weight))
+            summed.add((s, is_weight))
         num_deferred = 0
         if kind is JobKind.BACKWARD_INPUT and stage.sharded is None:
             num_deferred = len(stage.walk.blocks)
         elif stage.sends_first and not is_weight:
-            num_deferred = len(stage.walk.blocks) if makes[s] is job else 1
-        is_last = not is_weight and backward[s] is job
-        yield JobVariant(kind, stage_keys[s], walk, is_first, num_deferred, is_last)
+            num_deferred = len(stage.walk.blocks) if last_weights[s] is job else 1
+        is_last = not is_weight and last_backward[s] is job
+        yield JobVariant(kind, s, walk, is_first, num_deferred, is_last)

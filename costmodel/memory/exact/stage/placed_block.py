@@ -30,12 +30,14 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BlockKind:
-    """What blocks hold that differ in names only, and the copies of those of their inputs that
-    are brought to another placement for them. Inputs and outputs go by position and local name.
+    """What blocks hold that differ in names only. Inputs and outputs go by position and local
+    name.
     """
 
     bytes: BlockBytes
+    """What the block holds itself."""
     copies: tuple[Copy | None, ...]
+    """For each input, its copy if it is brought to another placement for the block."""
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -47,50 +49,37 @@ class BlockKind:
     @cached_property
     def copied(self) -> frozenset[str]:
         """Inputs that the block has in copies of its own."""
-        names = zip(self.bytes.input_names, self.copies, strict=True)
-        return frozenset(name for name, copy in names if copy is not None and not copy.is_view)
+        edges = zip(self.bytes.inputs, self.copies, strict=True)
+        return frozenset(edge.name for edge, c in edges if c is not None and not c.is_view)
 
     @cached_property
     def uncopied(self) -> tuple[tuple[int, str], ...]:
         """Inputs that the block takes as they lie."""
-        names = enumerate(self.bytes.input_names)
-        return tuple((at, name) for at, name in names if self.copies[at] is None)
+        edges = enumerate(self.bytes.inputs)
+        return tuple((at, edge.name) for at, edge in edges if self.copies[at] is None)
 
     @cached_property
     def kept_inputs(self) -> tuple[int, ...]:
         """Inputs that the block keeps for its backward, where they are no copies."""
-        names = zip(self.bytes.input_names, self.bytes.inputs, strict=True)
-        kept = enumerate(edge.is_kept and name not in self.copied for name, edge in names)
-        return tuple(at for at, is_kept in kept if is_kept)
-
-    @cached_property
-    def kept_outputs(self) -> tuple[int, ...]:
-        """Outputs that the block keeps for its backward."""
-        return tuple(at for at, edge in enumerate(self.bytes.outputs) if edge.is_kept)
+        edges = enumerate(self.bytes.inputs)
+        return tuple(at for at, edge in edges if edge.is_kept and edge.name not in self.copied)
 
     @cached_property
     def viewed(self) -> tuple[int | None, ...]:
         """For each output, the input in whose memory it lies, if any: a copy is the block's own."""
-        return tuple(
-            None
-            if edge.viewed is None or self.bytes.input_names[edge.viewed] in self.copied
-            else edge.viewed
-            for edge in self.bytes.outputs
-        )
-
-    @cached_property
-    def input_at(self) -> Mapping[str, int]:
-        """Positions of inputs."""
-        return {name: at for at, name in enumerate(self.bytes.input_names)}
+        own = {at for at, edge in enumerate(self.bytes.inputs) if edge.name in self.copied}
+        return tuple(None if e.viewed in own else e.viewed for e in self.bytes.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedBlock:
-    """A block as its stage calls it: names of its edges, and of its trained parameters by their
-    names in the block, in the model.
-    """
+    """A block of a stage."""
 
     kind: BlockKind
+    """All of it but names."""
     inputs: tuple[str, ...]
+    """What it takes, by name in the stage."""
     outputs: tuple[str, ...]
+    """What it makes, by name in the stage."""
     params: Mapping[str, str]
+    """Its trained parameters: local name to name in the model."""

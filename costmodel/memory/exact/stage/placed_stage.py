@@ -1,19 +1,21 @@
-"""A stage of a plan as its walk takes it: placed blocks, and what comes and goes."""
+"""The stages of a plan as a rank's walk takes them: placed blocks, and what comes and goes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from math import prod
 
 from costmodel.cache import CostCache
 from costmodel.memory.exact.stage.fsdp_units import sharded_stage
 from costmodel.memory.exact.stage.jobs import Message, StageJobs
 from costmodel.memory.exact.stage.placed_block import BlockKind, PlacedBlock
-from costmodel.memory.exact.stage.walk import StageWalk
-from costmodel.memory.ops.saved import HELD_ANYWAY
-from costmodel.memory.ops.storage import Storage
+from costmodel.memory.exact.stage.stage_walk import StageWalk
+from costmodel.memory.saved import HELD_ANYWAY, Storage
 from costmodel.time.copies import copy_between
+from costmodel.topology import replica_mesh
+from planner.graph import size_at
+from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
 from planner.plan.replication import gradient_factor
@@ -30,13 +32,13 @@ class PlacedStages:
 
     def __init__(self, plan: Plan, costs: CostCache, edges: Sequence[Edge]) -> None:
         self._plan, self._costs = plan, costs
-        self._incoming: dict[int, list[Edge]] = {}
-        self._outgoing: dict[int, list[Edge]] = {}
+        self._incoming: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
+        self._outgoing: dict[int, list[Edge]] = {s: [] for s in range(len(plan.stages))}
         for edge in edges:
-            self._incoming.setdefault(edge.consumer, []).append(edge)
-            self._outgoing.setdefault(edge.producer, []).append(edge)
+            self._incoming[edge.consumer].append(edge)
+            self._outgoing[edge.producer].append(edge)
         options = (
-            plan.cp,
+            replica_mesh(plan.degrees),
             plan.zero_stage,
             plan.precision,
             plan.optimizer_on_host,
@@ -48,7 +50,9 @@ class PlacedStages:
     def kind(self, stage_index: int) -> tuple:
         """Return what tells a stage from others of such plans, but for names."""
         plan, links, stage = self._plan, self._costs.links, self._plan.stages[stage_index]
-        first, producer = stage.first_block, self._costs.graph.producer
+        first = stage.first_block
+        incoming = [(edge, edge.producer, edge.taken) for edge in self._incoming[stage_index]]
+        outgoing = [(edge, edge.consumer, edge.sent) for edge in self._outgoing[stage_index]]
         ends = tuple(
             (
                 links.makers[edge.tensor][0] - first,
@@ -57,15 +61,11 @@ class PlacedStages:
                 placed,
                 edge.requires_grad,
             )
-            for edges, is_taken in ((self._incoming, True), (self._outgoing, False))
-            for edge in edges.get(stage_index, ())
-            for other, placed in (
-                ((edge.producer, edge.taken) if is_taken else (edge.consumer, edge.sent)),
-            )
+            for edge, other, placed in (*incoming, *outgoing)
         )
         return (
             links.signatures[first : stage.last_block + 1],
-            producer[self._costs.graph.loss] in stage.blocks,
+            self._has_loss(stage_index),
             ends,
             plan.stage_degrees(stage_index),
             plan.stage_microbatch_size(stage_index),
@@ -77,175 +77,170 @@ class PlacedStages:
     def jobs(self, stage_index: int) -> StageJobs:
         """Return the jobs of a stage."""
         kind = self.kind(stage_index)
-        incoming, outgoing = (
-            edges.get(stage_index, []) for edges in (self._incoming, self._outgoing)
-        )
         if kind not in self._known:
-            self._known[kind] = _stage_jobs(
-                self._plan, self._costs, stage_index, incoming, outgoing
-            )
+            self._known[kind] = self._stage_jobs(stage_index)
         like = self._known[kind]
+        # Walks have the names of the first stage of the kind; edges are each stage's own.
+        incoming = zip(like.incoming, self._incoming[stage_index], strict=True)
+        outgoing = zip(like.outgoing, self._outgoing[stage_index], strict=True)
         return replace(
             like,
-            incoming=[
-                _message(self._plan, edge, edge.producer, name=message.name)
-                for edge, message in zip(incoming, like.incoming, strict=True)
-            ],
-            outgoing=[
-                _message(self._plan, edge, edge.consumer, name=message.name)
-                for edge, message in zip(outgoing, like.outgoing, strict=True)
-            ],
+            incoming=[m._replace(edge=e.index, other_stage=e.producer) for m, e in incoming],
+            outgoing=[m._replace(edge=e.index, other_stage=e.consumer) for m, e in outgoing],
         )
 
+    def _has_loss(self, stage_index: int) -> bool:
+        graph = self._costs.graph
+        return graph.producer[graph.loss] in self._plan.stages[stage_index].blocks
 
-def _stage_jobs(
-    plan: Plan,
-    costs: CostCache,
-    stage_index: int,
-    incoming: Sequence[Edge],
-    outgoing: Sequence[Edge],
-) -> StageJobs:
-    stage = plan.stages[stage_index]
-    replicas = plan.stage_degrees(stage_index).along("data")
-    sharded = plan.zero_stage > 0 and replicas > 1
-    walk = _walk(plan, costs, stage_index, incoming, outgoing, stage.recompute)
-    last = walk
-    is_waited_for = any(
-        edge.requires_grad and plan.stages[edge.producer].pp_rank != stage.pp_rank
-        for edge in incoming
-    )
-    if not stage.recompute_last and stage.recompute != "none":
-        last = _walk(plan, costs, stage_index, incoming, outgoing, "none")
-    return StageJobs(
-        walk=walk,
-        last=last,
-        first_deferred=_deferred(walk, 1),
-        all_deferred=_deferred(walk, len(walk.blocks)),
-        incoming=[_message(plan, edge, edge.producer, name=edge.tensor) for edge in incoming],
-        outgoing=[_message(plan, edge, edge.consumer, name=edge.tensor) for edge in outgoing],
-        # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
-        accumulates=replicas > 1 and not sharded,
-        sends_first=is_waited_for and stage.recompute == "none" and not sharded,
-        on_host=stage.activations_on_host,
-        loss_bytes=DTYPE_BYTES[costs.graph.tensor[costs.graph.loss].dtype]
-        if costs.graph.producer[costs.graph.loss] in stage.blocks
-        else 0,
-        sharded=sharded_stage(walk, replicas, plan, costs.profile.cluster.device_type)
-        if sharded
-        else None,
-    )
+    def _stage_jobs(self, stage_index: int) -> StageJobs:
+        plan, costs, stage = self._plan, self._costs, self._plan.stages[stage_index]
+        incoming = self._incoming[stage_index]
+        replicas = plan.stage_degrees(stage_index).along("data")
+        is_sharded = plan.zero_stage > 0 and replicas > 1
+        # The step's last microbatch may skip recomputation: its backward comes next.
+        walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
+        if not stage.recompute_last and stage.recompute != "none":
+            last = self._walk(stage_index, "none", is_sharded=is_sharded)
+        is_waited_for = any(
+            edge.requires_grad and plan.stages[edge.producer].pp_rank != stage.pp_rank
+            for edge in incoming
+        )
+        sharded = None
+        if is_sharded:
+            sharded = sharded_stage(walk, replicas, plan, costs.profile.cluster.device_type)
+        loss = costs.graph.tensor[costs.graph.loss]
+        return StageJobs(
+            walk=walk,
+            last=last,
+            first_deferred=_deferred(walk, 1),
+            all_deferred=_deferred(walk, len(walk.blocks)),
+            incoming=[
+                Message(e.index, e.tensor, self._taken_bytes(e), e.producer, e.requires_grad)
+                for e in incoming
+            ],
+            outgoing=[
+                Message(e.index, e.tensor, self._sent_bytes(e), e.consumer, e.requires_grad)
+                for e in self._outgoing[stage_index]
+            ],
+            # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
+            accumulates=replicas > 1 and not is_sharded,
+            sends_first=is_waited_for and stage.recompute == "none" and not is_sharded,
+            on_host=stage.activations_on_host,
+            loss_bytes=DTYPE_BYTES[loss.dtype] if self._has_loss(stage_index) else 0,
+            sharded=sharded,
+        )
+
+    def _taken_bytes(self, edge: Edge) -> int:
+        """Bytes of a value on one rank of the stage that takes it."""
+        return self._bytes_at(edge, edge.consumer, edge.taken)
+
+    def _sent_bytes(self, edge: Edge) -> int:
+        """Bytes of a value on one rank of the stage that sends it."""
+        return self._bytes_at(edge, edge.producer, edge.sent)
+
+    def _bytes_at(self, edge: Edge, stage_index: int, placed: Placements) -> int:
+        samples = self._plan.stage_microbatch_size(stage_index)
+        numel = prod([size_at(size, samples) for size in edge.shape])
+        parts = placed.parts(self._plan.stage_degrees(stage_index))
+        return numel // parts * DTYPE_BYTES[edge.dtype]
+
+    def _side_bytes(self, stage_index: int) -> dict[str, int]:
+        """Return bytes of the values that the preamble makes of the batch for every microbatch;
+        a storage that several values lie in counts with the first.
+        """
+        size = self._plan.stage_microbatch_size(stage_index)
+        side_values = self._costs.side_values(size)
+        side: dict[str, int] = {}
+        counted: set[Storage] = set()
+        for index in self._plan.stages[stage_index].blocks:
+            for name in self._costs.graph.blocks[index].inputs:
+                storage = side_values.storage.get(name)
+                if storage is not None and name not in side and name not in side_values.fixed:
+                    is_new = storage not in counted and storage.kind not in HELD_ANYWAY
+                    side[name] = storage.num_bytes if is_new else 0
+                    counted.add(storage)
+        return side
+
+    def _walk(self, stage_index: int, recompute: Recompute, *, is_sharded: bool) -> StageWalk:
+        """Return a stage under a choice of recomputation."""
+        plan, graph, stage = self._plan, self._costs.graph, self._plan.stages[stage_index]
+        incoming, outgoing = self._incoming[stage_index], self._outgoing[stage_index]
+        degrees, size = plan.stage_degrees(stage_index), plan.stage_microbatch_size(stage_index)
+        recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
+        lies = {edge.tensor: edge.taken for edge in incoming}
+        blocks = []
+        kinds: dict[tuple[int, tuple[Placements, ...]], tuple[BlockKind, tuple[Placements, ...]]]
+        kinds = {}
+        for index in stage.blocks:
+            block = graph.blocks[index]
+            lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
+            key = block.class_index, lying
+            if key not in kinds:
+                takes, _, makes = block_placements(graph, plan, index, stage_index)
+                found = self._costs.block_bytes(
+                    block.class_index,
+                    size,
+                    degrees,
+                    tuple(
+                        layout
+                        for axis in lowered_axes()
+                        if (
+                            layout := plan.layout(
+                                block.class_index, axis=axis.name, degrees=degrees
+                            )
+                        )
+                    ),
+                    recompute=recompute,
+                    recomputed=recomputed.get(block.class_index),
+                )
+                shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
+                copies = tuple(
+                    copy_between(lie, take, edge.num_bytes, shape, degrees=degrees)
+                    for lie, take, edge, shape in zip(
+                        lying, takes, found.inputs, shapes, strict=True
+                    )
+                )
+                kinds[key] = BlockKind(bytes=found, copies=copies), makes
+            kind, makes = kinds[key]
+            lies |= dict(zip(block.outputs, makes, strict=True))
+            names = zip(graph.classes[block.class_index].params, block.params, strict=True)
+            blocks.append(
+                PlacedBlock(
+                    kind=kind,
+                    inputs=block.inputs,
+                    outputs=block.outputs,
+                    params={local: name for local, name in names if local in kind.bytes.params},
+                )
+            )
+        sent_copies = {}
+        for edge in outgoing:
+            made, shape = lies[edge.tensor], graph.tensor[edge.tensor].shape_at(size)
+            copy = copy_between(made, edge.sent, self._sent_bytes(edge), shape, degrees=degrees)
+            if copy is not None:
+                sent_copies[edge.tensor] = copy
+        return StageWalk(
+            blocks=tuple(blocks),
+            arriving={edge.tensor: self._taken_bytes(edge) for edge in incoming},
+            side=self._side_bytes(stage_index),
+            leaving=frozenset(edge.tensor for edge in outgoing),
+            sent_copies=sent_copies,
+            gradient_factor=gradient_factor(plan.precision),
+            is_sharded=is_sharded,
+            params_are_dtensors=is_sharded and any(degrees[axis.name] > 1 for axis in split_axes()),
+        )
 
 
 def _deferred(walk: StageWalk, num_blocks: int) -> StageWalk:
-    """Return a stage whose first blocks put their weight gradients deferred."""
-    first = walk.blocks[:num_blocks]
-    kinds = {block.kind: block.kind.bytes.deferred for block in first}
-    if not any(kinds.values()):
+    """Return a stage whose first blocks have their weight gradients deferred."""
+    kinds: dict[BlockKind, BlockKind] = {}
+    for block in walk.blocks[:num_blocks]:
+        found = block.kind.bytes.deferred
+        if found is not None and block.kind not in kinds:
+            kinds[block.kind] = replace(block.kind, bytes=found)
+    if not kinds:
         return walk
-    deferred_names = {
-        kind: replace(kind, bytes=deferred or kind.bytes) for kind, deferred in kinds.items()
-    }
-    put = [replace(block, kind=deferred_names[block.kind]) for block in first]
-    return replace(walk, blocks=(*put, *walk.blocks[num_blocks:]))
-
-
-def _message(plan: Plan, edge: Edge, other: int, *, name: str) -> Message:
-    return Message(
-        name=name,
-        tensor=edge.tensor,
-        taken_bytes=_edge_bytes(plan, edge, "taken"),
-        sent_bytes=_edge_bytes(plan, edge, "sent"),
-        other_stage=other,
-        requires_grad=edge.requires_grad,
+    first = (
+        replace(block, kind=kinds.get(block.kind, block.kind)) for block in walk.blocks[:num_blocks]
     )
-
-
-def _edge_bytes(plan: Plan, edge: Edge, end: Literal["taken", "sent"]) -> int:
-    """Bytes of a value on one rank of the stage that takes it, or of the one that sends it."""
-    placed, stage = (edge.taken, edge.consumer) if end == "taken" else (edge.sent, edge.producer)
-    samples = plan.stage_microbatch_size(stage)
-    numel = 1
-    for size in edge.shape:
-        numel *= size if isinstance(size, int) else size.at(samples)
-    numel //= placed.parts(plan.stage_degrees(stage))
-    return numel * DTYPE_BYTES[edge.dtype]
-
-
-def _walk(
-    plan: Plan,
-    costs: CostCache,
-    stage_index: int,
-    incoming: Sequence[Edge],
-    leaving: Sequence[Edge],
-    recompute: Recompute,
-) -> StageWalk:
-    graph, stage = costs.graph, plan.stages[stage_index]
-    degrees, size = plan.stage_degrees(stage_index), plan.stage_microbatch_size(stage_index)
-    tp = degrees["tp"]
-    recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
-    lies = {edge.tensor: edge.taken for edge in incoming}
-    side_values = costs.side_values(size)
-    blocks, side = [], {}
-    counted: set[Storage] = set()
-    kinds: dict[tuple[int, tuple[Placements, ...]], tuple[BlockKind, tuple[Placements, ...]]] = {}
-    for index in stage.blocks:
-        block = graph.blocks[index]
-        for name in block.inputs:
-            storage = side_values.storage.get(name)
-            if storage is not None and name not in side and name not in side_values.fixed:
-                is_new = storage not in counted and storage.kind not in HELD_ANYWAY
-                side[name] = storage.num_bytes if is_new else 0
-                counted.add(storage)
-        lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
-        key = block.class_index, lying
-        if key not in kinds:
-            takes, _, makes = block_placements(graph, plan, index, stage_index)
-            found = costs.block_bytes(
-                block.class_index, tp, size,
-                plan.layout(block.class_index, axis="tp", degrees=degrees),
-                cp=plan.cp,
-                cp_layout=plan.layout(block.class_index, axis="cp", degrees=degrees),
-                recompute=recompute,
-                recomputed=recomputed.get(block.class_index),
-            )  # fmt: skip
-            copies = tuple(
-                copy_between(
-                    lie, take, edge.num_bytes, graph.tensor[n].shape_at(size), degrees=degrees
-                )
-                for n, lie, take, edge in zip(block.inputs, lying, takes, found.inputs, strict=True)
-            )
-            kinds[key] = BlockKind(bytes=found, copies=copies), makes
-        kind, makes = kinds[key]
-        lies |= dict(zip(block.outputs, makes, strict=True))
-        own_names = graph.classes[block.class_index].params
-        blocks.append(
-            PlacedBlock(
-                kind=kind,
-                inputs=block.inputs,
-                outputs=block.outputs,
-                params={
-                    local: name
-                    for local, name in zip(own_names, block.params, strict=True)
-                    if local in kind.bytes.params
-                },
-            )
-        )
-    sent = {
-        edge.tensor: copy_between(
-            lies[edge.tensor],
-            edge.sent,
-            _edge_bytes(plan, edge, "sent"),
-            graph.tensor[edge.tensor].shape_at(size),
-            degrees=degrees,
-        )
-        for edge in leaving
-    }
-    return StageWalk(
-        blocks=tuple(blocks),
-        arriving={edge.tensor: _edge_bytes(plan, edge, "taken") for edge in incoming},
-        side=side,
-        leaving=frozenset(edge.tensor for edge in leaving),
-        sent_copies={name: copy for name, copy in sent.items() if copy is not None},
-        gradient_factor=gradient_factor(plan.precision),
-        params_are_dtensors=plan.zero_stage > 0 and tp > 1,
-    )
+    return replace(walk, blocks=(*first, *walk.blocks[num_blocks:]))

@@ -1,7 +1,8 @@
-"""A stage's blocks one after the other, and the values between them, each counted once.
+"""A stage's blocks one after the other, and its forward job.
 
 A value between two blocks lives while a block still needs it, or keeps it for its backward. One
-that a block takes in another placement is copied for that block first.
+that a block takes in another placement is copied for that block first. The backward job is in
+`backward`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from costmodel.memory.block.backward_walk import DeferredWeight
+from costmodel.memory.block.deferred_weights import DeferredWeight
 from costmodel.memory.exact.stage.placed_block import Copy, PlacedBlock
 
 
@@ -28,7 +29,7 @@ class BlockSample(NamedTuple):
     """At the height outside the block, where its inputs or their gradients change placement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBytes:
     """A forward job of one microbatch. At its start, the values that arrived are alive."""
 
@@ -47,7 +48,23 @@ class ForwardBytes:
         return max([self.last_bytes, *(max(t.peak_bytes, t.beside_bytes) for t in self.samples)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardVariant(NamedTuple):
+    """How a backward job runs. Jobs of one variant on one walk are simulated once."""
+
+    received: tuple[str, ...]
+    """Values whose gradients other stages sent. The executor holds these gradients, and the values
+    that arrived, to the end of the job."""
+    first: bool
+    """Whether gradients of parameters have no buffer yet, so that those the job makes stay."""
+    num_deferred: int = 0
+    """So many blocks, from the first, defer their weight gradients."""
+    flush: bool = False
+    """Whether what is deferred is computed at the end of this job, not in another job."""
+    kept_by_others: frozenset[str] = frozenset()
+    """Values that others keep alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BackwardBytes:
     """A backward job of one microbatch. At its start, all that its forward kept and the gradients
     that arrived are alive.
@@ -64,8 +81,8 @@ class BackwardBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageBlocks:
-    """A stage's blocks under one choice of recomputation."""
+class StageWalk:
+    """A stage's blocks under one choice of recomputation; what its jobs need is found once."""
 
     blocks: Sequence[PlacedBlock]
     """In forward order."""
@@ -79,13 +96,12 @@ class StageBlocks:
     """Those of them that are sent as copies in another placement."""
     gradient_factor: int = 1
     """Bytes of a gradient's sum per byte of its parameter: 2 in bf16."""
+    is_sharded: bool = False
+    """Whether FSDP2 takes a block's gradients when the block has made them (`fsdp_walk` counts
+    them then): they are in the parameters' dtype, and never added to by a product."""
     params_are_dtensors: bool = False
     """Whether parameters are sharded on tp and dp: what makes them plain tensors runs before a
     block, so autograd's engine handles their gradients when all else of the block has run."""
-
-    def is_shared(self, name: str) -> bool:
-        """Whether several blocks use a trained parameter."""
-        return name in self.users
 
     @cached_property
     def roots(self) -> dict[str, str]:
@@ -105,13 +121,16 @@ class StageBlocks:
         for index, block in enumerate(self.blocks):
             for at in block.kind.kept_inputs:
                 keepers.setdefault(self.roots[block.inputs[at]], index)
-            for at in block.kind.kept_outputs:
-                keepers.setdefault(self.roots[block.outputs[at]], index)
+            for name, edge in zip(block.outputs, block.kind.bytes.outputs, strict=True):
+                if edge.is_kept:
+                    keepers.setdefault(self.roots[name], index)
         return keepers
 
     @cached_property
     def leaves(self) -> tuple[frozenset[str], ...]:
-        """For each block, the inputs that arrived and no block before it takes."""
+        """For each block, the inputs that arrived and no block before it takes: leaves of
+        autograd's graph.
+        """
         seen: set[str] = set()
         leaves = []
         for block in self.blocks:
@@ -152,3 +171,54 @@ class StageBlocks:
             for name, edge in zip(block.outputs, block.kind.bytes.outputs, strict=True):
                 sizes[name] = edge.num_bytes
         return sizes
+
+    @cached_property
+    def forward(self) -> ForwardBytes:
+        """The forward job of one microbatch."""
+        root, keepers = self.roots, self.keepers
+        # The last block that needs each value; what leaves is needed after all blocks.
+        last = {root[name]: len(self.blocks) for name in self.leaving if name in root}
+        for index, block in enumerate(self.blocks):
+            for name in (*block.inputs, *block.outputs):
+                last[root[name]] = max(last.get(root[name], 0), index)
+        alive = dict(self.side)
+        live = sum(alive.values())
+        own = 0
+        samples = []
+        for index, block in enumerate(self.blocks):
+            kind = block.kind
+            # Inputs are brought to their placements one after the other, ahead of the block.
+            start = beside = live
+            for copy in kind.copies:
+                if copy is not None:
+                    beside = max(beside, start + copy.making_bytes)
+                    start += copy.num_bytes
+            peak = start + kind.bytes.forward_rise_bytes
+            own += kind.kept_bytes
+            live += kind.kept_bytes
+            for name, edge in zip(block.outputs, kind.bytes.outputs, strict=True):
+                if root[name] == name and name not in alive:
+                    alive[name] = edge.num_bytes
+                    live += edge.num_bytes
+            # Python frees a value after its last reader, unless autograd keeps it.
+            for name in {root[n] for n in (*block.inputs, *block.outputs)}:
+                if last[name] == index and name not in keepers:
+                    live -= alive.pop(name, 0)
+            samples.append(BlockSample(start, peak, live, beside))
+        last_bytes, made = live, live
+        for copy in self.sent_copies.values():
+            last_bytes = max(last_bytes, made + copy.making_bytes)
+            made += copy.num_bytes
+        # What only this stage's graph refers to needs no name. What arrived, leaves, or is made of
+        # the batch may have other holders: the rank's walk counts it by name.
+        inside = [n for n in alive if n in keepers and n not in self.leaving]
+        own += sum(alive.pop(n) for n in inside if n not in self.side)
+        kept = {n: size for n, size in {**alive, **self.arriving}.items() if n in keepers}
+        return ForwardBytes(
+            samples=tuple(samples), last_bytes=last_bytes, kept_bytes=own, kept=kept
+        )
+
+    @cached_property
+    def backwards(self) -> dict[BackwardVariant, BackwardBytes]:
+        """Backward jobs simulated so far (`backward.backward_job`)."""
+        return {}

@@ -7,22 +7,20 @@ memory and named parts: about a tenth of the time. A test holds the two equal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
-from costmodel import StageCosts, build_job_table
+from costmodel import StageCosts
 from costmodel.memory.bound import kept_bytes
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
-from costmodel.time.simulate import JobTable, simulate
+from costmodel.time.simulate import simulate
 from costmodel.time.tied import exchange_seconds
 from costmodel.topology import pipeline_group
 from planner.plan import Recompute
-from planner.schedule import build_schedule, stage_to_pp_rank
-from planner.schedule.trips import Trip, trips
-from search.bounds.copied_jobs import CopiedRow
+from planner.schedule import stage_to_pp_rank
 from search.partition.chain_problem import Cut
+from search.space.job_tables import copies_of, job_table
 from search.space.shapes import Configuration
 from search.stages.stage_table import StageTable
 
@@ -43,7 +41,7 @@ def quick_step_s(
         config.zero // 2,
         # ZeRO 0 and 1 differ after the last job, in what is sent ahead of weight gradients, and
         # in FSDP2's own work in every job, where that was measured.
-        config.is_sharded,
+        config.replication.is_sharded,
         float(np.sum(stages.exposed.forward_s)),
         cut.cuts,
         recomputed,
@@ -52,12 +50,14 @@ def quick_step_s(
         table.rank_ends[key] = _simulated_rank_ends(config, table, stages, recomputed)
     homes = np.asarray(stage_to_pp_rank(config.schedule, config.pp, config.vpp))
     param_bytes, num_params = stages.runs.params
+    # After its last job a rank sums its gradients with its replicas, and updates its weights.
     ready, updates = [], []
     for rank, end in enumerate(table.rank_ends[key]):
         mine = homes == rank
         ready.append(end + float(stages.after_s[mine].sum()))
         held = float(param_bytes[mine].sum()), float(num_params[mine].sum())
         updates.append(stages.prices.update(*held))
+    # Stages that share a weight sum its gradient between their ranks.
     for i, j, size in table.ties:
         first, second = homes[np.searchsorted(cut.cuts, (i, j), side="right") - 1].tolist()
         if first != second:
@@ -87,10 +87,10 @@ def _simulated_rank_ends(
     config: Configuration, table: StageTable, stages: StageCosts, recomputed: Sequence[Recompute]
 ) -> tuple[float, ...]:
     """Return when each pp rank ends its last job."""
-    hop = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
+    pipeline = pipeline_group(table.profile.cluster, config.degrees, pp=config.pp)
     timeline = simulate(
-        job_table(config.schedule, config.pp, config.vpp, config.num_microbatches),
-        stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(hop)),
+        job_table(*config.pipeline),
+        stages.job_seconds(recomputed, receive_s=stages.runs.receive_s(pipeline)),
         at_least=_copies_beside_jobs(config, table, stages, recomputed),
     )
     return timeline.rank_end_s
@@ -107,32 +107,9 @@ def _copies_beside_jobs(
     for choice in set(recomputed):
         kept = kept_bytes(load, recompute=choice) - load.side_bytes
         moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
-    rows = job_table(config.schedule, config.pp, config.vpp, config.num_microbatches).schedule.jobs
-    found = _trips(config.schedule, config.pp, config.vpp, config.num_microbatches)
+    rows = job_table(*config.pipeline).schedule.jobs
+    found = copies_of(*config.pipeline)
     return tuple(
         least_job_seconds(table.profile, len(row), made, moved)
         for row, made in zip(rows, found, strict=True)
-    )
-
-
-@lru_cache(maxsize=32)
-def _trips(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[tuple[Trip, ...], ...]:
-    """Return the trips that activations make in each row of a named schedule, of all stages."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    return tuple(trips(row, range(pp * vpp)) for row in rows)
-
-
-@lru_cache(maxsize=1024)
-def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
-    """Return each rank's jobs beside which activations are copied, where all stages' are."""
-    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    found = _trips(schedule, pp, vpp, num_microbatches)
-    return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
-
-
-@lru_cache(maxsize=128)
-def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
-    """Return a named schedule's table, ready to be simulated; the last ones asked are kept."""
-    return build_job_table(
-        build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
     )

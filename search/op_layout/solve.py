@@ -1,0 +1,45 @@
+"""A block problem solved by the first solver that suits it, the exact ones first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from planner.errors import ProfileError
+from search.op_layout.block_problem import BlockProblem, Choice
+from search.op_layout.eliminate import TooWide, solve_by_elimination
+
+_PROGRAM_S = 5.0
+"""What a program may take for a problem too wide for elimination."""
+
+_MOST_PAIRS = 25_000
+"""How large a linear program is tried."""
+
+
+def solve_block(problem: BlockProblem, bytes_price: float) -> tuple[Choice, str]:
+    """Return the optimum of a block problem, or the best found in time, and who found it.
+
+    Raises ProfileError where every choice takes infinitely long.
+    """
+    choice, solver = _solve(problem, bytes_price)
+    if choice is None or not np.isfinite(choice.cost):
+        names = " and ".join(repr(program.name) for _, program in problem.programs)
+        raise ProfileError(
+            f"no placement of block class {names} on tp={problem.axis_size} takes a finite time "
+            "under this profile; see what is wrong with `check_profile`"
+        )
+    return choice, solver
+
+
+def _solve(problem: BlockProblem, bytes_price: float) -> tuple[Choice | None, str]:
+    """Return a choice by the first solver that has one: the exact ones first."""
+    try:
+        return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
+    except TooWide:
+        from search.ilp.block_lp import num_pairs, solve_by_linear_program
+        from search.op_layout.decompose import solve_by_decomposition
+    if num_pairs(problem) <= _MOST_PAIRS:
+        choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
+        if choice is not None:
+            return choice, "linear programs"
+    choice = solve_by_decomposition(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
+    return choice, "Lagrangian decomposition"

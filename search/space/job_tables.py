@@ -1,0 +1,66 @@
+"""Job tables of configurations, and what follows from them; the last answers are kept.
+
+A table depends on (schedule, pp, vpp, microbatches) alone: `Configuration.pipeline`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from costmodel import build_job_table
+from costmodel.time.simulate import JobTable
+from planner.schedule import build_schedule, find_schedule, in_flight, in_flight_per_stage
+from planner.schedule.trips import Trip, trips
+from search.bounds.copied_jobs import CopiedRow
+from search.space.shapes import Configuration
+
+
+@lru_cache(maxsize=128)
+def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTable:
+    """Return a named schedule's table, ready to be simulated; the last ones asked are kept."""
+    return build_job_table(
+        build_schedule(schedule, pp=pp, vpp=vpp, num_microbatches=num_microbatches)
+    )
+
+
+@lru_cache(maxsize=32)
+def copies_of(
+    schedule: str, pp: int, vpp: int, num_microbatches: int
+) -> tuple[tuple[Trip, ...], ...]:
+    """Return the copies of all stages' activations to the host and back, by row of a schedule."""
+    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
+    return tuple(trips(row, range(pp * vpp)) for row in rows)
+
+
+@lru_cache(maxsize=1024)
+def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[CopiedRow, ...]:
+    """Return each rank's jobs beside which activations are copied, where all stages' are."""
+    rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
+    found = copies_of(schedule, pp, vpp, num_microbatches)
+    return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
+
+
+def in_flight_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return the most microbatches that each stage holds, by the schedule's limit or its table."""
+    limit = find_schedule(configuration.schedule).in_flight_limit
+    if configuration.vpp == 1 and limit is not None:
+        return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))
+    return _in_flight_of_table(*configuration.pipeline)
+
+
+def live_stages_of(configuration: Configuration) -> tuple[int, ...]:
+    """Return the most microbatch-stages alive on each pp rank, all its stages together."""
+    limit = find_schedule(configuration.schedule).in_flight_limit
+    if limit is not None:
+        return tuple(limit(configuration.pp, configuration.vpp, configuration.num_microbatches))
+    return _live_of_table(*configuration.pipeline)
+
+
+@lru_cache(maxsize=1024)
+def _live_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return in_flight(job_table(schedule, pp, vpp, num_microbatches).schedule)
+
+
+@lru_cache(maxsize=1024)
+def _in_flight_of_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tuple[int, ...]:
+    return in_flight_per_stage(job_table(schedule, pp, vpp, num_microbatches).schedule)

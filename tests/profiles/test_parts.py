@@ -1,0 +1,266 @@
+"""What single parts of `profiles` promise, by numbers computed by hand."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+
+from planner.errors import ProfileError
+from planner.graph import Op, Ref, TensorMeta
+from profiles import catalog
+from profiles.lookup.collective_model import wire_share
+from profiles.lookup.memory import ROUNDS, allocator_overheads
+from profiles.measure import session
+from profiles.measure.probes import probe_of
+from profiles.measure.timing.calls import Arena, Calls, Functions
+from profiles.measure.timing.clock import Clock
+from profiles.measure.timing.collective_timing import time_collective
+from profiles.measure.timing.overlap_timing import _slowed
+from profiles.measure.timing.step_timing import _WORK
+from profiles.profile import PASSES
+from profiles.records import Group, StepFit, WaitFit
+from tests.profiles import samples
+
+CPU = torch.device("cpu")
+
+
+# Finding a profile
+
+
+def test_another_link_slows_messages_between_nodes_only():
+    """`NAME@LINK`: beta by the ratio of the links' rates; inside a node nothing changes."""
+    whole = catalog.load_profile("h100-sxm5-80gb")
+    (suffix, *_) = sorted(whole.file.cluster.other_inter_node)
+    other = catalog.load_profile(f"h100-sxm5-80gb@{suffix}")
+    link = whole.file.cluster.other_inter_node[suffix]
+    slower = link.beta_s_per_byte.value / whole.file.cluster.inter_node.beta_s_per_byte.value
+    inside, between = (
+        [p.collective_seconds("all_gather", 1e12, group).seconds for p in (whole, other)]
+        for group in (
+            Group(ranks_per_node=8, num_nodes=1), Group(ranks_per_node=1, num_nodes=64)
+        )
+    )  # fmt: skip
+    assert inside[0] == inside[1]
+    assert between[1] / between[0] == pytest.approx(slower, rel=0.05)
+    with pytest.raises(ProfileError, match=f"no inter-node link 'tin'; use one of: .*{suffix}"):
+        catalog.load_profile("h100-sxm5-80gb@tin")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "says"),
+    [
+        (None, catalog.FALLBACK, "this machine has no profile of its own; assuming"),
+        ("Nosuch 3000", catalog.FALLBACK, "no shipped profile is of Nosuch 3000; assuming"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb", "using the shipped a100-sxm4-80gb"),
+    ],
+)
+def test_without_a_profile_of_its_own(monkeypatch, tmp_path, gpu, name, says):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(catalog, "_gpu_name", lambda: gpu)
+    found, note = catalog.default_profile()
+    assert found.name == name
+    assert says in note
+
+
+# A profile's answers
+
+
+def test_ranks_wait_for_each_other_at_collectives():
+    """3 collectives in 2 s of compute: 3 x (1 ms + 4 ms inside a block) + 2 s x 10%."""
+    wait = WaitFit(
+        s_per_call=1e-3, s_per_redistribution=4e-3, s_per_compute_s=0.1, origin="fitted", detail="-"
+    )
+    profile = samples.profile(collective_wait=wait)
+    assert profile.wait_seconds(2.0, 3, inside=True) == pytest.approx(0.215)
+    assert profile.wait_seconds(2.0, 3) == pytest.approx(0.203)
+    assert profile.wait_seconds(2.0, 0) == 0.0
+    assert samples.profile().wait_seconds(2.0, 3) == 0.0
+
+
+def test_unmeasured_work_of_a_step_is_passes_over_memory():
+    """At 10 GB/s: AdamW crosses memory 7 times; what was measured is taken instead."""
+    profile = samples.profile()
+    assert PASSES["adamw"] == 7
+    found = profile.optimizer_seconds(param_bytes=1e9, num_tensors=3)
+    assert found.seconds == pytest.approx(0.7)
+    assert profile.step_seconds("zero_reduce", num_bytes=1e9).seconds == 0
+    fit = StepFit(
+        work="adamw", s_per_tensor=0.25, s_per_byte=1e-9, relative_error=0.1,
+        origin="fitted", detail="-",
+    )  # fmt: skip
+    measured = samples.profile(step_fits=(fit,))
+    found = measured.optimizer_seconds(param_bytes=1e9, num_tensors=3)
+    assert found.seconds == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("broadcast", 1.0)],
+)
+def test_share_of_a_tensor_on_each_link_of_a_ring_of_four(kind, share):
+    assert wire_share(kind, 4) == share
+
+
+def test_no_message_of_a_group_is_cheaper_by_byte_than_the_least():
+    """What the search's bounds rest on."""
+    records = [
+        samples.collective_record("all_gather", size, 1e-5 + size * rate, ranks_per_node=4)
+        for size, rate in ((1 << 10, 1e-9), (1 << 16, 3e-9), (1 << 20, 2e-9))
+    ]
+    profile, group = samples.profile(collectives=records), Group(ranks_per_node=4, num_nodes=1)
+    for most in (1 << 8, 1 << 14, 1 << 18, 1 << 24):
+        least = profile.least_collective_s_per_byte("all_gather", group, most_bytes=most)
+        sizes = [most * 0.7**k for k in range(30)]
+        found = [profile.collective_seconds("all_gather", n, group).seconds / n for n in sizes]
+        assert 0 < least <= min(found) * (1 + 1e-12)
+
+
+def test_memory_held_is_compared_with_live_tensors(monkeypatch):
+    """An allocator that holds a quarter more than is alive has an overhead of 25%."""
+    alive = [0]
+    make = torch.ones
+
+    def ones(count: int, **options):
+        tensor = make(count, **options)
+        alive[0] += count
+        weakref.finalize(tensor, lambda: alive.__setitem__(0, alive[0] - count))
+        return tensor
+
+    monkeypatch.setattr("profiles.lookup.memory.LIVE_BYTES", {"cpu": 2**22})
+    monkeypatch.setattr(torch, "ones", ones)
+    monkeypatch.setattr("profiles.lookup.memory.used_bytes", lambda device: 1.25 * alive[0])
+    assert allocator_overheads(CPU) == pytest.approx([0.25] * ROUNDS)
+
+
+# Probes
+
+
+def linear() -> tuple[Op, dict[str, TensorMeta]]:
+    def meta(*shape: int) -> TensorMeta:
+        return TensorMeta(
+            name="", kind="activation", shape=shape, dtype="float32", requires_grad=True
+        )
+
+    op = Op(
+        name="layer", target="aten.linear.default", args=(Ref("x"), Ref("w")), kwargs=(),
+        outputs=("y",), module="net.0",
+    )  # fmt: skip
+    return op, {"x": meta(4, 8), "w": meta(2, 8), "y": meta(4, 2)}
+
+
+def test_a_probe_is_of_forms_and_not_of_names():
+    """2 x 4 x 2 x 8 flop; equal ops of two modules are measured once."""
+    op, tensors = linear()
+    probe = probe_of(op, tensors)
+    assert probe.forward.shapes == ((4, 8), (2, 8))
+    assert probe.forward.flop == 2 * 4 * 2 * 8
+    assert probe.backward is not None
+    assert probe.backward.flop == 2 * probe.forward.flop
+    renamed = {"a": tensors["x"], "b": tensors["w"], "c": tensors["y"]}
+    other = Op(
+        name="other", target=op.target, args=(Ref("a"), Ref("b")), kwargs=(), outputs=("c",),
+        module="net.1",
+    )  # fmt: skip
+    assert probe_of(other, renamed).key == probe.key
+
+
+def test_calls_take_their_inputs_from_memory_in_turn():
+    """So that weights are as cold as in training; `stay_warm` is the opposite."""
+    arena = Arena(CPU)
+    arena.num_bytes = 4096
+    op, tensors = linear()
+    made = Calls.of(probe_of(op, tensors).to_json(), arena, Functions(CPU))
+    weights = [call[0][1].data_ptr() for call in made._calls]
+    assert len(set(weights)) == 4096 // 512  # each input begins at 256 bytes
+    results = made.forward(3)
+    assert [tuple(result.shape) for result in results] == [(4, 2)] * 3
+    made.backward(results)
+    made.stay_warm()
+    assert len({call[0][1].data_ptr() for call in made._calls}) == 1
+
+
+def answer(node: str, device: str, memory_bytes: float, *, shares: bool) -> dict:
+    return {
+        "node": node, "device": device, "memory_bytes": memory_bytes, "shares_memory": shares,
+        "driver": "none", "torch": "2",
+    }  # fmt: skip
+
+
+def test_ranks_on_cpu_share_the_memory_of_their_node():
+    shared = session.Ranks(about=tuple(answer(n, "cpu", 12.0, shares=True) for n in "aab"))
+    assert shared.memory_bytes == 6.0
+    assert shared.nodes == ((0, 1), (2,))
+    own = session.Ranks(about=tuple(answer("a", kind, 12.0, shares=False) for kind in "xyy"))
+    assert own.memory_bytes == 12.0
+    assert list(own.kinds.items()) == [("y", (1, 2)), ("x", (0,))]
+
+
+def test_measurements_under_other_conditions_do_not_mix(tmp_path):
+    two, three = (
+        session.Ranks(about=tuple(answer("a", "cpu", 1.0, shares=True) for _ in range(count)))
+        for count in (2, 3)
+    )
+    session.Session.open(tmp_path, two, device_type="cpu")
+    session.Session.open(tmp_path, two, device_type="cpu")
+    with pytest.raises(ProfileError, match="with nproc 2, but here it is 3"):
+        session.Session.open(tmp_path, three, device_type="cpu")
+
+
+# Timing, with a clock that is told the time
+
+
+class Scripted(Clock):
+    """A clock whose readings are a second for each call of `tick` inside the work."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.ticks = 0
+
+    def time(self, work):
+        before = self.ticks
+        result = work()
+        return float(self.ticks - before), result
+
+
+def test_each_sample_of_a_collective_is_a_mean(monkeypatch):
+    """Work of a second, for 20 seconds: 10 samples of two calls each, a second a call."""
+    clock = Scripted()
+
+    def tick() -> None:
+        clock.ticks += 1
+
+    timing = "profiles.measure.timing.collective_timing"
+    monkeypatch.setattr(f"{timing}._collective", lambda *args: tick)
+    monkeypatch.setattr(f"{timing}._agreed", lambda seconds, *args: seconds)
+    timed = time_collective("all_reduce", 8, None, clock=clock, seconds=20)
+    assert timed == {"seconds": [1.0] * 10}
+    assert clock.ticks == 1 + 20
+
+
+@pytest.mark.parametrize(
+    ("ends", "slowed"),
+    [
+        ((2.0, 2.0), (2.0, 2.0)),  # each alone takes 1 s, together both take 2
+        ((1.0, 1.0), (1.0, 1.0)),  # neither slows the other
+        ((1.5, 2.0), (1.5, 3.0)),  # when compute ends at 1.5 s, half of the message is left
+    ],
+)
+def test_slowdown_is_of_the_time_both_ran(monkeypatch, ends, slowed):
+    timing = "profiles.measure.timing.overlap_timing"
+    monkeypatch.setattr(f"{timing}.dist.barrier", lambda: None)
+    monkeypatch.setattr(f"{timing}._together_on_cpu", lambda *args: ends)
+    found = _slowed(Clock(CPU), None, 1, None, 1.0, 1.0)
+    assert found == pytest.approx(slowed)
+
+
+def test_work_of_a_step_is_what_its_name_says():
+    """A cast writes bfloat16 weights; sums take gradients at every call."""
+    cast = _WORK["cast"](2, 16, CPU)()
+    assert [weight.dtype for weight in cast] == [torch.bfloat16] * 2
+    accumulate = _WORK["accumulate"](1, 4, CPU)
+    accumulate()
+    (total,) = accumulate()
+    assert total.tolist() == [2.0] * 4
+    assert total.dtype == torch.float32
