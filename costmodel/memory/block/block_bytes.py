@@ -70,6 +70,8 @@ def block_bytes(
     """Return what a bound local program holds; `recomputed` names the ops that run again when
     `recompute` is "selective".
     """
+    if not any(program.tensor[name].requires_grad for name in program.outputs):
+        recompute = "none"  # no backward: nothing would read what runs again
     none, every = frozenset[str](), frozenset(op.name for op in program.ops)
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED

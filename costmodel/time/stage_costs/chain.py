@@ -99,8 +99,11 @@ class ChainCosts:
         """Seconds of each block (n), with collectives that bring its inputs to their placement."""
         of_class = {index: block_times(price) for index, price in self._prices.items()}
         columns = self._along(of_class, TIME_FIELDS)
+        has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
         for there, back in self._entries():
             columns["comm_forward_s"] += there
+            columns["rerun_s"] += there * has_backward
+            columns["rerun_comm_s"] += there * has_backward
             columns["comm_backward_s"] += back
         return RunTimes(**columns)
 
