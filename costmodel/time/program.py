@@ -37,7 +37,8 @@ class ProgramCost:
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
     besides (see `recomputed.selective_bytes`); peaks as in `block_bytes.peak_bytes`.
-    Params are local: trainable elements' bytes and those of frozen ones and buffers.
+    Params are local: trainable elements' bytes and those of frozen ones and buffers
+    (`frozen_param_bytes` without buffers and constants).
     """
 
     forward_s: float
@@ -63,6 +64,7 @@ class ProgramCost:
     backward_peak_bytes: int
     param_bytes: int
     frozen_bytes: int
+    frozen_param_bytes: int
     num_params: int
 
 
@@ -86,6 +88,7 @@ def price_program(
     products = deferrable_products(local)
     times = _program_times(local, profile, axes, remade, kernels, products)
     trainable = [n for n in local.params if _is_trainable(local, n)]
+    frozen = [n for n in local.params if not _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     forward_peak, backward_peak = peak_bytes(saved, products)
@@ -119,7 +122,8 @@ def price_program(
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=backward_peak - side_bytes,
         param_bytes=_bytes(local, trainable),
-        frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
+        frozen_bytes=_bytes(local, frozen),
+        frozen_param_bytes=_bytes(local, [n for n in frozen if tensor[n].kind == "param"]),
         num_params=len(trainable),
     )
 
