@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,22 +52,25 @@ ATTENTION = {
 """The products of attention that adapters are added to, by family."""
 
 
-def build_lora(family: str, dropout: float = 0.0, **changes: Any) -> nn.Module:
+def build_lora(family: str, dropout: float = 0.0, *, rank: int = 4, **changes: Any) -> nn.Module:
     """Return a tiny Hugging Face model with LoRA adapters on attention.
 
     Adapters begin with values other than 0, where no gradient would reach half of them.
     """
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
-        r=4,
-        lora_alpha=8,
+        r=rank,
+        lora_alpha=2 * rank,
         lora_dropout=dropout,
         target_modules=ATTENTION[family],
         fan_in_fan_out=family == "GPT2LMHeadModel",
         init_lora_weights=False,
         task_type="CAUSAL_LM",
     )
-    return peft.get_peft_model(build_hf(family, **changes), config)
+    with warnings.catch_warnings():
+        # peft reads an attribute that transformers has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(build_hf(family, **changes), config)
 
 
 def frozen_models() -> dict[str, TinyModel]:
