@@ -6,6 +6,7 @@ from costmodel import CostCache, estimate
 from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
 from costmodel.time.compute import op_seconds
 from planner.graph import Op, Program, Ref, TensorMeta
+from planner.layout.axes import Degrees
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -106,6 +107,6 @@ def test_measured_compiled_blocks_say_it_all():
             }
         )
     )
-    block = CostCache(graph, halved).block(0, 1, 2)
-    compiled = CostCache(graph, halved, kernels="fused").block(0, 1, 2)
+    block = CostCache(graph, halved).block(0, 1, Degrees(tp=2))
+    compiled = CostCache(graph, halved, kernels="fused").block(0, 1, Degrees(tp=2))
     assert compiled.forward_s == pytest.approx(0.5 * block.forward_s)

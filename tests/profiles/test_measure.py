@@ -142,8 +142,8 @@ def _alive(pid):
 
 RUN = """
 import sys
-from profiles import measure as measuring
-from profiles import rounds
+from profiles.measure import measure as measuring
+from profiles.measure import rounds
 from tests.profiles.probes import a_few_probes, few_collectives
 measuring.standard_grid, measuring.collective_probes = a_few_probes, few_collectives
 rounds.VISIT_S, rounds.PASSES, rounds.MOST_VISITS = 0.01, 2, 2

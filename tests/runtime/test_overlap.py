@@ -2,6 +2,7 @@
 
 P15, G13, D18, G18 (recomputation), and what ZB-H1 gains where links are slow. Jobs sleep, so
 the machine's own speed does not matter; links hold messages back (`benchmarks/delays.py`).
+Tests that hold seconds against a prediction are slow tests: they need a machine of their own.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def rows(ran) -> dict[str, Row]:
     return {row.schedule: row for row in ran.rows}
 
 
+@pytest.mark.slow
 def test_steps_take_what_the_simulator_says(rows):
     """D18: the step, and the idle part of it, which is bubble and exposed communication."""
     for row in rows.values():
@@ -104,6 +106,7 @@ def test_messages_travel_while_jobs_run(rows):
     assert hidden.measured_s < exposed.measured_s - 2 * HOP_S
 
 
+@pytest.mark.slow
 def test_receives_posted_ahead_hide_the_way(ran):
     """P15: a message that sets out when its buffer is posted is waited for by each job that needs
     one, unless the buffer was posted jobs before. The first of a step has nothing to hide behind;
@@ -128,6 +131,7 @@ def test_receives_posted_ahead_are_in_the_memory_model():
     assert held == [0, boundary_bytes, boundary_bytes, 2 * boundary_bytes]
 
 
+@pytest.mark.slow
 def test_zero_bubble_gains_what_is_predicted(rows):
     """ZB-H1 over 1F1B: weight gradients fill the time in which gradients travel."""
     row = rows["zb_h1"]
