@@ -212,6 +212,19 @@ def test_bytes_of_every_layout(name):
     )  # fmt: skip
 
 
+def test_shards_on_the_host():
+    """With the optimizer there, ZeRO 3 has the shards of frozen parameters there, too."""
+    tiny, graph = frozen_models()["gpt-head"], captured("gpt-head")
+    costs = CostCache(graph, CpuProfile())
+    plan = default_plan(graph, dp=2, zero_stage=3, microbatch_size=4)
+    plan = plan.model_copy(update={"optimizer_on_host": True})
+    (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
+    run = dry_run(plan, graph, tiny.build, on_gloo=True)
+    assert float(parts.tensor_bytes) == pytest.approx(run.peak_bytes, rel=0.01)
+    frozen = sum(t.bytes_at(1) for t in graph.params if not t.requires_grad)
+    assert parts.host_bytes > frozen / 2
+
+
 def test_frozen_tensors_that_blocks_share_count_once_in_a_bound():
     """The tied embedding of a rank with both of its users; a half each where they are apart."""
     graph = captured("gpt-tied-norms")
