@@ -1,6 +1,7 @@
 """Predictions against published, measured runs: error, bias, ranking and regret by source.
 
-    python benchmarks/accuracy.py [measured.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
+    python benchmarks/accuracy.py [rows.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
+    python benchmarks/accuracy.py [rows.csv] --estimate [--fits]
 
 Rows are those of dense pre-training with a full layout; with `--experts` those of mixtures of
 experts instead, to which nothing is fitted. The measured step time is the
@@ -9,6 +10,10 @@ source's own definition. `--held-out` fits each device again without a source, a
 fifth of all rows, and prints how well those are predicted then. `--fit` adjusts a shipped
 profile's few training rates to the rows of its device and writes them, with what they were
 fitted on and the error that is left.
+
+With `--estimate` each row becomes a template's graph, a plan and an execution, and is priced by the
+`estimate` that picks plans, instead of by the closed forms; `--fits` adds its exact memory, and
+whether what it says fits is what ran.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +36,10 @@ from costmodel.table.fit_rates import (
     relative_errors,
 )
 from costmodel.table.published import RunRow, estimate_run_memory
+from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
-from costmodel.table.rows.rows import run_of
+from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.rows import device_bytes, run_of
 from planner.errors import PlannerError
 from planner.units import GIB
 from profiles import load_profile
@@ -44,6 +52,9 @@ NOT_PRETRAINING = ("lora", "sft", "finetun", "fine-tun")
 FULL_LAYOUT = ("layers", "hidden", "heads", "seq_len", "global_batch", "tp", "pp", "dp")
 """Columns a row must fill to be held against its measurement."""
 
+MODEL_SIZES = ("layers", "hidden", "heads")
+"""Those of them that the name of a well-known model states."""
+
 FOLDS = 5
 TITLES = {
     "rows": "rows",
@@ -52,6 +63,7 @@ TITLES = {
     "bias_pct": "bias",
     "kendall_tau": "tau",
     "regret_pct": "regret",
+    "median_regret_pct": "median",
     "memory_mape_pct": "memory",
     "without_source_mape_pct": "-source",
     "without_fifth_mape_pct": "-fifth",
@@ -67,6 +79,8 @@ class Case(MeasuredRun):
     group: tuple
     nodes: int
     measured_gib: float | None
+    ran: bool
+    room_bytes: float
 
     @property
     def device(self) -> str:
@@ -101,19 +115,22 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
     """
     cases, refused = [], defaultdict(int)
     for row in read_rows(path):
-        notes = row["notes"].lower()
+        notes = f"{row['notes']} {row['model']}".lower()
         try:
             if any(word in notes for word in NOT_PRETRAINING):
                 raise PlannerError("not pre-training")
             run, profile, rates = run_of(row)
             if (run.shape.num_experts > 1) != experts:
                 raise PlannerError("a dense model" if experts else "a mixture of experts")
-            if not experts and not all(row[name] for name in FULL_LAYOUT):
+            known = MODEL_SIZES if named_model(row["model"]) else ()
+            if not experts and not all(row[name] or name in known for name in FULL_LAYOUT):
                 raise PlannerError("the layout is not complete")
         except PlannerError as error:
             refused[f"{row['source_id']}: {error}"] += 1
             continue
         seconds = measured_seconds(row, run)
+        if seconds is None and row.get("outcome", "").startswith("crashed"):
+            seconds = float("nan")
         if seconds is None:
             refused[f"{row['source_id']}: no time printed"] += 1
             continue
@@ -129,6 +146,8 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
                 rates=rates,
                 step_s=seconds,
                 measured_gib=float(row["peak_mem_gib"]) if exact else None,
+                ran=row.get("outcome", "ok") == "ok",
+                room_bytes=device_bytes(row, profile),
             )
         )  # fmt: skip
     return cases, dict(refused)
@@ -143,8 +162,12 @@ def kendall_tau(predicted: np.ndarray, measured: np.ndarray) -> float:
     return float(signs.mean())
 
 
-def rankings(cases: list[Case], errors: np.ndarray) -> tuple[float | None, float | None]:
-    """Return mean Kendall tau and mean regret over groups of one model, GPUs and batch."""
+def rankings(
+    cases: list[Case], errors: np.ndarray
+) -> tuple[float | None, float | None, float | None]:
+    """Return mean Kendall tau, and mean and median regret, over groups of one model, GPUs and
+    batch.
+    """
     groups: dict[tuple, list[int]] = defaultdict(list)
     for index, case in enumerate(cases):
         groups[case.group].append(index)
@@ -156,15 +179,63 @@ def rankings(cases: list[Case], errors: np.ndarray) -> tuple[float | None, float
         predicted = measured * (1 + errors[members])
         taus.append(kendall_tau(predicted, measured))
         regrets.append(measured[predicted.argmin()] / measured.min() - 1)
-    return (float(np.mean(taus)), float(np.mean(regrets))) if taus else (None, None)
+    if not taus:
+        return None, None, None
+    return float(np.mean(taus)), float(np.mean(regrets)), float(np.median(regrets))
 
 
-def report(cases: list[Case], held_out: dict[str, np.ndarray] | None = None) -> list[dict]:
+def estimated_errors(cases: list[Case]) -> tuple[list[Case], np.ndarray]:
+    """Return the cases that make a plan, and the relative errors of their estimated steps."""
+    prices, kept, errors = RowPrices(), [], []
+    for case in cases:
+        try:
+            step_s = prices.time(case.run, case.profile, case.rates).step_s
+        except PlannerError as error:
+            print(f"not a plan: {case.source}: {error}", file=sys.stderr)
+            continue
+        kept.append(case)
+        errors.append(step_s / case.step_s - 1)
+    return kept, np.array(errors)
+
+
+def closed_memory_bytes(case: Case) -> float:
+    """Return the live tensors of a case by the closed forms."""
+    return estimate_run_memory(case.run).total
+
+
+def estimated_memory_bytes(case: Case) -> float:
+    """Return the live tensors of a case's fullest rank, walked job by job."""
+    found = RowPrices().estimate(case.run, case.profile, case.rates)
+    return max(float(parts.tensor_bytes) for parts in found.memory)
+
+
+def fit_table(cases: list[Case]) -> dict[str, int]:
+    """Return how many runs that ran, and that crashed, are said to fit and not to."""
+    prices, counts = RowPrices(), defaultdict(int)
+    for case in cases:
+        try:
+            peak = prices.estimate(case.run, case.profile, case.rates).peak_bytes
+        except PlannerError:
+            continue
+        said = "fits" if peak <= case.room_bytes else "does not fit"
+        counts[f"{'ran' if case.ran else 'crashed'}, said: {said}"] += 1
+    return dict(counts)
+
+
+def report(
+    cases: list[Case],
+    held_out: dict[str, np.ndarray] | None = None,
+    errors: np.ndarray | None = None,
+    memory_bytes: Callable[[Case], float] | None = None,
+) -> list[dict]:
     """Return one line of figures per source, then for single and multi-node rows, and all.
+
+    `errors` are those of the cases and `memory_bytes` their live tensors, of the closed forms
+    where not given.
 
     `held_out` are errors of the same cases under rates that were not fitted to them, by name.
     """
-    errors = relative_errors(cases)
+    errors = relative_errors(cases) if errors is None else errors
     sources = list(dict.fromkeys(c.source for c in cases))
     masks = {s: np.array([c.source == s for c in cases]) for s in sources}
     single = np.array([c.nodes == 1 for c in cases])
@@ -175,9 +246,9 @@ def report(cases: list[Case], held_out: dict[str, np.ndarray] | None = None) -> 
             continue
         chosen = [c for c, keep in zip(cases, mask, strict=True) if keep]
         e = errors[mask]
-        tau, regret = rankings(chosen, e)
+        tau, regret, median_regret = rankings(chosen, e)
         memory = [
-            estimate_run_memory(c.run).total / GIB / c.measured_gib - 1
+            (memory_bytes or closed_memory_bytes)(c) / GIB / c.measured_gib - 1
             for c in chosen
             if c.measured_gib
         ]
@@ -190,6 +261,7 @@ def report(cases: list[Case], held_out: dict[str, np.ndarray] | None = None) -> 
                 "bias_pct": 100 * float(e.mean()),
                 "kendall_tau": tau,
                 "regret_pct": None if regret is None else 100 * regret,
+                "median_regret_pct": None if median_regret is None else 100 * median_regret,
                 "memory_mape_pct": 100 * float(np.abs(memory).mean()) if memory else None,
                 **{
                     f"{part}_mape_pct": 100 * float(np.abs(unseen[mask]).mean())
@@ -257,6 +329,12 @@ def main() -> int:
     parser.add_argument(
         "--held-out", action="store_true", help="fit without each source and fifth, and predict it"
     )
+    parser.add_argument(
+        "--estimate", action="store_true", help="price rows as plans, with what picks plans"
+    )
+    parser.add_argument(
+        "--fits", action="store_true", help="whether what is said to fit is what ran"
+    )
     options = parser.parse_args()
     try:
         cases, refused = load_cases(options.rows, experts=options.experts)
@@ -270,16 +348,25 @@ def main() -> int:
         print("nothing is fitted to rows with experts; leave --fit or --held-out out",
               file=sys.stderr)  # fmt: skip
         return 2
+    fitted = [case for case in cases if case.ran]
     if options.fit:
         name = load_profile(options.fit).name
-        record = fit(name, cases)
+        record = fit(name, fitted)
         device = device_file(name)
         shipped = device.shipped.model_copy(update={"training": record})
         save_device(name, device.model_copy(update={"shipped": shipped}))
         print(json.dumps({k: v.value for k, v in record.rates.items()}, indent=1))
         print(json.dumps(record.residuals, indent=1))
         return 0
-    lines = report(cases, held_out(cases) if options.held_out else None)
+    if options.fits:
+        for what, count in sorted(fit_table(cases).items()):
+            print(f"{count:5}  {what}")
+    cases = [case for case in cases if case.ran]
+    if options.estimate:
+        cases, errors = estimated_errors(cases)
+        lines = report(cases, errors=errors, memory_bytes=estimated_memory_bytes)
+    else:
+        lines = report(cases, held_out(cases) if options.held_out else None)
     if options.json:
         print(json.dumps({"lines": lines, "refused": refused}, indent=1))
         return 0

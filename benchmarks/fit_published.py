@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.gpu.kept import read_kept, with_measured
+from costmodel.execution import find_execution
 from costmodel.table.rates import load_rates
-from costmodel.table.stacks import STACKS
 from costmodel.table.transformer import Split, TransformerShape, layer_seconds
 from planner.units import MIB
 from profiles import Group, load_profile, shipped_names
@@ -171,7 +171,7 @@ def layers(table):
             sequence_parallel=bool(row.sp),
             dtype="float16",
         )
-        layer = layer_seconds(shape, split, rates, STACKS["megatron-classic"])
+        layer = layer_seconds(shape, split, rates, find_execution("megatron-classic"))
         kinds = ("all_gather", "reduce_scatter") if row.sp else ("all_reduce",)
         num_bytes = 2 * row.micro_batch * row.seq_len * row.hidden
         each = [profile.collective_seconds(kind, num_bytes, group).seconds for kind in kinds]

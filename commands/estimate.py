@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated
 
 import typer
 
@@ -12,21 +12,18 @@ from commands.common.prediction import predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
 
-if TYPE_CHECKING:
-    from costmodel.table.fusion import Kernels
-
 
 def estimate(
     plan: Annotated[Path | None, typer.Argument(help="A plan made by `planner search`.")] = None,
     model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     profile: ProfileOption = None,
-    kernels: Annotated[
+    execution: Annotated[
         str,
         typer.Option(
-            help="eager: ops one by one, as `planner launch` runs them; fused: the step time if "
-            "what lies between products were fused, as a compiler does."
+            help="The runtime that trains: ours-eager is `planner launch`, ours-compiled the same "
+            "with compiled blocks; others are megatron-core, torchtitan, nanotron and more."
         ),
-    ] = "eager",
+    ] = "ours-eager",
     clip_gradients: ClipOption = False,
     batch: Annotated[
         Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
@@ -43,9 +40,9 @@ def estimate(
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
         if profile is not None:
             raise PlannerError("rows say their machine by `gpu`; leave --profile out")
-        if kernels != "eager" or clip_gradients:
+        if execution != "ours-eager" or clip_gradients:
             raise PlannerError(
-                "rows say their software by `stack`; leave --kernels and --clip-gradients out"
+                "rows say their software by `stack`; leave --execution and --clip-gradients out"
             )
         _estimate_rows(batch, out)
         return
@@ -54,21 +51,12 @@ def estimate(
     from commands.render.plan import describe_estimate
 
     predicted = predict(
-        plan, model, profile, doing="estimating", kernels=_parse_kernels(kernels),
+        plan, model, profile, doing="estimating", execution=execution,
         clip_gradients=clip_gradients,
     )  # fmt: skip
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
     show_results(*describe_estimate(predicted.estimate.to_dict(), cluster=cluster))
-
-
-def _parse_kernels(text: str) -> Kernels:
-    from costmodel.table.fusion import Kernels
-
-    for kernels in get_args(Kernels):
-        if text == kernels:
-            return kernels
-    raise PlannerError(f"--kernels {text} was given; use {' or '.join(get_args(Kernels))}")
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

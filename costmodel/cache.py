@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.rings import with_rings
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
@@ -92,6 +94,9 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
+            executes = self.profile
+            if isinstance(executes, ExecutedProfile) and executes.execution.rings_attention:
+                program = with_rings(program, degrees["cp"])
             self._local[key] = program
         return self._local[key]
 

@@ -26,10 +26,12 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.in_training import in_training
+from costmodel.execution import Execution, find_execution
+from costmodel.execution.executed import executed
 from costmodel.memory.bound import kept_bytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
+from costmodel.table.fusion import Kernels
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
@@ -40,6 +42,9 @@ from planner.plan import Plan
 from planner.schedule import build_schedule, schedule_of
 from planner.schedule.trips import trips
 from profiles import Profile
+
+OURS = "ours-eager"
+"""The runtime that a plan is priced for where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,31 +127,69 @@ class Estimate:
 
 
 def estimate(
-    graph: ModelGraph, profile: Profile, plan: Plan, *, costs: CostCache | None = None
+    graph: ModelGraph,
+    profile: Profile,
+    plan: Plan,
+    *,
+    execution: Execution | None = None,
+    costs: CostCache | None = None,
 ) -> Estimate:
     """Return what one step of a plan takes on a machine.
 
-    `graph` is the capture in the plan's precision. `costs` keeps prices of block classes
-    between calls, on the profile it was made with (`in_training(profile, plan.world_size)`
-    where not given), and says whether gradients are clipped. Raises ScheduleError when the
+    `graph` is the capture in the plan's precision. `execution` is the runtime that the plan is
+    priced for, this project's own where not given. `costs` keeps prices of block classes between
+    calls, on the profile and for the runtime it was made with (`cost_cache` where not given), and
+    says whether gradients are clipped. Raises ScheduleError when the
     plan's schedule can't be built.
     """
-    costs = costs or CostCache(graph, in_training(profile, plan.world_size))
-    profile = costs.profile
-    price = price_plan(plan, costs)
-    table = _table_of(plan)
-    at_least = _copies_beside_jobs(price, profile, table)
-    timeline = simulate(table, price.job_seconds, at_least=at_least)
+    costs = costs or cost_cache(graph, profile, plan.world_size, execution=execution)
+    price, timeline, time = _timed(plan, costs)
     # All stages have meshes of as many ranks.
     flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
     flop = float(flop_of_ranks) * plan.degrees.num_ranks
     return Estimate(
-        time=_time_parts(price, costs, timeline, table, at_least),
+        time=time,
         memory=plan_memory(price, costs, timeline.schedule),
         timeline=timeline,
         flop=flop * plan.num_microbatches,
         samples=plan.global_batch,
-        source=profile.source,
+        source=costs.profile.source,
+    )
+
+
+def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
+    """Return the seconds of a step alone, for which no memory is walked."""
+    return _timed(plan, costs)[2]
+
+
+def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
+    """The prices of a plan, when its jobs run, and its step in parts."""
+    price = price_plan(plan, costs)
+    table = _table_of(plan)
+    at_least = _copies_beside_jobs(price, costs.profile, table)
+    timeline = simulate(table, price.job_seconds, at_least=at_least)
+    return price, timeline, _time_parts(price, costs, timeline, table, at_least)
+
+
+def cost_cache(
+    graph: ModelGraph,
+    profile: Profile,
+    num_devices: int,
+    *,
+    execution: Execution | None = None,
+    clips_gradients: bool = False,
+) -> CostCache:
+    """Return prices of a graph as a runtime executes it on so many devices of a machine.
+
+    Raises PlannerError where it is not priced on such a profile.
+    """
+    execution = execution or find_execution(OURS)
+    kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
+    return CostCache(
+        graph,
+        executed(profile, execution, num_devices),
+        kernels=kernels,
+        clips_gradients=clips_gradients,
     )
 
 
@@ -230,6 +273,7 @@ def _time_parts(
         without = simulate(table, instant, at_least=at_least).rank_end_s[rank]
         pp_comm = timeline.rank_end_s[rank] - without
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
+    waited_s = m * float(price.waited_s[own].sum())
     # Of m microbatches, those that are recomputed: all, or all but the last.
     recompute = [stage.recompute for stage in plan.stages]
     again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
@@ -247,7 +291,7 @@ def _time_parts(
     whole = times.forward_s + times.backward_s
     compute = m * total(whole - times.host_forward_s - times.host_backward_s)
     per_job = m * total(exposed.forward_s + exposed.backward_s)
-    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job
+    unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job + waited_s
     first_stages = stages_of[plan.stages[0].pp_rank]
     return TimeParts(
         compute_s=compute,
@@ -255,7 +299,7 @@ def _time_parts(
         host_s=host,
         tp_comm_s=tp_comm,
         dp_comm_s=per_job + after[rank],
-        pp_comm_s=pp_comm,
+        pp_comm_s=pp_comm + waited_s,
         bubble_s=idle - pp_comm,
         optimizer_s=price.updates[rank].optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)

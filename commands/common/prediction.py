@@ -11,7 +11,6 @@ from commands.render.console import show_progress
 
 if TYPE_CHECKING:
     from costmodel import CostCache, Estimate
-    from costmodel.table.fusion import Kernels
     from planner.plan import Plan
 
 
@@ -34,22 +33,25 @@ def predict(
     profile: str | None,
     *,
     doing: str,
-    kernels: Kernels = "eager",
+    execution: str = "ours-eager",
     clip_gradients: bool = False,
 ) -> Prediction:
-    """Price a plan file for a model file under a profile, with a progress bar."""
-    from costmodel import CostCache
+    """Price a plan file for a model file, a profile and a runtime, with a progress bar."""
     from costmodel import estimate as estimate_plan
-    from costmodel.in_training import in_training
+    from costmodel.estimate import cost_cache
+    from costmodel.execution import find_execution
     from planner.plan import load_plan
 
-    loaded = load_plan(plan)
+    loaded, runtime = load_plan(plan), find_execution(execution)
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)
-        costs = CostCache(
-            graph, in_training(machine, loaded.world_size), kernels=kernels,
+        costs = cost_cache(
+            graph,
+            machine,
+            loaded.world_size,
+            execution=runtime,
             clips_gradients=clip_gradients,
-        )  # fmt: skip
+        )
         estimated = estimate_plan(graph, machine, loaded, costs=costs)
     return Prediction(plan=loaded, costs=costs, estimate=estimated, note=note)

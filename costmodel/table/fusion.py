@@ -62,6 +62,33 @@ def fused_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
     return tuple(tuple(ops) for ops in members.values() if len(ops) > 1)
 
 
+def module_groups(program: Program) -> tuple[tuple[Op, ...], ...]:
+    """Return the ops of each fused kernel where only those of one module of the user's code fuse,
+    or of a module inside it: a norm, an activation, rotary positions.
+    """
+    groups = []
+    for ops in fused_groups(program):
+        parts: list[list[Op]] = []
+        for op in ops:
+            part = next((p for p in parts if _same_module(p[0].module, op.module)), None)
+            if part is None:
+                parts.append([op])
+            else:
+                part.append(op)
+        groups += [tuple(part) for part in parts if len(part) > 1]
+    return tuple(groups)
+
+
+def _same_module(first: str, second: str) -> bool:
+    if not first or not second:
+        return False
+    return (
+        first == second
+        or f"{first}.".startswith(f"{second}.")
+        or f"{second}.".startswith(f"{first}.")
+    )
+
+
 def fused_seconds(
     program: Program, profile: Profile, eager: Mapping[str, Seconds]
 ) -> dict[str, Seconds]:

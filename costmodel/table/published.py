@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil, log2
 
+from costmodel.execution import Execution
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.run_row import RowError, RunRow, parse_row
 from costmodel.table.run_exchange import (
@@ -27,7 +28,6 @@ from costmodel.table.run_exchange import (
     skew_seconds,
 )
 from costmodel.table.run_memory import RunMemory, run_memory
-from costmodel.table.stacks import Stack
 from costmodel.table.transformer import (
     Seconds,
     embedding_seconds,
@@ -198,7 +198,7 @@ def _hops(run: RunRow) -> int:
     return 2 if run.schedule.startswith("zb") else 2 * run.vpp
 
 
-def _host_seconds(stack: Stack, busy_s: float, needed_s: float) -> float:
+def _host_seconds(stack: Execution, busy_s: float, needed_s: float) -> float:
     """Return what the host adds to a phase in which the device is busy and the host is needed.
 
     Some kernels last longer than the launch of the next, others do not, and only so much can be
@@ -214,7 +214,7 @@ def _host_seconds(stack: Stack, busy_s: float, needed_s: float) -> float:
 
 
 def _sharded_seconds(
-    stack: Stack, rates: DeviceRates, gather_s: float, *, forward_s: float, backward_s: float
+    stack: Execution, rates: DeviceRates, gather_s: float, *, forward_s: float, backward_s: float
 ) -> float:
     """Exposed exchange of ZeRO 3 for one microbatch: weights gathered for the forward and
     for the backward, and the gradients' scatter, which takes as long.

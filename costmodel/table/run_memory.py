@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodel.table.stacks import Stack
+from costmodel.execution import Execution
 from costmodel.table.transformer import Split, TransformerShape
 
 
@@ -37,7 +37,7 @@ class RunMemory:
 
 
 def layer_activation_bytes(
-    shape: TransformerShape, split: Split, stack: Stack, *, recompute: str = "none"
+    shape: TransformerShape, split: Split, stack: Execution, *, recompute: str = "none"
 ) -> float:
     """Return what one layer keeps for one microbatch on one rank, elements of two bytes."""
     tokens = split.micro_batch * shape.seq_len / split.cp
@@ -80,7 +80,7 @@ def layers_in_flight(
 def run_memory(
     shape: TransformerShape,
     split: Split,
-    stack: Stack,
+    stack: Execution,
     *,
     pp: int,
     vpp: int,
@@ -145,7 +145,7 @@ def _rank_memory(
     params: float,
     sharded_params: float,
     layer_params: float,
-    stack: Stack,
+    stack: Execution,
     *,
     shard_ranks: int,
     zero_stage: int,

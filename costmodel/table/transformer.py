@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from costmodel.execution import Execution
 from costmodel.table.kernels import DeviceRates
-from costmodel.table.stacks import Stack
 
 ROUTER_KERNELS = 20
 """Launches of a router, and of putting tokens in the order of their experts and back."""
@@ -155,7 +155,7 @@ class Seconds:
 
 
 def layer_seconds(
-    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
+    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Execution
 ) -> Seconds:
     """Return device seconds of one layer for one microbatch on one rank, without collectives."""
     tokens = split.micro_batch * shape.seq_len // split.cp
@@ -198,7 +198,7 @@ def _feed_forward_products(
 
 
 def _attention_seconds(
-    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
+    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Execution
 ) -> tuple[float, float]:
     """Scores, softmax and weighted sum; unfused attention writes the score matrix out."""
     heads, head_dim = shape.heads // split.tp, shape.head_width
@@ -234,7 +234,7 @@ def softmax_is_fused(shape: TransformerShape, split: Split) -> bool:
     return rows % 4 == 0 and 16 < shape.seq_len <= 2048
 
 
-def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
+def forward_kernels(shape: TransformerShape, split: Split, stack: Execution) -> int:
     """Return how many kernels the host launches for one layer's forward."""
     kernels = stack.forward_kernels
     if not stack.flash_attention and not softmax_is_fused(shape, split):
@@ -244,7 +244,9 @@ def forward_kernels(shape: TransformerShape, split: Split, stack: Stack) -> int:
     return kernels
 
 
-def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[float, float, int]:
+def _pass_bytes(
+    shape: TransformerShape, split: Split, stack: Execution
+) -> tuple[float, float, int]:
     """Bytes of a layer's passes over memory, forward and backward, and their number.
 
     Norms and residual adds touch hidden-sized rows, split by sequence parallelism; the
@@ -277,7 +279,7 @@ def _pass_bytes(shape: TransformerShape, split: Split, stack: Stack) -> tuple[fl
 
 
 def head_seconds(
-    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
+    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Execution
 ) -> Seconds:
     """Return device seconds of the output matrix and the loss.
 
@@ -295,7 +297,7 @@ def head_seconds(
 
 
 def embedding_seconds(
-    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Stack
+    shape: TransformerShape, split: Split, rates: DeviceRates, stack: Execution
 ) -> Seconds:
     """Return device seconds of the lookup, and of writing its gradient."""
     tokens = split.micro_batch * shape.seq_len / split.cp

@@ -11,6 +11,7 @@ from math import ceil
 
 import numpy as np
 
+from costmodel.execution.executed import ExecutedProfile
 from planner.plan.replication import Replication
 from profiles import Group, Profile
 from profiles.profile import Amount
@@ -83,6 +84,9 @@ def exposed_seconds(
     s_C, s_M: how much slower compute and messages are while both run (they share the device's
     memory and its multiprocessors), from the profile. min(S', ..): never worse than in turn.
     """
+    if isinstance(profile, ExecutedProfile):
+        # Other runtimes cut messages finer than blocks, so that the first is short.
+        return np.maximum(profile.rates.exposed_part * seconds, seconds - compute_s)
     slow_compute = profile.overlap_slowdown("compute")
     slow_messages = profile.overlap_slowdown("communication")
     # The first piece has nothing to hide behind: its block waits for it.

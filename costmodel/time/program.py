@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_program import executed_times
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
+from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.ops.flops import Work
@@ -86,11 +88,14 @@ def price_program(
     has_backward = any(tensor[name].requires_grad for name in local.outputs)
     remade = remade if has_backward else frozenset()
     products = deferrable_products(local)
-    times = _program_times(local, profile, axes, remade, kernels, products)
     trainable = [n for n in local.params if _is_trainable(local, n)]
     frozen = [n for n in local.params if not _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
+    if isinstance(profile, ExecutedProfile):
+        times = executed_times(local, profile, axes=axes, saved=saved, recomputed=remade)
+    else:
+        times = _program_times(local, profile, axes, remade, kernels, products)
     forward_peak, backward_peak = peak_bytes(saved, products)
     selective_kept, unsaved = selective_bytes(saved, remade)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
@@ -128,26 +133,6 @@ def price_program(
     )
 
 
-class _Spent(NamedTuple):
-    """Seconds a device computes, and those it waits for the host on top."""
-
-    device_s: float
-    host_s: float
-
-
-class _ProgramTimes(NamedTuple):
-    """Seconds and flop of a program, gradient sums apart; fields as in `ProgramCost`."""
-
-    forward: _Spent
-    backward: _Spent
-    recomputed: _Spent
-    weight_s: float
-    forward_comm_s: float
-    backward_comm_s: float
-    forward_flop: float
-    backward_flop: float
-
-
 def _program_times(
     local: Program,
     profile: Profile,
@@ -155,7 +140,7 @@ def _program_times(
     remade: frozenset[str],
     kernels: Kernels,
     products: Mapping[str, ProductArgs],
-) -> _ProgramTimes:
+) -> ProgramTimes:
     """Sum up ops and collectives, and put the host's part on top."""
     tensor = local.tensor
     works = {
@@ -216,7 +201,7 @@ def _program_times(
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
         weight_s = weight_s * backward.device_s / backward_s + waited
-    return _ProgramTimes(
+    return ProgramTimes(
         forward=forward,
         backward=backward,
         recomputed=recomputed,
@@ -266,7 +251,7 @@ def _with_host(
     *,
     ops: int,
     views: int,
-) -> _Spent:
+) -> Spent:
     """Return the time of a whole block from the sum of its ops.
 
     The host feeds ops one by one: a device that computes asynchronously is never ahead of
@@ -277,8 +262,8 @@ def _with_host(
     correction = profile.block_correction(direction, compiled=kernels == "fused")
     device_s = seconds * correction
     if profile.cluster.device_type != "cpu":
-        return _Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
-    return _Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
+        return Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
+    return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
 
 
 def _is_trainable(program: Program, name: str) -> bool:

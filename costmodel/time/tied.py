@@ -9,13 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 
-from costmodel.topology import axis_group
 from planner.graph import ModelGraph
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.wiring import block_placements, param_placements
-from profiles import Profile
+from profiles import Group, Profile
 
 COPIES = 8
 """Bytes that cross memory for each byte of a gradient: a sum of copies is made, laid beside
@@ -37,7 +36,11 @@ def tied_seconds(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[float
 
 def exchange_seconds(profile: Profile, *, num_bytes: float, ranks_apart: int) -> float:
     """Return the sum over two ranks of a gradient of so many local bytes."""
-    group = axis_group(profile.cluster, size=2, stride=ranks_apart)
+    # Two ranks share a node up to its size apart, whether or not that divides it.
+    crosses = profile.cluster.spans_nodes(2, stride=ranks_apart)
+    group = (
+        Group(ranks_per_node=1, num_nodes=2) if crosses else Group(ranks_per_node=2, num_nodes=1)
+    )
     message = profile.collective_seconds("all_reduce", num_bytes, group).seconds
     return message + COPIES * num_bytes / profile.cluster.memory_bytes_per_s
 

@@ -78,14 +78,15 @@ def test_simulate_draws_the_timetable(planner, saved):
     assert "bubble" in done.stdout
 
 
-def test_estimate_takes_fused_kernels(planner, saved):
-    """E: the same plan with what lies between products fused; other words are refused."""
+def test_estimate_takes_another_runtime(planner, saved):
+    """E: the same plan with what lies between products fused; unknown runtimes are refused."""
     saved(dp=2)
-    asked = ("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb", "--kernels")
-    fused, eager = planner(*asked, "fused"), planner(*asked, "eager")
+    asked = ("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb", "--execution")
+    fused, eager = planner(*asked, "ours-compiled"), planner(*asked, "ours-eager")
     assert fused.code == eager.code == 0, fused.stderr
     assert fused.stdout != eager.stdout
-    assert "use eager or fused" in planner(*asked, "compiled").complaint
+    assert planner(*asked, "megatron-core").code == 0
+    assert "did you mean 'nanotron'" in planner(*asked, "nanotrn").complaint
 
 
 def test_estimate_answers_for_another_machine(planner, saved):

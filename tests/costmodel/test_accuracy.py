@@ -11,12 +11,17 @@ ROWS = ROOT.parent / "shared/data/published/measured.csv"
 
 
 @pytest.fixture(scope="module")
-def lines():
+def accuracy():
     if not ROWS.exists():
         pytest.skip("needs ../shared/data/published/measured.csv, which is not part of the project")
     spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/accuracy.py")
     accuracy = sys.modules["accuracy"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(accuracy)
+    return accuracy
+
+
+@pytest.fixture(scope="module")
+def lines(accuracy):
     cases, _ = accuracy.load_cases(ROWS)
     return {line["source"]: line for line in accuracy.report(cases)}
 
@@ -29,6 +34,14 @@ def test_mean_error_stays_where_it_is(lines, source, mape_pct):
     """M16: mean absolute error of step times, a little above what the fit leaves."""
     assert lines[source]["rows"] >= 70
     assert lines[source]["mape_pct"] < mape_pct
+
+
+def test_the_estimate_that_picks_plans_is_as_near(accuracy):
+    """M16: rows as templates, plans and executions; a tenth of them, of all sources."""
+    cases, _ = accuracy.load_cases(ROWS)
+    kept, errors = accuracy.estimated_errors(cases[::10])
+    assert len(kept) == len(cases[::10])
+    assert abs(errors).mean() < 0.065
 
 
 def test_ranking_and_memory(lines):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from costmodel.execution import find_execution
 from costmodel.table.fit_rates import (
     RANGES,
     MeasuredRun,
@@ -18,15 +19,15 @@ from costmodel.table.rates import FITTED, load_rates
 from costmodel.table.rows import rows
 from costmodel.table.rows.devices import device_of, is_scaled
 from costmodel.table.rows.row_files import estimate_file, read_rows
-from costmodel.table.rows.rows import estimate_rows, predict_row
-from costmodel.table.run_memory import layer_activation_bytes, layers_in_flight
-from costmodel.table.stacks import (
+from costmodel.table.rows.row_stack import (
     EAGER_FLASH,
     FSDP_FLASH,
     MEGATRON_CLASSIC,
+    MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
-    MEGATRON_TE,
 )
+from costmodel.table.rows.rows import estimate_rows, predict_row
+from costmodel.table.run_memory import layer_activation_bytes, layers_in_flight
 from costmodel.table.transformer import Split, TransformerShape
 from planner.errors import PlannerError, ProfileError
 from planner.schedule import build_schedule, in_flight
@@ -183,7 +184,7 @@ def test_low_precision_is_faster_and_overlap_hides(machine):
 
 def test_blanks_are_filled_and_said():
     run = parse_row({**ROW, "stack": "megatron-te", "sp": "", "zero_stage": "", "recompute": ""})
-    assert run.stack is MEGATRON_TE
+    assert run.stack is MEGATRON_CORE
     assert set(run.assumed) >= {"sp=1", "zero_stage=1", "recompute=none"}
 
 
@@ -210,9 +211,9 @@ def test_embedding_and_head_take_layers_places():
     ("stack", "changed", "meant"),
     [
         ("Megatron-LM", {}, MEGATRON_CLASSIC),
-        ("Megatron-LM", {"gpu": "H100"}, MEGATRON_TE),
-        ("Megatron-LM", {"gated_ffn": "SwiGLU"}, MEGATRON_TE),
-        ("Megatron-LM (flash attention)", {}, MEGATRON_TE),
+        ("Megatron-LM", {"gpu": "H100"}, MEGATRON_CORE),
+        ("Megatron-LM", {"gated_ffn": "SwiGLU"}, MEGATRON_CORE),
+        ("Megatron-LM (flash attention)", {}, MEGATRON_CORE),
         ("megatron-classic", {"gpu": "H100"}, MEGATRON_CLASSIC),
         ("GPT-NeoX", {}, MEGATRON_DEEPSPEED),
         ("GPT-NeoX", {"seq_len": "8k"}, EAGER_FLASH),
@@ -220,7 +221,7 @@ def test_embedding_and_head_take_layers_places():
         ("DeepSpeed", {"zero_stage": "3", "gpu": "H100"}, FSDP_FLASH),
         ("other", {"gpu": "H100"}, EAGER_FLASH),
         ("other", {"model": "llama2-7b", "gated_ffn": ""}, EAGER_FLASH),
-        ("", {"gpu": "H100"}, MEGATRON_TE),
+        ("", {"gpu": "H100"}, MEGATRON_CORE),
     ],
 )
 def test_a_framework_is_what_it_was_at_the_time(stack, changed, meant):
@@ -270,6 +271,7 @@ def test_an_open_microbatch_is_one_that_fits():
         ({"ep": "3"}, "ep=3 does not divide num_experts=8"),
         ({"vpp": "1000"}, "is more than layers=24"),
         ({"hidden": "", "params_b": "-13"}, "a model of -1.3e.10 parameters"),
+        ({"hidden": "", "layers": "", "model": "Foo-80B-A3B"}, "not one we have the sizes of"),
     ],
 )
 def test_rows_that_cannot_be_priced_say_why(changed, message):
@@ -304,8 +306,8 @@ def test_notes_that_state_no_rate(notes):
         ("tp", " 2.0 ", "tp", 2),
         ("global_batch", "1,024", "global_batch", 1024),
         ("sp", "True", "sequence_parallel", True),
-        ("stack", "NeMo 2.0", "stack", MEGATRON_TE),
-        ("stack", "torchtitan", "stack", FSDP_FLASH),
+        ("stack", "NeMo 2.0", "stack", MEGATRON_CORE),
+        ("stack", "torchtitan", "stack", find_execution("torchtitan")),
         ("recompute", "block 12", "recompute", "full"),
         ("recompute", "off", "recompute", "none"),
         ("recompute", "op (SAC)", "recompute", "selective"),
@@ -472,7 +474,7 @@ def test_what_a_row_leaves_open_may_make_it_fit():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_holds_less_with_each_stage(stage):
-    run = replace(parse_row(ROW), stack=MEGATRON_TE, tp=1, pp=1, dp=8)
+    run = replace(parse_row(ROW), stack=MEGATRON_CORE, tp=1, pp=1, dp=8)
     less, more = (estimate_run_memory(replace(run, zero_stage=z)) for z in (stage, stage - 1))
     assert less.total < more.total
 

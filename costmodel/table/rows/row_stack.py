@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from costmodel.execution import Execution, find_execution
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_cells import Cells
 from costmodel.table.rows.row_words import gated_of, stack_of, zero_of
-from costmodel.table.stacks import (
-    DEEPSPEED_ZERO3,
-    EAGER_FLASH,
-    FSDP_FLASH,
-    MEGATRON_CLASSIC,
-    MEGATRON_DEEPSPEED,
-    MEGATRON_TE,
-    Stack,
-)
+
+MEGATRON_CLASSIC = find_execution("megatron-classic")
+MEGATRON_DEEPSPEED = find_execution("megatron-deepspeed")
+DEEPSPEED_ZERO3 = find_execution("deepspeed-zero3")
+MEGATRON_CORE = find_execution("megatron-core")
+FSDP_FLASH = find_execution("fsdp-flash")
+EAGER_FLASH = find_execution("eager-flash")
 
 OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
 """Devices that were trained on before fused attention was usual."""
@@ -24,14 +23,14 @@ LONGEST_UNFUSED = 2048
 """Tokens of a sample up to which attention was usually unfused."""
 
 FUSED_SINCE = {
-    MEGATRON_CLASSIC: MEGATRON_TE,
+    MEGATRON_CLASSIC: MEGATRON_CORE,
     MEGATRON_DEEPSPEED: EAGER_FLASH,
     DEEPSPEED_ZERO3: FSDP_FLASH,
 }
 """What a framework's name means once its attention is fused."""
 
 
-def stack_of_row(cells: Cells) -> Stack:
+def stack_of_row(cells: Cells) -> Execution:
     """Return a row's stack. A framework's name means what it did at the row's time (`is_modern`);
     ``megatron-classic`` always means unfused attention.
     """
@@ -54,7 +53,7 @@ def stack_of_row(cells: Cells) -> Stack:
     return stack
 
 
-def _usual_stack(cells: Cells, *, is_named: bool) -> Stack:
+def _usual_stack(cells: Cells, *, is_named: bool) -> Execution:
     """Return the stack of a row that names none, or (`is_named`) one that we do not know.
 
     Before fused attention it is Megatron's, not taken to recompute unless the row says so. ZeRO 3
@@ -64,7 +63,7 @@ def _usual_stack(cells: Cells, *, is_named: bool) -> Stack:
         return replace(MEGATRON_CLASSIC, recompute="none")
     if zero_of(cells.raw("zero_stage")) == 3:
         return FSDP_FLASH
-    return EAGER_FLASH if is_named else MEGATRON_TE
+    return EAGER_FLASH if is_named else MEGATRON_CORE
 
 
 def is_modern(cells: Cells) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, TypeVar
 
+from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.table.kernels import FOUR_BITS
-from costmodel.table.stacks import STACKS, Stack
 
 Word = TypeVar("Word")
 """What a word stands for."""
@@ -17,7 +17,7 @@ BLANK = {"", "-", "?", "none", "nan", "n/a", "na", "null", "unknown", "auto", "d
 _STACKS = (
     (r"deepspeed.*(zero.?3|stage.?3)|zero.?3", "deepspeed-zero3"),
     (r"deepspeed|bigscience|neox", "megatron-deepspeed"),
-    (r"nemo|bridge|mcore|\bcore|transformer.?engine|\bte\b|megascale", "megatron-te"),
+    (r"nemo|bridge|mcore|\bcore|transformer.?engine|\bte\b|megascale", "megatron-core"),
     (r"fsdp|titan|foundry|mosaic|composer|lightning|litgpt|hugging|accelerate", "fsdp-flash"),
     (r"\bddp\b|pytorch|nanogpt|llm\.c|olmo|jax|maxtext|paxml|levanter|\bxla\b", "fsdp-flash"),
     (r"nanotron|picotron|interne?vo|internlm|colossal|nnscaler|galvatron", "eager-flash"),
@@ -58,10 +58,11 @@ def is_blank(value: Any) -> bool:
     return value is None or value != value or str(value).strip().lower() in BLANK
 
 
-def stack_of(text: str) -> Stack | None:
-    """Return the stack a framework's name stands for."""
-    name = _first(_STACKS, text)
-    return STACKS.get(text.strip().lower()) or (STACKS[name] if name else None)
+def stack_of(text: str) -> Execution | None:
+    """Return the execution that a framework's name stands for."""
+    said = text.strip().lower()
+    name = said if said in execution_names() else _first(_STACKS, text)
+    return find_execution(name) if name else None
 
 
 def dtype_of(text: str) -> str | None:

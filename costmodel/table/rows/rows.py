@@ -115,7 +115,7 @@ def _fits(row: Mapping[str, Any], run: RunRow, profile: Profile) -> str:
 
 def _room(row: Mapping[str, Any], profile: Profile) -> float:
     """Bytes of tensors that the row's device has room for."""
-    room = _device_bytes(row, profile) - profile.context_bytes
+    room = device_bytes(row, profile) - profile.context_bytes
     return room / (1 + profile.allocator_overhead_fraction)
 
 
@@ -131,7 +131,7 @@ def _made_to_fit(run: RunRow, room: float) -> RunRow:
     return tried
 
 
-def _device_bytes(row: Mapping[str, Any], profile: Profile) -> float:
+def device_bytes(row: Mapping[str, Any], profile: Profile) -> float:
     """Memory of the row's device: of its profile or data sheet, else as the row says."""
     device = device_of(str(row.get("gpu") or ""), _memory_gb(row))
     seen = SEEN_OF_NOMINAL * GIB

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from typing import Any
 
+from costmodel.execution import Execution
 from costmodel.table.rows.named_models import model_of_size, named_model, params_in_name
 from costmodel.table.rows.row_cells import Cells, RowError, real
 from costmodel.table.rows.row_stack import seq_len_of, stack_of_row
 from costmodel.table.rows.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
-from costmodel.table.stacks import FSDP_FLASH, Stack
 from costmodel.table.transformer import Split, TransformerShape
 
 MODEL_BYTES_PER_DEVICE = 40e9
@@ -30,6 +31,10 @@ published runs."""
 USUAL_STAGE_LAYERS = 4
 """Layers of a virtual stage; the interleaved runs that NVIDIA publishes have 1 to 5."""
 
+ACTIVE_PARAMS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB]")
+"""A name such as ``80B-A3B`` says that few of its parameters see a token: its size alone tells
+nothing of its layers."""
+
 LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
 """Parameters of a model that is known only by their number."""
 
@@ -39,7 +44,7 @@ class RunRow:
     """A run with every blank filled; `assumed` says with what."""
 
     shape: TransformerShape
-    stack: Stack
+    stack: Execution
     dtype: str
     global_batch: int
     micro_batch: int
@@ -143,7 +148,7 @@ def _check_divides(name: str, part: int, of: str, whole: int) -> None:
 
 
 def _batch(
-    cells: Cells, shape: TransformerShape, stack: Stack, *, pp: int, dp: int
+    cells: Cells, shape: TransformerShape, stack: Execution, *, pp: int, dp: int
 ) -> tuple[int, int]:
     """Return samples of a step and of a microbatch (see `_usual_micro_batch`)."""
     micro_batch = cells.given("micro_batch")
@@ -164,14 +169,14 @@ def _batch(
     return batch, micro_batch
 
 
-def _usual_micro_batch(shape: TransformerShape, stack: Stack, *, samples: int, pp: int) -> int:
+def _usual_micro_batch(shape: TransformerShape, stack: Execution, *, samples: int, pp: int) -> int:
     """Return how many of a rank's samples usually go at once.
 
     Of FSDP without a pipeline all, as nothing is split. Else a power of two that divides them, of
     so many tokens as fill a device, fewer of a wide model, and leaves a pipeline two microbatches
     for each of its ranks.
     """
-    if stack is FSDP_FLASH and pp == 1:
+    if stack.zero_stage == 3 and stack.flash_attention and pp == 1:
         return samples
     tokens = USUAL_TOKENS * min(1.0, USUAL_TOKENS / shape.hidden)
     size = 1
@@ -182,12 +187,12 @@ def _usual_micro_batch(shape: TransformerShape, stack: Stack, *, samples: int, p
     return size
 
 
-def _zero_stage(cells: Cells, stack: Stack) -> int:
+def _zero_stage(cells: Cells, stack: Execution) -> int:
     stage = zero_of(cells.raw("zero_stage"))
     return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
 
 
-def _shape(cells: Cells, stack: Stack) -> TransformerShape:
+def _shape(cells: Cells, stack: Execution) -> TransformerShape:
     known = named_model(cells.text("model"))
 
     def usual(name: str, otherwise: int | None) -> int | None:
@@ -204,6 +209,11 @@ def _shape(cells: Cells, stack: Stack) -> TransformerShape:
         num_experts = cells.assume("num_experts", max(8, ep))
     params = real(cells.text("params_b").lower().removesuffix("b"))
     params = 1e9 * params if params else params_in_name(cells.text("model"))
+    if known is None and hidden is None and ACTIVE_PARAMS.search(cells.text("model")):
+        raise RowError(
+            f"model {cells.text('model')!r} is not one we have the sizes of; give layers, hidden, "
+            "num_experts and experts_per_token"
+        )
     if known is None and hidden is None and params:
         if not LEAST_PARAMS <= params <= MOST_PARAMS:
             raise RowError(f"a model of {params:.3g} parameters is not priced")
@@ -248,7 +258,7 @@ def _shape(cells: Cells, stack: Stack) -> TransformerShape:
     )
 
 
-def _layout(cells: Cells, shape: TransformerShape, stack: Stack) -> tuple[int, int, int, int]:
+def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:
     """Return tp, cp, pp, dp; what is blank follows from the number of devices."""
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
     cp = cells.given("cp", least=0) or 1
@@ -330,7 +340,7 @@ def _dtype(cells: Cells) -> str:
     return dtype
 
 
-def _recompute(cells: Cells, stack: Stack) -> str:
+def _recompute(cells: Cells, stack: Execution) -> str:
     # ``none`` is a choice here, where in other columns it says nothing.
     value = cells.raw("recompute")
     known = recompute_of(value)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.cache import CostCache
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
 from costmodel.topology import data_group
@@ -76,16 +78,30 @@ class ReplicaPrices:
         """Return the seconds of `DataParallelSeconds`, in its order, and the update's."""
         key = param_bytes, num_blocks, num_params, frozen_bytes, frozen_backward_bytes
         if key not in self._stages:
-            seconds = data_parallel_seconds(
-                self._costs.profile,
-                self._group,
-                self._replication,
-                param_bytes=param_bytes,
-                num_blocks=int(num_blocks),
-                num_tensors=int(num_params),
-                frozen_bytes=frozen_bytes,
-                frozen_backward_bytes=frozen_backward_bytes,
-            )
+            profile = self._costs.profile
+            frozen = {
+                "frozen_bytes": frozen_bytes,
+                "frozen_backward_bytes": frozen_backward_bytes,
+            }
+            if isinstance(profile, ExecutedProfile):
+                seconds = executed_exchange(
+                    profile,
+                    self._group,
+                    self._replication,
+                    param_bytes=param_bytes,
+                    num_blocks=int(num_blocks),
+                    **frozen,
+                )
+            else:
+                seconds = data_parallel_seconds(
+                    profile,
+                    self._group,
+                    self._replication,
+                    param_bytes=param_bytes,
+                    num_blocks=int(num_blocks),
+                    num_tensors=int(num_params),
+                    **frozen,
+                )
             self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]
 

@@ -143,11 +143,15 @@ class StageCosts:
         *,
         receive_s: tuple[Floats, Floats],
         recompute_last: Sequence[bool] | None = None,
+        waited_s: tuple[Floats, Floats] | None = None,
+        sends_ahead: bool = True,
     ) -> JobSeconds:
         """Return the jobs of a pipeline whose stages are these runs in order.
 
         `receive_s` are the transfers into each stage and of its gradient back from it;
-        `recompute_last` says whether the step's last microbatch is recomputed, too.
+        `recompute_last` says whether the step's last microbatch is recomputed, too. `waited_s` are
+        transfers as in `receive_s` for which a stage waits with nothing to do. Without
+        `sends_ahead` no gradient is sent before a backward has ended.
 
         A full backward sends its input's gradient ahead of deferred weight gradients: those of
         the stage's first block, in the step's last backward all of them
@@ -157,13 +161,17 @@ class StageCosts:
         recomputed_s = self.times.recompute_s(recompute)
         weight_s = self.weight_s
         alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s
+        forward_s = self.forward_s
+        if waited_s is not None:
+            there_wait_s, back_wait_s = waits(*waited_s)
+            forward_s, alone_s = forward_s + there_wait_s, alone_s + back_wait_s
         input_s = alone_s + recomputed_s
-        defers = np.array(recompute) == "none"
+        defers = (np.array(recompute) == "none") & sends_ahead
         last_s = None
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
         return JobSeconds(
-            forward_s=_numbers(self.forward_s),
+            forward_s=_numbers(forward_s),
             backward_input_s=_numbers(input_s),
             backward_weight_s=_numbers(weight_s),
             receive_forward_s=_numbers(there),
@@ -173,6 +181,16 @@ class StageCosts:
             sends_ahead_s=_numbers(self.first_weight_s * defers),
             last_sends_ahead_s=_numbers(weight_s * defers),
         )
+
+
+def waits(there_s: Floats, back_s: Floats) -> tuple[Floats, Floats]:
+    """Return what the forward and the backward of each stage wait for transfers with nothing to do.
+
+    The first stage waits for what it sends forward, the last for what it sends back.
+    """
+    if len(there_s) == 1:
+        return 0 * there_s, 0 * back_s
+    return np.append(there_s[1:2], there_s[1:]), np.append(back_s[1:], back_s[-1:])
 
 
 def cut_runs(chain: ChainCosts, cuts: Sequence[int]) -> BlockRuns:

@@ -17,6 +17,10 @@ from planner.ops.plain_attention import backward_scratch, forward_scratch, is_pl
 from planner.ops.record import OpFamily, ShardRule, aten, register
 from planner.ops.strides import Strides, contiguous_strides, densified_strides
 
+RING = "planner.ring_attention"
+"""Attention whose keys and values go round a ring of ranks; args (query, key, value, dropout,
+scale, grouped, number of ranks). Only priced: no plan of ours runs it."""
+
 
 def attention(call: Call) -> Iterator[OpSharding]:
     """Queries [b, h, q, d], keys [b, h, k, d], values [b, h, k, e], mask over [b, h, q, k].
@@ -91,6 +95,15 @@ def _flop(call: Call) -> float:
     flop = _flop_of_all_scores(call)
     causal = call.arg(5, "is_causal", False)
     return flop / 2 if causal and not isinstance(causal, Ref) else flop
+
+
+def _flop_on_ring(call: Call) -> float:
+    """A rank's queries meet the keys of all ranks; positions are dealt so that each has half of
+    its scores to compute.
+    """
+    ranks = call.arg(6, "ranks", 1)
+    assert isinstance(ranks, int)
+    return _flop_of_all_scores(call) * ranks / 2
 
 
 def _backward(call: Call, forward: Work) -> Work:
@@ -181,6 +194,18 @@ register(
         # It runs with an explicit mask, of which a kernel can't leave anything out.
         flop=_flop_of_all_scores,
         saved=_causal_saved,
+        scratch=None,
+        random=lambda op: bool(op.args[3]),
+    )
+)
+register(
+    replace(
+        ATTENTION,
+        name="attention over a ring",
+        targets=(RING,),
+        shard=(),
+        local_form=None,
+        flop=_flop_on_ring,
         scratch=None,
         random=lambda op: bool(op.args[3]),
     )

@@ -1,0 +1,71 @@
+"""What a runtime's replicas exchange, before compute hides any of it.
+
+    ZeRO 0      gradients are summed: beside the last backward, or after it
+    ZeRO 1, 2   gradients are reduce-scattered, weights gathered for the next step's first forward
+    ZeRO 3      weights are gathered for each forward and each backward, gradients scattered
+
+What a runtime does not overlap comes after the last job, or in the way of each.
+"""
+
+from __future__ import annotations
+
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.time.communication import DataParallelSeconds
+from planner.plan.replication import Replication
+from profiles import Group
+
+WEIGHT_BYTES = 2
+"""Bytes of a weight in bf16."""
+
+
+def executed_exchange(
+    profile: ExecutedProfile,
+    group: Group,
+    replication: Replication,
+    *,
+    param_bytes: float,
+    num_blocks: int,
+    frozen_bytes: float = 0.0,
+    frozen_backward_bytes: float = 0.0,
+) -> DataParallelSeconds:
+    """Return what keeping the replicas of a rank's parameters equal takes, nothing hidden.
+
+    ZeRO 3 alone shards frozen parameters: `frozen_bytes` are gathered for every forward,
+    `frozen_backward_bytes` of them again for every backward.
+    """
+    if group.size == 1 or param_bytes + frozen_bytes == 0:
+        return DataParallelSeconds()
+    execution = profile.execution
+    if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
+        group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
+    pieces = max(1, num_blocks) if replication.zero_stage == 3 else 1
+
+    def seconds(kind: str, num_bytes: float) -> float:
+        if not num_bytes:
+            return 0.0
+        return pieces * profile.collective_seconds(kind, num_bytes / pieces, group).seconds
+
+    # Of bf16 weights the record says how wide gradients travel; others travel as they are.
+    is_cast = replication.gradient_factor > 1
+    reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
+    gather_s = seconds("all_gather", param_bytes)
+    if replication.zero_stage == 0:
+        sum_s = seconds("all_reduce", reduced)
+        if execution.overlaps_dp:
+            return DataParallelSeconds(last_backward_s=sum_s)
+        return DataParallelSeconds(after_s=sum_s)
+    scatter_s = seconds("reduce_scatter", reduced)
+    if replication.zero_stage < 3:
+        if execution.overlaps_dp:
+            return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
+        return DataParallelSeconds(after_s=gather_s + scatter_s)
+    gather_s = seconds("all_gather", param_bytes + frozen_bytes)
+    again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
+    # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
+    if not execution.overlaps_gathers:
+        return DataParallelSeconds(host_forward_s=gather_s, host_backward_s=again_s + scatter_s)
+    if not execution.overlaps_dp:
+        return DataParallelSeconds(
+            forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s
+        )
+    return DataParallelSeconds(forward_s=gather_s, backward_s=again_s + scatter_s)

@@ -1,0 +1,255 @@
+"""Seconds of the kernels of a block's ops, from the rates of a device.
+
+An op that multiplies is a kernel of its own; ops that only move bytes are fused as the execution
+says (`costmodel.table.fusion`), and a kernel reads what comes from outside of it and writes what is
+used outside. A backward reads the gradients that arrive and what the forward saved, and writes
+gradients; where a tensor has several users, their gradients are added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.execution import Execution
+from costmodel.memory.saved import SavedTensors
+from costmodel.table.fusion import fused_groups, module_groups
+from costmodel.time.compute import op_works
+from planner.graph import Op, Program
+from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.flops import needing_gradient
+from planner.ops.record import family_of, packet_of
+from planner.units import DTYPE_BYTES
+from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
+
+LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "cross_entropy_sum")
+LOSS_KERNELS = 5
+"""Launches of a loss, forward and as many backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Device seconds of a kernel, and how many launches it is."""
+
+    forward_s: float
+    backward_s: float
+    kernels: int = 1
+
+
+def kernels_of(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
+    """Return the ops of each kernel, views left out where they stand alone."""
+    groups: tuple[tuple[Op, ...], ...] = ()
+    if execution.kernels == "fused":
+        groups = fused_groups(local)
+    elif execution.kernels == "modules":
+        groups = module_groups(local)
+    groups = tuple(ops for ops in groups if not any(packet_of(op.target) in LOSSES for op in ops))
+    inside = {op.name for ops in groups for op in ops}
+    alone = [(op,) for op in local.ops if op.name not in inside and op.target != REDISTRIBUTE]
+    return [*groups, *alone]
+
+
+def is_product(op: Op) -> bool:
+    """Whether an op multiplies matrices."""
+    return family_of(op.target).arithmetic == MATMUL
+
+
+def products_of_head(local: Program) -> frozenset[str]:
+    """Return the products whose results a loss takes, through views and casts."""
+    wanted = {op.inputs[0] for op in local.ops if packet_of(op.target) in LOSSES}
+    found = set()
+    for op in reversed(local.ops):
+        if wanted.intersection(op.outputs):
+            if is_product(op):
+                found.add(op.name)
+            else:
+                wanted.update(op.inputs[:1])
+    return frozenset(found)
+
+
+def kernel_seconds(
+    ops: tuple[Op, ...],
+    local: Program,
+    profile: ExecutedProfile,
+    saved: SavedTensors,
+    in_head: frozenset[str],
+) -> Seconds:
+    """Return the seconds of a kernel: a product, attention, a loss, or a pass over memory."""
+    op = ops[0]
+    if len(ops) == 1:
+        arithmetic = family_of(op.target).arithmetic
+        if arithmetic == MATMUL:
+            return _product_seconds(op, local, profile, is_head=op.name in in_head)
+        if arithmetic == ATTENTION:
+            return _attention_seconds(op, local, profile)
+        if packet_of(op.target) in LOSSES:
+            logits = _numel(local, op.inputs[0])
+            each = profile.execution.loss_pass_bytes * logits / 2
+            once = profile.pass_seconds(each, LOSS_KERNELS)
+            return Seconds(forward_s=once, backward_s=once, kernels=LOSS_KERNELS)
+    return _pass_seconds(ops, local, profile, saved)
+
+
+def _product_seconds(op: Op, local: Program, profile: ExecutedProfile, *, is_head: bool) -> Seconds:
+    tensor, rates = local.tensor, profile.rates
+    shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
+    batch, m, n, k = matmul_sizes(shapes, op.target)
+    of_weights = any(tensor[name].kind == "param" for name in op.inputs)
+    dtype = tensor[op.outputs[0]].dtype
+    if of_weights and not is_head and dtype in ("bfloat16", "float16"):
+        dtype = profile.product_dtype
+    if dtype not in rates.peak_flop_per_s:
+        dtype = "bfloat16"
+    # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
+    aligned = n % 8 == 0 or not is_head
+    forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned)
+    backward_s = 0.0
+    factors = op.inputs[family_of(op.target).first_factor :][:2]
+    needing = set(needing_gradient(op, tensor))
+    if factors[0] in needing:
+        backward_s += rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
+    if factors[1] in needing:
+        rows, columns = (n, k) if of_weights else (k, n)
+        backward_s += rates.matmul_seconds(
+            rows, columns, m, batch=batch, dtype=dtype, aligned=aligned
+        )
+    casts = 0.0
+    if dtype.startswith(("float8", "float4")):
+        # Operands are read in 16 bits and written in 8, as they are and transposed.
+        casts = profile.rates.pass_seconds(4.0 * batch * m * k, 0)
+    return Seconds(
+        forward_s=(forward_s + casts) * profile.waited,
+        backward_s=(backward_s + casts) * profile.waited,
+    )
+
+
+def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seconds:
+    work, _ = op_works(op, local.tensor)
+    vendor = profile.execution.vendor_attention
+    flop = work.flop
+    return Seconds(
+        forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
+        backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor) * profile.waited,
+    )
+
+
+ADDITIONS = ("add", "sub", "neg", "to", "expand", "sum")
+"""Ops whose gradient is that of their output, or its sum: nothing of the forward is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnfusedSoftmax:
+    """Scale, mask, a cast to fp32, softmax and a cast back, a kernel each."""
+
+    forward_bytes: int = 24
+    backward_bytes: int = 26
+    kernels: int = 7
+
+
+UNFUSED_SOFTMAX = _UnfusedSoftmax()
+
+
+def _softmax_is_fused(shape: tuple[int, ...]) -> bool:
+    """Whether Megatron's fused causal softmax takes scores (batch, heads, queries, keys).
+
+    Its thread blocks hold four rows, so it takes batch * local heads divisible by 4, and at
+    most 2048 keys (megatron/fused_kernels/scaled_upper_triang_masked_softmax, 2021).
+    """
+    batch, heads, _, keys = shape
+    return batch * heads % 4 == 0 and 16 < keys <= 2048
+
+
+def _unfused_softmax_seconds(scores: int, profile: ExecutedProfile) -> Seconds:
+    parts = UNFUSED_SOFTMAX
+    return Seconds(
+        forward_s=profile.pass_seconds(parts.forward_bytes * scores, parts.kernels),
+        backward_s=profile.pass_seconds(parts.backward_bytes * scores, parts.kernels),
+        kernels=parts.kernels,
+    )
+
+
+def _pass_seconds(
+    ops: tuple[Op, ...], local: Program, profile: ExecutedProfile, saved: SavedTensors
+) -> Seconds:
+    """A kernel that moves bytes, and the kernel of its backward."""
+    tensor = local.tensor
+    if all(op_works(op, tensor)[0].num_bytes == 0 for op in ops):
+        back = sum(_joined_bytes(op, local) for op in ops)
+        return Seconds(
+            forward_s=0.0,
+            backward_s=profile.pass_seconds(profile.execution.pointwise_factor * back, 0),
+            kernels=0,
+        )
+    for op in ops:
+        shape = tensor[op.outputs[0]].shape_at(1)
+        if packet_of(op.target) == "softmax" and len(shape) == 4 and not _softmax_is_fused(shape):
+            return _unfused_softmax_seconds(prod(shape), profile)
+    made = {name for op in ops for name in op.outputs}
+    inside = {op.name for op in ops}
+    others = {n for op in local.ops if op.name not in inside for n in op.inputs}
+    read = dict.fromkeys(n for op in ops for n in op.inputs if n not in made)
+    written = [n for n in made if n in others or n in local.outputs]
+    if len(ops) == 1 and family_of(ops[0].target).reads is not None:
+        work = op_works(ops[0], tensor)[0]
+        forward_bytes = work.num_bytes
+    else:
+        forward_bytes = bytes_of(local, read) + bytes_of(local, written)
+    backward_bytes = 0.0
+    differentiable = [n for n in read if tensor[n].requires_grad]
+    if differentiable and any(tensor[n].requires_grad for n in written):
+        alone = len(ops) == 1 and packet_of(ops[0].target) in ADDITIONS
+        if not alone:
+            kept = {n for op in ops for n in saved.saved[op.name].tensors}
+            needed = [n for n in (*read, *written) if n in kept and len(tensor[n].shape) > 1]
+            backward_bytes = (
+                bytes_of(local, [n for n in written if tensor[n].requires_grad])
+                + bytes_of(local, needed)
+                + bytes_of(local, [n for n in differentiable if tensor[n].kind != "param"])
+            )
+            backward_bytes += sum(
+                _numel(local, n) * profile.execution.gradient_bytes * 2
+                for n in differentiable
+                if tensor[n].kind == "param" and family_of(ops[0].target).reads is not None
+            )
+    factor = profile.execution.pointwise_factor
+    return Seconds(
+        forward_s=profile.pass_seconds(factor * forward_bytes),
+        backward_s=profile.pass_seconds(factor * backward_bytes) if backward_bytes else 0.0,
+    )
+
+
+def _joined_bytes(op: Op, local: Program) -> float:
+    """Bytes of putting the gradients of parts together: each is read, and written to its place."""
+    if len(op.outputs) == 1 or not local.tensor[op.outputs[0]].requires_grad:
+        return 0.0
+    return 2.0 * bytes_of(local, op.outputs)
+
+
+def forked_bytes(local: Program) -> float:
+    """Bytes of adding up the gradients of tensors with several users that are no views."""
+    users: Counter[str] = Counter()
+    for op in local.ops:
+        if op.target == REDISTRIBUTE:
+            continue
+        for name in dict.fromkeys(op.inputs):
+            meta = local.tensor[name]
+            if meta.requires_grad and meta.kind != "param":
+                users[name] += 1
+    moved = {op.inputs[0] for op in local.ops if op.target == REDISTRIBUTE}
+    for name in moved:
+        if local.tensor[name].requires_grad and local.tensor[name].kind != "param":
+            users[name] += 1
+    return sum(3.0 * (count - 1) * bytes_of(local, [name]) for name, count in users.items())
+
+
+def _numel(local: Program, name: str) -> int:
+    return prod(local.tensor[name].shape_at(1))
+
+
+def bytes_of(local: Program, names: Iterable[str]) -> float:
+    """Return the bytes of tensors of a bound program."""
+    metas = (local.tensor[name] for name in names)
+    return float(sum(prod(meta.shape_at(1)) * DTYPE_BYTES[meta.dtype] for meta in metas))

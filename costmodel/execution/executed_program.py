@@ -1,0 +1,181 @@
+"""What a block takes as a runtime executes it: kernels, collectives that show, and the host.
+
+forward  = products + attention + passes over memory         (device, `executed_kernels`)
+host     = what issuing the kernels adds where the device does not keep it busy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.executed_kernels import (
+    LOSSES,
+    UNFUSED_SOFTMAX,
+    Seconds,
+    bytes_of,
+    forked_bytes,
+    is_product,
+    kernel_seconds,
+    kernels_of,
+    products_of_head,
+)
+from costmodel.execution.execution import Execution
+from costmodel.memory.saved import SavedTensors
+from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
+from costmodel.time.program_times import ProgramTimes, Spent
+from costmodel.topology import Axis
+from planner.graph import Program
+from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.families.products.attention import RING
+from planner.ops.record import family_of, packet_of
+from profiles.lookup.families import ATTENTION
+
+HOST_SHARPNESS = 4
+"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
+as slow, it takes 2 ** (1/4) times as long as either."""
+
+
+def executed_times(
+    local: Program,
+    profile: ExecutedProfile,
+    *,
+    axes: Mapping[str, Axis],
+    saved: SavedTensors,
+    recomputed: frozenset[str],
+) -> ProgramTimes:
+    """Return the times of a bound program that was lowered on `axes`."""
+    execution, rates = profile.execution, profile.rates
+    forward_s = backward_s = weight_s = recomputed_s = 0.0
+    forward_flop = backward_flop = 0.0
+    kernels = unfused = 0
+    # Flash attention computes its scores again in any case.
+    is_whole = all(op.name in recomputed for op in local.ops if op.target != REDISTRIBUTE)
+    is_flash = execution.flash_attention
+    in_head = products_of_head(local)
+    attention = Seconds(forward_s=0.0, backward_s=0.0)
+    for ops in kernels_of(local, execution):
+        seconds = kernel_seconds(ops, local, profile, saved, in_head)
+        forward_s += seconds.forward_s
+        backward_s += seconds.backward_s
+        kernels += seconds.kernels
+        unfused += seconds.kernels - 1 if seconds.kernels == UNFUSED_SOFTMAX.kernels else 0
+        first = ops[0]
+        if first.name in recomputed and not (is_flash and not is_whole):
+            recomputed_s += seconds.forward_s
+        if family_of(first.target).arithmetic == ATTENTION:
+            attention = seconds
+        if is_product(first):
+            weight_s += seconds.backward_s / 2
+    for op in local.ops:
+        if op.target != REDISTRIBUTE:
+            work, back = op_works(op, local.tensor)
+            forward_flop += work.flop
+            backward_flop += back.flop
+    backward_s += profile.pass_seconds(forked_bytes(local), 0)
+    comm = _exposed(local, profile, axes, forward_s, attention)
+    wait = rates.launch_wait_s if execution.launches_block else 0.0
+    issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
+    if recomputed and not is_whole and execution.selective_skips_layers:
+        recomputed_s = forward_s / 2
+    forward_host = issued * (rates.host_op_s + wait)
+    forward_wait_s = _waited(execution, forward_s + comm.forward_s, forward_host)
+    backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    return ProgramTimes(
+        forward=Spent(forward_s, forward_wait_s),
+        backward=Spent(backward_s, _waited(execution, backward_s + comm.backward_s, backward_host)),
+        recomputed=Spent(
+            recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
+        ),
+        weight_s=weight_s,
+        forward_comm_s=comm.forward_s + comm.skew_s,
+        backward_comm_s=comm.backward_s + comm.skew_s,
+        forward_flop=forward_flop,
+        backward_flop=backward_flop,
+    )
+
+
+def _waited(execution: Execution, busy_s: float, needed_s: float) -> float:
+    """Return what the host adds to a phase in which the device is busy and the host is needed.
+
+    Some kernels last longer than the launch of the next, others do not, and only so much can be
+    queued: near the point where both take as long, device and host wait for each other in turn.
+    """
+    if execution.launches_block:
+        return needed_s
+    slower = max(busy_s, needed_s)
+    if not slower:
+        return 0.0
+    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
+    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s
+
+
+def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
+    """Return how many ops the host issues: an `Execution` counts those of a layer and of a head."""
+    if any(packet_of(op.target) in LOSSES for op in local.ops):
+        return execution.head_kernels
+    if any(is_product(op) for op in local.ops):
+        return execution.forward_kernels
+    return kernels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comm:
+    forward_s: float
+    backward_s: float
+    skew_s: float
+    kernels: int
+
+
+def _exposed(
+    local: Program,
+    profile: ExecutedProfile,
+    axes: Mapping[str, Axis],
+    forward_s: float,
+    attention: Seconds,
+) -> _Comm:
+    """Collectives of a block as far as compute does not hide them, and waits at them."""
+    execution = profile.execution
+    there_s = back_s = 0.0
+    ring_s = ring_back_s = 0.0
+    cp = axes["cp"].size
+    count = 0
+    sums = 0
+    size = 1
+    for op in local.ops:
+        if op.target == RING:
+            num_bytes = cp * bytes_of(local, op.inputs[1:3])
+            group = axes["cp"].group
+            ring_s += profile.collective_seconds("all_gather", num_bytes, group).seconds
+            # The backward sees the keys and values of all ranks again, and sends gradients.
+            back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
+            ring_back_s += ring_s + back
+            continue
+        if op.target != REDISTRIBUTE:
+            if op.target.startswith("planner."):
+                there_s += sum(inner_seconds(op, local.tensor, profile, axes))
+            continue
+        if local.tensor[op.inputs[0]].kind == "param":
+            # Gradients of parameters that all ranks have are summed once a step, with the others.
+            continue
+        forward, backward = redistribute_seconds(op, local.tensor, profile, axes)
+        there_s += forward
+        back_s += backward
+        count += forward > 0
+        sums += forward > 0 and op.args[2:4] == ("P", "R")
+        size = max(size, axes[str(op.args[1])].size)
+    if execution.overlaps_tp and count > 1:
+        behind = 0.5 * forward_s
+        there_s = profile.rates.exposed_seconds(there_s, behind_s=behind)
+        back_s = profile.rates.exposed_seconds(back_s, behind_s=behind)
+    # Keys and values go round a ring beside the attention to those at hand: all but the last part
+    # of each round may be hidden.
+    there_s += max(ring_s / cp, ring_s - attention.forward_s)
+    back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
+    return _Comm(
+        forward_s=there_s,
+        backward_s=back_s,
+        skew_s=sums * profile.skew_seconds(size),
+        kernels=count,
+    )

@@ -1,0 +1,141 @@
+"""The record of a runtime, and reading it from its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from planner.errors import PlannerError
+
+DATA = Path(__file__).parent / "data"
+
+Kernels = Literal["eager", "modules", "fused"]
+"""How ops that only move bytes run: one by one; fused inside each module of the model's code, as
+libraries of layers do; or fused wherever no product lies between, as compilers do."""
+
+Prices = Literal["profile", "rates"]
+"""Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
+of its device that were fitted to whole training runs (`costmodel.table.kernels.DeviceRates`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How a runtime executes a plan. Bytes are of one element, of one rank."""
+
+    name: str
+    """What it is called in rows, plans and commands."""
+    prices: Prices
+    """Where an op's time comes from."""
+    kernels: Kernels
+    """How ops that only move bytes run."""
+    flash_attention: bool
+    """Attention is one kernel; else its scores are written out."""
+    vendor_attention: bool
+    """That kernel is the device maker's (cuDNN), not portable code."""
+    pointwise_factor: float
+    """How many times the bytes that fused pointwise kernels would move are moved."""
+    dropout: bool
+    """Activations are dropped out."""
+    forward_kernels: int
+    """Ops that the host issues for a layer's forward; a backward has twice as many."""
+    head_kernels: int
+    """Ops that it issues for the output matrix and the loss."""
+    copies_update: bool
+    """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
+    else it goes over flat buffers in place."""
+    rings_attention: bool
+    """With cp, keys and values go round a ring and no mask is made; else each rank gathers them and
+    gives its attention an explicit mask."""
+    gradient_bytes: int
+    """Memory of an accumulated gradient's element."""
+    accumulate_bytes: int
+    """Bytes moved to add a microbatch's gradient to it."""
+    reduced_bytes: int
+    """Bytes of a gradient on the wire."""
+    optimizer_pass_bytes: float
+    """Bytes that an optimizer step moves for each parameter."""
+    loss_pass_bytes: float
+    """Bytes that the loss moves for each logit, forward and backward together."""
+    state_bytes: int
+    """Optimizer state of a parameter, master weight included."""
+    overlaps_tp: bool
+    """Tensor-parallel collectives run beside compute."""
+    overlaps_gathers: bool
+    """Gathers of ZeRO's sharded weights do."""
+    overlaps_dp: bool
+    """Reductions of gradients do."""
+    overlaps_pp: bool
+    """Transfers between interleaved stages do."""
+    sends_ahead: bool
+    """A backward sends its input's gradient before it has made its first block's weight gradients;
+    else after the whole backward."""
+    uses_all_links: bool
+    """Gathers and scatters of ZeRO 3 go over all links of a node, not one."""
+    launches_block: bool
+    """The host waits for the end of each kernel that it starts."""
+    selective_skips_layers: bool
+    """Selective recomputation runs every second layer again, not each one's attention."""
+    sequence_parallel: bool
+    """With tp, what goes from layer to layer is split by positions where a row does not say."""
+    zero_stage: int
+    """ZeRO stage where a row does not say."""
+    recompute: str
+    """Recomputation where a row does not say."""
+    balances_stages: bool
+    """Deals blocks to stages by their products' sizes, the head's too; else layers evenly."""
+    interleaves: bool
+    """Deals virtual stages where a row does not say."""
+    seq_len: int
+    """Tokens of a sample where a row does not say."""
+
+
+_FIELDS = tuple(field.name for field in fields(Execution))
+
+
+def execution_names() -> tuple[str, ...]:
+    """Return the names of all records."""
+    return tuple(sorted(path.stem for path in DATA.glob("*.json")))
+
+
+@lru_cache(maxsize=64)
+def find_execution(name: str) -> Execution:
+    """Return a runtime's record; raise PlannerError for an unknown name."""
+    return Execution(name=name, **{key: entry["value"] for key, entry in _entries(name).items()})
+
+
+def sources_of(name: str) -> Mapping[str, str]:
+    """Return where each constant of a record comes from."""
+    return {key: entry["source"] for key, entry in _entries(name).items()}
+
+
+@lru_cache(maxsize=64)
+def read_record(name: str) -> Mapping[str, Any]:
+    """Return a record's file: `summary`, `extends`, `values` and `residuals`."""
+    path = DATA / f"{name}.json"
+    if not path.exists():
+        near = get_close_matches(name, execution_names(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise PlannerError(
+            f"execution {name!r} is unknown; {hint}valid names: {', '.join(execution_names())}"
+        )
+    record: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+@lru_cache(maxsize=64)
+def _entries(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The constants of a record with their sources: its own over those of what it extends."""
+    record = read_record(name)
+    base = record.get("extends")
+    entries = {**(_entries(base) if base else {}), **record["values"]}
+    missing = [field for field in _FIELDS if field not in entries and field != "name"]
+    unknown = sorted(set(entries) - set(_FIELDS))
+    if missing or unknown:
+        what = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
+        raise PlannerError(f"execution record {name}.json {what}")
+    return entries

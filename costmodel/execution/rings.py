@@ -1,0 +1,43 @@
+"""Attention over a ring (Liu et al. 2023, arXiv 2310.01889), as other runtimes divide sequences.
+
+Our runtime gathers keys and values and gives attention a mask. On a ring each rank keeps its own
+part of them, and the others' pass by: nothing whole exists, and no mask.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from planner.graph import Op, Program, Ref
+from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.families.products.attention import RING
+
+GATHERED = "planner.causal_attention"
+
+
+def with_rings(program: Program, cp: int) -> Program:
+    """Return a local program whose attention takes keys and values from a ring of `cp` ranks."""
+    made = {op.outputs[0]: op for op in program.ops if op.target == REDISTRIBUTE}
+    users = Counter(name for op in program.ops for name in op.inputs)
+    gone: set[str] = set()
+    ops: list[Op] = []
+    for op in program.ops:
+        if op.target == GATHERED:
+            parts = []
+            for name in op.inputs[1:3]:
+                source = made.get(name)
+                parts.append(source.inputs[0] if source is not None else name)
+                if source is not None and users[name] == op.inputs.count(name):
+                    gone.add(name)
+            query, dropout, scale, grouped = op.args[0], *op.args[3:6]
+            args = (query, *(Ref(part) for part in parts), dropout, scale, grouped, cp)
+            op = replace(op, target=RING, args=args)
+        ops.append(op)
+    if not gone:
+        return program
+    return replace(
+        program,
+        ops=tuple(op for op in ops if op.outputs[0] not in gone),
+        tensors=tuple(meta for meta in program.tensors if meta.name not in gone),
+    )

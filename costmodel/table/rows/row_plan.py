@@ -1,0 +1,263 @@
+"""A row as what `estimate` takes: a template's graph, a plan, and a runtime on its machine."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from math import ceil
+from typing import Literal
+
+from costmodel.cache import CostCache
+from costmodel.estimate import Estimate, TimeParts, estimate, estimate_time
+from costmodel.execution.executed import ExecutedProfile
+from costmodel.table.kernels import DeviceRates
+from costmodel.table.rows.run_row import RowError, RunRow
+from planner.layout.axes import Degrees
+from planner.plan import (
+    ClassLayout,
+    ClassRecompute,
+    ClusterRef,
+    ModelRef,
+    Plan,
+    StagePlan,
+    batch_spec,
+)
+from planner.schedule import stage_to_pp_rank
+from planner.templates import Experts, Latent, Transformer, build_transformer
+from planner.templates.splits import cp_layouts, tp_layouts
+from profiles import Profile
+
+SCHEDULES = {
+    "1f1b": "1f1b",
+    "interleaved-1f1b": "interleaved_1f1b",
+    "gpipe": "fthenb",
+    "zb-1p": "zb_h1",
+    "zb-2p": "zb_h1",
+    "zb-v": "zb_v",
+}
+"""Our schedules by the names of rows. ZB-2p has the idle time of ZB-1p within a step: what it gains
+is that ranks begin the next step at different times (Qi et al. 2023, section 4), which an estimate
+of one step does not show."""
+
+
+def transformer_of(run: RunRow) -> Transformer:
+    """Return the model of a row, as the trainers of large models write it."""
+    shape, stack = run.shape, run.stack
+    latent = None
+    if shape.key_rank:
+        latent = Latent(
+            query_rank=shape.query_rank, key_rank=shape.key_rank, rope_dim=shape.rope_dim
+        )
+    experts = None
+    if shape.num_experts > 1:
+        experts = Experts(
+            number=shape.num_experts,
+            per_token=shape.experts_per_token,
+            width=shape.ffn_hidden,
+            shared=shape.shared_experts,
+        )
+    return Transformer(
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_hidden=shape.ffn_hidden,
+        # A vocabulary that tp splits is padded.
+        vocab=-(-shape.vocab // (128 * run.tp)) * 128 * run.tp if run.tp > 1 else shape.vocab,
+        seq_len=shape.seq_len,
+        head_dim=shape.head_width,
+        gated=shape.gated,
+        norm="rms" if shape.gated else "layer",
+        positions="rotary" if shape.gated else "learned",
+        bias=not shape.gated,
+        tied=not shape.gated,
+        dropout=stack.dropout,
+        fused_attention=stack.flash_attention,
+        latent=latent,
+        experts=experts,
+    )
+
+
+def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
+    """Return the layout of a row as a plan. Raises RowError where its numbers make none."""
+    if run.ep > 1:
+        raise RowError(f"ep={run.ep}: a plan has no axis for experts yet; closed forms price it")
+    schedule, vpp = SCHEDULES[run.schedule], run.vpp
+    microbatches = run.num_microbatches
+    if schedule == "zb_v":
+        vpp = 2
+    if schedule == "interleaved_1f1b" and (vpp == 1 or microbatches % run.pp):
+        schedule, vpp = "1f1b", 1
+    if run.pp == 1:
+        schedule, vpp = "1f1b", 1
+    table: tuple[str, ...] = ()
+    if schedule == "1f1b" and microbatches < run.pp:
+        # With so few, the order of 1F1B is that of all forwards first.
+        schedule, table = "fthenb", _all_forwards_first(run.pp, microbatches)
+    num_stages = run.pp * vpp
+    if run.stack.balances_stages and num_stages > 1:
+        bounds = _balanced_bounds(model, num_stages)
+    else:
+        bounds = _bounds(model.layers, num_stages)
+    on_tp: tuple[ClassLayout, ...] = ()
+    on_cp: tuple[ClassLayout, ...] = ()
+    if run.tp > 1:
+        on_tp = tp_layouts(model, sequence_parallel=run.sequence_parallel)
+    if run.cp > 1:
+        on_cp = cp_layouts(
+            model,
+            tp=run.tp,
+            sequence_parallel=run.sequence_parallel,
+            microbatch_size=run.micro_batch,
+        )
+    homes = stage_to_pp_rank(schedule, run.pp, vpp)
+    return Plan(
+        model=_model_ref(model),
+        cluster=ClusterRef(name="row", device="gpu", devices_per_node=devices_per_node),
+        degrees=Degrees(dp=run.dp, cp=run.cp, tp=run.tp),
+        pp=run.pp,
+        vpp=vpp,
+        microbatch_size=run.micro_batch,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        table=table,
+        zero_stage=_zero_stage(run.zero_stage),
+        precision="bf16",
+        stages=tuple(
+            StagePlan(
+                pp_rank=homes[s],
+                first_block=bounds[s],
+                last_block=bounds[s + 1] - 1,
+                recompute="none" if run.recompute == "none" else "selective",
+            )
+            for s in range(run.pp * vpp)
+        ),
+        recomputed=_recomputed(model, run.recompute),
+        layouts=(*on_tp, *on_cp),
+    )
+
+
+def _all_forwards_first(pp: int, microbatches: int) -> tuple[str, ...]:
+    """Return the jobs of each rank where there are too few microbatches to fill a pipeline."""
+    return tuple(
+        " ".join(f"{rank}{kind}{i}" for kind in "FB" for i in range(microbatches))
+        for rank in range(pp)
+    )
+
+
+def _zero_stage(stage: int) -> Literal[0, 1, 2, 3]:
+    for known in (0, 1, 2, 3):
+        if stage == known:
+            return known
+    raise RowError(f"zero_stage={stage} is not 0 to 3")
+
+
+CORE_ATTENTION = ("core_attention", "softmax", "attention_dropout")
+"""Modules that trainers' selective recomputation runs again (Korthikanti et al. 2022)."""
+
+
+@lru_cache(maxsize=1024)
+def _recomputed(model: Transformer, recompute: str) -> tuple[ClassRecompute, ...]:
+    """Return the ops of each class that a row's recomputation runs again: of layers only."""
+    if recompute == "none":
+        return ()
+    classes = build_transformer(model).classes
+    chosen = []
+    for index, program in enumerate(classes):
+        is_layer = 0 < index < len(classes) - 1
+        ops = tuple(
+            op.name
+            for op in program.ops
+            if is_layer and (recompute == "full" or op.module.rpartition(".")[2] in CORE_ATTENTION)
+        )
+        chosen.append(ClassRecompute(class_index=index, ops=ops))
+    return tuple(chosen)
+
+
+def _balanced_bounds(model: Transformer, stages: int) -> list[int]:
+    """First blocks of stages of about equal products, and the end.
+
+    A stage ends with the block that takes it over its part of the whole, as nanotron's do.
+    """
+    width = model.head_width
+    layer = 4 * model.heads * width * model.hidden + 3 * model.hidden * model.ffn_hidden
+    costs = [0, *[layer] * model.layers, model.vocab * model.hidden]
+    whole, done = sum(costs), 0
+    bounds = [0]
+    for index, cost in enumerate(costs[:-1]):
+        done += cost
+        left = len(costs) - index - 1
+        needed = stages - len(bounds)
+        if needed and (done > whole * len(bounds) / stages or left == needed):
+            bounds.append(index + 1)
+    if len(bounds) < stages:
+        # The head alone is more than its part: the stages before it are cut again.
+        return _bounds(model.layers, stages)
+    return [*bounds, len(costs)]
+
+
+def _bounds(layers: int, stages: int) -> list[int]:
+    """First blocks of stages, and the end; block 0 is the embedding, the last the head.
+
+    Where layers do not divide, the first and the last stage hold fewer, as they also hold the
+    embedding and the head.
+    """
+    if layers % stages == 0:
+        sizes = [layers // stages] * stages
+    else:
+        inner = ceil(layers / stages)
+        missing = inner * stages - layers
+        ends = [inner - missing // 2, inner - (missing - missing // 2)]
+        if min(ends) >= 0 and stages > 1 and missing <= 2 * inner:
+            sizes = [ends[0], *[inner] * (stages - 2), ends[1]]
+        else:
+            sizes = [layers * (s + 1) // stages - layers * s // stages for s in range(stages)]
+    sizes[0] += 1
+    sizes[-1] += 1
+    if min(sizes) < 1:
+        raise RowError(f"{layers} layers do not make {stages} stages")
+    bounds = [0]
+    for size in sizes:
+        bounds.append(bounds[-1] + size)
+    return bounds
+
+
+@lru_cache(maxsize=512)
+def _model_ref(model: Transformer) -> ModelRef:
+    digest = hashlib.sha256(repr(model).encode()).hexdigest()
+    graph = build_transformer(model)
+    return ModelRef(
+        name=graph.name,
+        file="",
+        fingerprint=digest,
+        inputs=batch_spec(graph),
+        batch_tree=graph.batch_tree,
+    )
+
+
+class RowPrices:
+    """Prices rows: models, plans and block prices that rows share are made once. Mutable."""
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple, CostCache] = {}
+
+    def estimate(self, run: RunRow, profile: Profile, rates: DeviceRates) -> Estimate:
+        """Return the step of a row on a machine, in time and memory."""
+        plan, costs = self._priced(run, profile, rates)
+        return estimate(costs.graph, costs.profile, plan, costs=costs)
+
+    def time(self, run: RunRow, profile: Profile, rates: DeviceRates) -> TimeParts:
+        """Return the step of a row on a machine, in time alone."""
+        return estimate_time(*self._priced(run, profile, rates))
+
+    def _priced(self, run: RunRow, profile: Profile, rates: DeviceRates) -> tuple[Plan, CostCache]:
+        model = transformer_of(run)
+        plan = plan_of(run, model, devices_per_node=profile.cluster.devices_per_node)
+        nodes = ceil(run.gpus / profile.cluster.devices_per_node)
+        key = model, id(profile), id(rates), nodes, run.stack, run.dtype
+        if key not in self._costs:
+            executed = ExecutedProfile(
+                profile, rates, num_nodes=nodes, execution=run.stack, product_dtype=run.dtype
+            )
+            self._costs[key] = CostCache(build_transformer(model), executed)
+        return plan, self._costs[key]

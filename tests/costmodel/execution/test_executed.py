@@ -1,0 +1,165 @@
+"""Plans priced for other runtimes: ours is what it was, others differ in what their records say."""
+
+from dataclasses import replace
+
+import pytest
+
+from costmodel.estimate import Estimate, cost_cache, estimate
+from costmodel.execution import execution_names, find_execution
+from costmodel.execution.executed import ExecutedProfile
+from planner.errors import PlannerError
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from planner.templates import Transformer, build_transformer
+from planner.templates.splits import cp_layouts, tp_layouts
+from profiles import Profile, load_profile
+
+LLAMA = Transformer(
+    layers=8,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn_hidden=14336,
+    vocab=128256,
+    seq_len=4096,
+)
+GRAPH = build_transformer(LLAMA)
+CAPTURED = build_transformer(replace(LLAMA, code="huggingface"))
+RATED = [name for name in execution_names() if find_execution(name).prices == "rates"]
+
+
+@pytest.fixture(scope="module")
+def h100() -> Profile:
+    return load_profile("h100-sxm5-80gb")
+
+
+def plan_of(tp: int = 1, cp: int = 1, **sizes: int) -> Plan:
+    """A bf16 plan with the usual layouts."""
+    bare = default_plan(GRAPH, **{"num_microbatches": 8, **sizes})
+    degrees = {**dict(bare.degrees), "tp": tp, "cp": cp}
+    layouts = tp_layouts(LLAMA, sequence_parallel=True) if tp > 1 else ()
+    if cp > 1:
+        layouts += cp_layouts(LLAMA, tp=tp, sequence_parallel=True, microbatch_size=1)
+    changed = {"degrees": type(bare.degrees)(**degrees), "layouts": layouts, "precision": "bf16"}
+    return bare.model_copy(update=changed)
+
+
+def priced(name: str, h100: Profile, plan: Plan) -> Estimate:
+    return estimate(GRAPH, h100, plan, execution=find_execution(name))
+
+
+GOLDEN = {"dp": 0.3464707276795657, "pp": 0.5413469246210904}
+"""From before there were executions: the template is what a capture of the model is."""
+
+
+@pytest.mark.parametrize("name", ["dp", "pp"])
+def test_our_own_runtime_is_priced_as_ever(h100: Profile, name: str) -> None:
+    plan = {
+        "dp": default_plan(CAPTURED, dp=8, zero_stage=3),
+        "pp": default_plan(CAPTURED, dp=2, pp=4, zero_stage=1, num_microbatches=8),
+    }[name]
+    found = estimate(CAPTURED, h100, plan)
+    assert found.step_s == pytest.approx(GOLDEN[name], rel=1e-12)
+    named = estimate(CAPTURED, h100, plan, execution=find_execution("ours-eager"))
+    assert named.to_dict() == found.to_dict()
+
+
+@pytest.mark.parametrize("name", RATED)
+def test_parts_of_other_runtimes_add_up(h100: Profile, name: str) -> None:
+    found = priced(name, h100, plan_of(dp=2, pp=2, tp=2, zero_stage=1))
+    parts = found.to_dict()["time"]
+    after_s = parts["optimizer_s"] + parts["inputs_s"]
+    # What stages exchange once a step comes after a rank's last job.
+    assert found.step_s >= max(found.timeline.rank_end_s) + after_s - 1e-9
+    assert found.step_s <= max(found.timeline.rank_end_s) + after_s + parts["dp_comm_s"] + 1e-9
+    assert min(parts.values()) >= 0
+    # A host that waits for each kernel is the slowest.
+    flop_per_s = found.flop / found.step_s / 8
+    assert 0.1 * 989e12 < flop_per_s < 0.75 * 989e12
+
+
+def test_a_compiler_moves_fewer_bytes(h100: Profile) -> None:
+    plan = plan_of(dp=8, zero_stage=3)
+    eager, compiled = (priced(n, h100, plan) for n in ("torchtitan", "torchtitan-compiled"))
+    assert compiled.time.compute_s < 0.95 * eager.time.compute_s
+    assert compiled.peak_bytes == eager.peak_bytes
+
+
+def test_overlap_hides_what_others_wait_for(h100: Profile) -> None:
+    plan = plan_of(dp=4, tp=2, zero_stage=1)
+    core = find_execution("megatron-core")
+    names = ("overlaps_tp", "overlaps_dp")
+    exposed = [
+        estimate(GRAPH, h100, plan, execution=replace(core, **dict.fromkeys(names, hides))).time
+        for hides in (True, False)
+    ]
+    assert exposed[0].tp_comm_s < exposed[1].tp_comm_s
+    assert exposed[0].dp_comm_s < exposed[1].dp_comm_s
+    assert exposed[0].compute_s == pytest.approx(exposed[1].compute_s)
+
+
+def test_transfers_that_are_not_overlapped_lengthen_each_microbatch(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    plan = plan_of(dp=1, pp=8, num_microbatches=32)
+    steps = [
+        estimate(GRAPH, h100, plan, execution=replace(core, overlaps_pp=hides)).step_s
+        for hides in (True, False)
+    ]
+    assert steps[0] < steps[1]
+
+
+def test_context_parallel_ranks_share_the_scores(h100: Profile) -> None:
+    whole, halves = plan_of(dp=2), plan_of(dp=1, cp=2)
+    core = find_execution("megatron-core")
+    flop = [estimate(GRAPH, h100, plan, execution=core) for plan in (whole, halves)]
+    per_microbatch = [found.time.compute_s for found in flop]
+    # Half of the work, in products that fill the device a little less.
+    assert 1.0 <= per_microbatch[1] / (per_microbatch[0] / 2) < 1.15
+    assert flop[1].time.tp_comm_s > 0
+
+
+def test_eight_bits_multiply_faster_in_layers_alone(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    costs = cost_cache(GRAPH, h100, 8, execution=core)
+    assert isinstance(costs.profile, ExecutedProfile)
+    narrow = ExecutedProfile(
+        h100, costs.profile.rates, num_nodes=1, execution=core, product_dtype="float8_e4m3fn"
+    )
+    eight = type(costs)(GRAPH, narrow)
+    layer, head = (costs.block(i, 1).forward_s for i in (1, 2))
+    assert eight.block(1, 1).forward_s < 0.8 * layer
+    assert eight.block(2, 1).forward_s == head
+
+
+def test_a_measured_profile_has_no_rates(h100: Profile) -> None:
+    measured = Profile(h100.file.model_copy(update={"source": "measured"}))
+    with pytest.raises(PlannerError, match="use a shipped profile, or ours-eager"):
+        cost_cache(GRAPH, measured, 8, execution=find_execution("nanotron"))
+
+
+def test_keys_and_values_of_a_ring_are_never_whole(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    plan = plan_of(dp=1, cp=4)
+    found = [
+        estimate(GRAPH, h100, plan, execution=replace(core, rings_attention=rings))
+        for rings in (True, False)
+    ]
+    assert found[0].peak_bytes < found[1].peak_bytes
+    layer = cost_cache(GRAPH, h100, 8, execution=core).local(
+        1, 1, plan.degrees, tuple(own for own in plan.layouts if own.class_index == 1)
+    )
+    (ring,) = (op for op in layer.ops if op.target == "planner.ring_attention")
+    assert layer.tensor[ring.inputs[1]].shape == (1, 8, 1024, 128)
+    whole = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1).forward_flop
+    shared = cost_cache(GRAPH, h100, 8, execution=core).block(1, 1, plan.degrees, plan.layouts[1:2])
+    assert shared.forward_flop == pytest.approx(whole / 4, rel=1e-3)
+
+
+def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
+    core = find_execution("megatron-core")
+    plan = plan_of(dp=1, tp=8, num_microbatches=1)
+    peaks = [
+        estimate(GRAPH, h100, plan, execution=replace(core, copies_update=copies)).peak_bytes
+        for copies in (True, False)
+    ]
+    assert peaks[0] > peaks[1]

@@ -1,0 +1,92 @@
+"""Rows as plans: a plan has what its row says, and its estimate is near the closed forms."""
+
+import pytest
+
+from costmodel.table.published import estimate_run
+from costmodel.table.rows.row_cells import RowError
+from costmodel.table.rows.row_plan import RowPrices, plan_of, transformer_of
+from costmodel.table.rows.rows import run_of
+
+GPT = {
+    "stack": "megatron-classic", "gpu": "A100-SXM", "gpus": "8", "layers": "24", "hidden": "2048",
+    "heads": "16", "ffn_hidden": "8192", "gated_ffn": "0", "vocab": "50257", "seq_len": "1024",
+    "global_batch": "32", "micro_batch": "2", "tp": "2", "pp": "2", "dp": "2",
+    "schedule": "1f1b", "recompute": "full", "dtype": "fp16",
+}  # fmt: skip
+LLAMA = {
+    "stack": "NeMo", "gpu": "H100-SXM", "gpus": "64", "model": "Llama3-70B", "seq_len": "8192",
+    "global_batch": "64", "micro_batch": "1", "tp": "4", "cp": "2", "pp": "4", "vpp": "5",
+    "dp": "2", "dtype": "bf16",
+}  # fmt: skip
+ROWS = {
+    "gpt": GPT,
+    "gpt, many microbatches": {**GPT, "tp": "1", "dp": "4", "recompute": "none"},
+    "llama": LLAMA,
+    "llama in fp8": {**LLAMA, "dtype": "fp8"},
+    "fsdp": {**LLAMA, "stack": "fsdp-flash", "model": "Llama3-8B", "tp": "1", "cp": "1",
+             "pp": "1", "vpp": "1", "dp": "64"},
+    "nanotron": {**LLAMA, "stack": "nanotron", "model": "Llama3-8B", "cp": "1", "pp": "1",
+                 "vpp": "1", "dp": "16", "zero_stage": "1"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_estimate_is_near_the_closed_forms(name: str) -> None:
+    run, profile, rates = run_of(ROWS[name])
+    prices = RowPrices()
+    closed = estimate_run(run, profile, rates).step_s
+    assert prices.time(run, profile, rates).step_s == pytest.approx(closed, rel=0.08)
+
+
+def test_a_plan_has_what_the_row_says() -> None:
+    run, _, _ = run_of(LLAMA)
+    model = transformer_of(run)
+    plan = plan_of(run, model, devices_per_node=8)
+    assert dict(plan.degrees) == {"dp": 2, "cp": 2, "tp": 4}
+    assert (plan.pp, plan.vpp, plan.schedule) == (4, 5, "interleaved_1f1b")
+    assert (plan.global_batch, plan.num_microbatches) == (64, 32)
+    blocks = [len(stage.blocks) for stage in plan.stages]
+    # Four layers a stage; the embedding and the head come on top.
+    assert blocks == [5, *[4] * 18, 5]
+    assert model.kv_heads == 8
+    assert model.positions == "rotary"
+
+
+def test_layers_that_do_not_divide_leave_the_ends_fewer() -> None:
+    run, _, _ = run_of({**GPT, "layers": "46", "pp": "8", "gpus": "32"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    assert [len(stage.blocks) for stage in plan.stages] == [6, *[6] * 6, 6]
+
+
+def test_nanotron_gives_the_stage_with_the_head_fewer_layers() -> None:
+    run, _, _ = run_of({**ROWS["nanotron"], "tp": "1", "pp": "4", "dp": "16", "vocab": "131072"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    layers = [len(stage.blocks) for stage in plan.stages]
+    assert sum(layers) == 34
+    assert layers[-1] < layers[1]
+
+
+def test_few_microbatches_go_forward_first() -> None:
+    run, profile, rates = run_of({**GPT, "pp": "4", "tp": "1", "dp": "2", "global_batch": "8"})
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    assert plan.table[0] == "0F0 0F1 0B0 0B1"
+    assert RowPrices().time(run, profile, rates).bubble_s > 0
+
+
+def test_memory_is_the_exact_walk() -> None:
+    run, profile, rates = run_of(GPT)
+    found = RowPrices().estimate(run, profile, rates)
+    assert len(found.memory) == 2
+    # Weights and sums of gradients, masters and moments in 2 + 4 + 12 bytes of half the model each.
+    params = 24 * 12 * 2048**2 / 4 + 50304 * 2048 / 2
+    assert found.memory[0].parameter_bytes == pytest.approx(2 * params, rel=0.02)
+    assert found.memory[0].optimizer_bytes == pytest.approx(12 * params, rel=0.02)
+
+
+def test_experts_on_ranks_of_their_own_are_not_a_plan_yet() -> None:
+    run, profile, rates = run_of(
+        {**LLAMA, "model": "Mixtral-8x7B", "ep": "2", "tp": "1", "cp": "1", "pp": "4", "dp": "16",
+         "vpp": "1"}
+    )  # fmt: skip
+    with pytest.raises(RowError, match="ep=2"):
+        RowPrices().time(run, profile, rates)
