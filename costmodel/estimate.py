@@ -284,9 +284,10 @@ def _time_parts(
         return float(by_stage[own].sum())
 
     recomputed = total(again_m * times.recompute_s(recompute))
-    recomputed_in_full = total(full_m * (times.host_forward_s + times.comm_forward_s))
-    host = total((m + full_m) * times.host_forward_s + m * times.host_backward_s)
-    tp_comm = total((m + full_m) * times.comm_forward_s + m * times.comm_backward_s)
+    rerun_host, rerun_comm = full_m * times.rerun_host_s, full_m * times.rerun_comm_s
+    recomputed_in_full = total(rerun_host + rerun_comm)
+    host = total(m * (times.host_forward_s + times.host_backward_s) + rerun_host)
+    tp_comm = total(m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm)
     whole = times.forward_s + times.backward_s
     compute = m * total(whole - times.host_forward_s - times.host_backward_s)
     per_job = m * total(exposed.forward_s + exposed.backward_s)

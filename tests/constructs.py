@@ -444,6 +444,7 @@ _construct(
     _MODE,
     "frozen parameter",
     extra=lambda self: self.layers[0].weight.requires_grad_(False),
+    note="no gradient, optimizer state or exchange; so adapters (`peft` LoRA)",
 )
 _construct(
     _MODE,

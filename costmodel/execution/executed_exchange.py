@@ -25,9 +25,15 @@ def executed_exchange(
     *,
     param_bytes: float,
     num_blocks: int,
+    frozen_bytes: float = 0.0,
+    frozen_backward_bytes: float = 0.0,
 ) -> DataParallelSeconds:
-    """Return what keeping the replicas of a rank's parameters equal takes, nothing hidden."""
-    if group.size == 1 or param_bytes == 0:
+    """Return what keeping the replicas of a rank's parameters equal takes, nothing hidden.
+
+    ZeRO 3 alone shards frozen parameters: `frozen_bytes` are gathered for every forward,
+    `frozen_backward_bytes` of them again for every backward.
+    """
+    if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
     execution = profile.execution
     if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
@@ -35,6 +41,8 @@ def executed_exchange(
     pieces = max(1, num_blocks) if replication.zero_stage == 3 else 1
 
     def seconds(kind: str, num_bytes: float) -> float:
+        if not num_bytes:
+            return 0.0
         return pieces * profile.collective_seconds(kind, num_bytes / pieces, group).seconds
 
     # Of bf16 weights the record says how wide gradients travel; others travel as they are.
@@ -51,11 +59,13 @@ def executed_exchange(
         if execution.overlaps_dp:
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
+    gather_s = seconds("all_gather", param_bytes + frozen_bytes)
+    again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
     if not execution.overlaps_gathers:
-        return DataParallelSeconds(host_forward_s=gather_s, host_backward_s=gather_s + scatter_s)
+        return DataParallelSeconds(host_forward_s=gather_s, host_backward_s=again_s + scatter_s)
     if not execution.overlaps_dp:
         return DataParallelSeconds(
-            forward_s=gather_s, backward_s=gather_s, host_backward_s=scatter_s
+            forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s
         )
-    return DataParallelSeconds(forward_s=gather_s, backward_s=gather_s + scatter_s)
+    return DataParallelSeconds(forward_s=gather_s, backward_s=again_s + scatter_s)

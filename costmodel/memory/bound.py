@@ -98,12 +98,13 @@ class Phase(IntEnum):
 
 
 class Resident(NamedTuple):
-    """Bytes of one part per byte of a stage's trained parameters, of its frozen tensors, and of
-    the global batch.
+    """Bytes of one part per byte of a stage's trained parameters, of all its frozen tensors, of
+    frozen parameters among these, and of the global batch.
     """
 
     per_param_byte: float = 0.0
     per_frozen_byte: float = 0.0
+    per_frozen_param_byte: float = 0.0
     per_batch_byte: float = 0.0
 
 
@@ -246,8 +247,10 @@ class RankBound:
 
     def _fixed_bytes(self, phase: Phase) -> Any:
         """Bytes of all parts in a phase that do not depend on trained parameters."""
-        _, per_frozen_byte, per_batch_byte = self.slopes[phase]
-        return per_frozen_byte * self.load.frozen_bytes + per_batch_byte * self.batch_bytes
+        _, per_frozen_byte, per_frozen_param_byte, per_batch_byte = self.slopes[phase]
+        frozen_bytes = per_frozen_byte * self.load.frozen_bytes
+        frozen_bytes = frozen_bytes + per_frozen_param_byte * self.load.frozen_param_bytes
+        return frozen_bytes + per_batch_byte * self.batch_bytes
 
     @cached_property
     def resident_bytes(self) -> Sequence[Any]:
@@ -264,8 +267,10 @@ class RankBound:
         """
         if not self.ranks.is_sharded or self.zero == 1:
             return 0.0
-        factor = self.ranks.gradient_factor + 2 * int(self.zero == 3)
-        return factor * self.load.largest_param_bytes
+        gathered = 2 * int(self.zero == 3)
+        factor = self.ranks.gradient_factor + gathered
+        frozen_bytes = gathered * self.load.largest_frozen_bytes
+        return factor * self.load.largest_param_bytes + frozen_bytes
 
 
 Part = Callable[[Ranks, Phase], Resident]
@@ -315,8 +320,13 @@ def update_scratch(ranks: Ranks, phase: Phase) -> Resident:
 
 
 def frozen(ranks: Ranks, phase: Phase) -> Resident:
-    """Return buffers, constants and parameters that are not trained."""
-    return Resident(per_frozen_byte=1.0)
+    """Return buffers, constants and parameters that are not trained. ZeRO 3 shards the parameters,
+    on the host if the optimizer is there.
+    """
+    if not ranks.is_sharded or ranks.zero_stage < 3:
+        return Resident(per_frozen_byte=1.0)
+    resting = 0.0 if ranks.optimizer_on_host else 1 / ranks.shards
+    return Resident(per_frozen_byte=1.0, per_frozen_param_byte=resting - 1.0)
 
 
 def batch(ranks: Ranks, phase: Phase) -> Resident:

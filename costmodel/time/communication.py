@@ -109,6 +109,8 @@ def data_parallel_seconds(
     param_bytes: float,
     num_blocks: int,
     num_tensors: int = 0,
+    frozen_bytes: float = 0.0,
+    frozen_backward_bytes: float = 0.0,
 ) -> DataParallelSeconds:
     """Return what keeping replicas equal takes, nothing hidden, for one rank's parameters.
 
@@ -117,8 +119,11 @@ def data_parallel_seconds(
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
     is one block's weights, and FSDP2's own work for each of them and for each of `num_tensors`
     comes to it. Shards on the host are copied up before and gradients down after.
+
+    Frozen parameters have no gradient to sum. ZeRO 3 alone shards them: `frozen_bytes` are gathered
+    for every forward, `frozen_backward_bytes` of them again for every backward.
     """
-    if group.size == 1 or param_bytes == 0:
+    if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
     zero_stage, on_host = replication.zero_stage, replication.optimizer_on_host
     reduced = param_bytes * replication.gradient_factor
@@ -140,25 +145,37 @@ def data_parallel_seconds(
 
     # FSDP2 copies shards into one flat message and out of it; measured work has the copies in it.
     copies = copies_s_per_byte(profile, group.size)
-    hooks = own("zero_forward", param_bytes), own("zero_backward", reduced)
-    gather = message("all_gather", param_bytes, num_blocks)
-    gather += max(copies * param_bytes, own("zero_gather", param_bytes))
-    # `zero_reduce` was measured with the backward hooks, which are counted apart as the host's.
-    scatter = message("reduce_scatter", reduced, num_blocks)
-    scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
-    if on_host:  # what rests there is as wide as the gradients
-        shard = reduced / group.size
-        gather += profile.step_seconds("host_to_device", num_bytes=shard).seconds
-        scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
+    hooks = own("zero_forward", param_bytes + frozen_bytes), own("zero_backward", reduced)
+
+    def gathered(frozen: float) -> float:
+        whole = param_bytes + frozen
+        if whole == 0:
+            return 0.0
+        seconds = message("all_gather", whole, num_blocks)
+        seconds += max(copies * whole, own("zero_gather", whole))
+        if on_host:  # what rests there of trained ones is as wide as the gradients
+            shard = (reduced + frozen) / group.size
+            seconds += profile.step_seconds("host_to_device", num_bytes=shard).seconds
+        return seconds
+
+    scatter = 0.0
+    if reduced:
+        scatter = message("reduce_scatter", reduced, num_blocks)
+        # `zero_reduce` was measured with the backward hooks, which are counted apart as the host's.
+        scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
+        if on_host:
+            shard = reduced / group.size
+            scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
     gathers_once, reduces_once = zero_stage < 3, zero_stage == 1
-    each_s = 0.0 if gathers_once else gather
+    gather = gathered(frozen_bytes)
+    again = 0.0 if gathers_once else gathered(frozen_backward_bytes)
     return DataParallelSeconds(
-        forward_s=each_s,
-        backward_s=each_s + (0.0 if reduces_once else scatter),
+        forward_s=0.0 if gathers_once else gather,
+        backward_s=again + (0.0 if reduces_once else scatter),
         first_forward_s=gather if gathers_once else 0.0,
         last_backward_s=scatter if reduces_once else 0.0,
         host_forward_s=hooks[0],
-        host_backward_s=hooks[1],
+        host_backward_s=hooks[1] if param_bytes + frozen_backward_bytes else 0.0,
     )
 
 

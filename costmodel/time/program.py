@@ -31,14 +31,16 @@ class ProgramCost:
     device waits for the host; `weight_s` is the part of the backward that makes weight
     gradients, where a job table has them made later; `remade_s` what selective recomputation
     adds to the backward; `*_comm_s` are collectives, which run exposed, and what ranks wait for
-    each other at them.
+    each other at them. `has_backward` says whether a gradient arrives at all: before a model's
+    first trained parameter none does, and nothing is recomputed there.
     Bytes: `saved_bytes` are kept from forward to backward, activation inputs included and
     `saved_output_bytes` (outputs that this program itself keeps) too; `side_bytes` are kept
     inputs that need no gradient (rotary tables, masks; at `side_positions`), which all blocks
     of a stage share and `saved_bytes` leaves out; `input_bytes` are its activation inputs,
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
     besides (see `recomputed.selective_bytes`); peaks as in `block_bytes.peak_bytes`.
-    Params are local: trainable elements' bytes and those of frozen ones and buffers.
+    Params are local: trainable elements' bytes and those of frozen ones and buffers
+    (`frozen_param_bytes` without buffers and constants).
     """
 
     forward_s: float
@@ -51,6 +53,7 @@ class ProgramCost:
     host_backward_s: float
     forward_flop: float
     backward_flop: float
+    has_backward: bool
     saved_bytes: int
     saved_input_bytes: int
     saved_output_bytes: int
@@ -63,6 +66,7 @@ class ProgramCost:
     backward_peak_bytes: int
     param_bytes: int
     frozen_bytes: int
+    frozen_param_bytes: int
     num_params: int
 
 
@@ -81,8 +85,11 @@ def price_program(
     runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
     """
     tensor = local.tensor
+    has_backward = any(tensor[name].requires_grad for name in local.outputs)
+    remade = remade if has_backward else frozenset()
     products = deferrable_products(local)
     trainable = [n for n in local.params if _is_trainable(local, n)]
+    frozen = [n for n in local.params if not _is_trainable(local, n)]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
@@ -104,6 +111,7 @@ def price_program(
         host_backward_s=times.backward.host_s,
         forward_flop=times.forward_flop,
         backward_flop=times.backward_flop,
+        has_backward=has_backward,
         saved_bytes=saved.num_bytes - side_bytes,
         saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
         saved_output_bytes=_bytes(local, saved.outputs),
@@ -119,7 +127,8 @@ def price_program(
         forward_peak_bytes=forward_peak,
         backward_peak_bytes=backward_peak - side_bytes,
         param_bytes=_bytes(local, trainable),
-        frozen_bytes=_bytes(local, [n for n in local.params if not _is_trainable(local, n)]),
+        frozen_bytes=_bytes(local, frozen),
+        frozen_param_bytes=_bytes(local, [n for n in frozen if tensor[n].kind == "param"]),
         num_params=len(trainable),
     )
 
@@ -140,7 +149,7 @@ def _program_times(
     seconds = _seconds_of_ops(local, profile, kernels, works)
     forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
     forward_flop = backward_flop = 0.0
-    views = backward_ops = forward_waits = backward_waits = 0
+    views = backward_views = backward_ops = forward_waits = backward_waits = 0
     for op in local.ops:
         if op.target == "planner.redistribute":
             there, back = redistribute_seconds(op, tensor, profile, axes)
@@ -164,14 +173,18 @@ def _program_times(
         forward_flop += work.flop
         backward_flop += back_work.flop
         views += there == 0.0
-        backward_ops += tensor[op.outputs[0]].requires_grad
+        needs_gradient = tensor[op.outputs[0]].requires_grad
+        backward_views += there == 0.0 and needs_gradient
+        backward_ops += needs_gradient
     # The host launches every op, a view too; compiled code launches a kernel for several ops.
     forward_ops = len(local.ops)
     if kernels == "fused":
-        forward_ops, views = num_kernels(local), 0
+        forward_ops, views, backward_views = num_kernels(local), 0, 0
         backward_ops = min(backward_ops, forward_ops)
     forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
-    backward = _with_host(profile, "backward", backward_s, kernels, ops=backward_ops, views=views)
+    backward = _with_host(
+        profile, "backward", backward_s, kernels, ops=backward_ops, views=backward_views
+    )
     # Each collective waits for the slowest of its ranks.
     forward_comm_s += profile.wait_seconds(
         forward.device_s + forward.host_s, forward_waits, inside=True

@@ -133,9 +133,10 @@ def share_of_parameters(costs: LeastCosts, config: Configuration) -> float:
     """What a rank needs for 1 / pp of the parameters: some rank holds at least its share. What
     several blocks use counts once, as its users may share a rank.
     """
-    shared = sum(size for _, _, size in costs.table.ties)
-    param_bytes = float(costs.table.blocks.param_bytes.sum() - shared) / config.pp
-    return float(costs.rank_bytes(StageLoad(param_bytes=param_bytes), config, ("none",)))
+    names = "param_bytes", "frozen_bytes", "frozen_param_bytes"
+    whole = costs.table.whole
+    load = StageLoad(**{name: float(getattr(whole, name)) / config.pp for name in names})
+    return float(costs.rank_bytes(load, config, ("none",)))
 
 
 @memory_bound

@@ -45,3 +45,15 @@ def test_hugging_face_example_is_planned_for_64_gpus(planner):
     )
     assert done.code == 0, done.stderr
     assert "best plan: dp=32 tp=2" in done.stdout
+
+
+@pytest.mark.slow
+def test_adapters_are_planned_verified_and_trained(planner, tmp_path):
+    """N18 in short: LoRA through peft, from a search to training on two ranks."""
+    pytest.importorskip("peft")
+    model, plan = EXAMPLES / "lora.py", tmp_path / "plan.json"
+    done = planner("search", model, "--gpus", 2, "--profile", "h100-sxm5-80gb", "--global-batch", 8,
+                   "--tp", 2, "--out", plan)  # fmt: skip
+    assert done.code == 0, done.stderr
+    done = planner("verify", plan, model)
+    assert done.code == 0, done.stderr

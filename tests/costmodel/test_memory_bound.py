@@ -25,6 +25,7 @@ from search import SearchRequest, find_plan
 from tests.builders import tiny_models
 from tests.captures import capture_module
 from tests.costmodel.loads import stage_loads
+from tests.frozen import frozen_models
 from tests.search.machine import Machine
 
 H100 = load_profile("h100-sxm5-80gb")
@@ -39,7 +40,7 @@ def random_chain(rng):
 
 
 def tiny(name):
-    model = tiny_models()[name]
+    model = (tiny_models() | frozen_models())[name]
     return capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name)
 
 
@@ -101,7 +102,9 @@ def bounds_of(plan, costs, on_host):
     ]
 
 
-@pytest.mark.parametrize("name", ["gpt", "mlp", "chain-1", "chain-2"])
+@pytest.mark.parametrize(
+    "name", ["gpt", "mlp", "chain-1", "chain-2", "gpt-second-half", "gpt-tied-norms"]
+)
 @pytest.mark.parametrize("profile", [H100, CpuProfile()], ids=["gpu", "cpu"])
 def test_the_bound_never_exceeds_the_walk(name, profile):
     """M17: for random models, plans, recomputation, ZeRO, precision and offload."""

@@ -15,22 +15,15 @@ from planner.plan import Plan
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainGPT, TinyModel, gpt_batch, tiny_models
 from tests.captures import capture_module
+from tests.frozen import TiedGPT, frozen_models
 
 STEPS = 2
-
-
-class TiedGPT(PlainGPT):
-    """The head multiplies by the token embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.weight = self.token.weight
 
 
 def models() -> dict[str, TinyModel]:
     deep = TinyModel("deep-gpt", lambda: PlainGPT(layers=8), gpt_batch)
     tied = TinyModel("tied-gpt", TiedGPT, gpt_batch)
-    return tiny_models() | {model.name: model for model in (deep, tied)}
+    return tiny_models() | frozen_models() | {model.name: model for model in (deep, tied)}
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class BlockBytes:
     """The activations it makes."""
     params: Mapping[str, int]
     """Bytes of trained parameters, by local name."""
+    frozen: Mapping[str, int]
+    """Bytes of frozen parameters, by local name."""
     param_rows: Mapping[str, int]
     """Lengths of their first dims, along which ZeRO shards."""
     kept_bytes: int
@@ -70,6 +72,8 @@ def block_bytes(
     """Return what a bound local program holds; `recomputed` names the ops that run again when
     `recompute` is "selective".
     """
+    if not any(program.tensor[name].requires_grad for name in program.outputs):
+        recompute = "none"  # no backward: nothing would read what runs again
     none, every = frozenset[str](), frozenset(op.name for op in program.ops)
     again = {"none": none, "selective": recomputed, "full": every}[recompute]
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
@@ -110,7 +114,8 @@ def _block_bytes(
         )
         copied = (name for name in program.params if tensor[name].kind in _COPIED)
         recompute_rise += sum(tensor[name].bytes_at(1) for name in copied)
-    trained = [n for n in program.params if tensor[n].kind == "param" and tensor[n].requires_grad]
+    params = [n for n in program.params if tensor[n].kind == "param"]
+    sizes = {name: tensor[name].bytes_at(1) for name in params}
     edges = {storage[name].root for name in program.outputs}
     # Pieces of the batch are in memory through the step: nobody keeps or frees them. Of the other
     # inputs, a second run needs all.
@@ -124,8 +129,9 @@ def _block_bytes(
     return BlockBytes(
         inputs=tuple(_edge(saved, n, is_kept=n in kept_inputs) for n in program.inputs),
         outputs=tuple(_edge(saved, n, is_kept=n in kept_outputs) for n in program.outputs),
-        params={name: tensor[name].bytes_at(1) for name in trained},
-        param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in trained},
+        params={name: size for name, size in sizes.items() if tensor[name].requires_grad},
+        frozen={name: size for name, size in sizes.items() if not tensor[name].requires_grad},
+        param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
         forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),

@@ -5,7 +5,9 @@ forward stays until the next block's is copied too, that of a backward is freed 
 next block's is fetched ahead. A block's gradients are copied into a message, from which the rank
 gets the sum of its shard; that message stays until the next block's is made, the last gradient
 until the sum is there. Blocks whose inputs need no gradient do so when the whole backward is
-over. (torch 2.13, torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,
+over. Units without a trained parameter are gathered like others and have no message of gradients;
+blocks that no gradient reaches gather nothing in the backward. (torch 2.13,
+torch/distributed/fsdp/_fully_shard/{_fsdp_state,_fsdp_param_group,
 _fsdp_collectives}.py.)
 """
 
@@ -190,7 +192,8 @@ class _FsdpTally:
             self._note()
             self._base = sample.end_bytes
             if index in self._units:
-                self._make_gradient(index)
+                if self._units[index].has_backward:
+                    self._make_gradient(index)
                 if self._units[index].has_input_gradient:
                     self._after_backward(index, is_last)
                 else:
@@ -213,7 +216,7 @@ class _FsdpTally:
             self._fresh.add(index)
 
     def _before_backward(self, index: int, is_first: bool) -> None:
-        if index not in self._units:
+        if index not in self._units or not self._units[index].has_backward:
             return
         if index not in self._gathered:
             self._gather(index)
@@ -239,6 +242,9 @@ class _FsdpTally:
             self._fresh.discard(index)
         if self._stage.zero_stage == 3 or is_last:
             self._gathered.discard(index)
+        if not unit.gradient_bytes:
+            self._sum_message = None  # waited for, and no message follows
+            return
         # Gradients are copied into the message of the reduce-scatter; the message before is freed.
         self._sum_message = index
         self._note()

@@ -79,6 +79,17 @@ class RankState:
         shards = (stage.sharded for stage in self.stages.values())
         return sum(shard.shard_bytes for shard in shards if shard is not None)
 
+    @property
+    def shards_frozen(self) -> bool:
+        """Whether frozen parameters are sharded, too."""
+        return self.is_sharded and self.plan.zero_stage == 3
+
+    @cached_property
+    def frozen_shard_bytes(self) -> int:
+        """Bytes of its shards of frozen parameters."""
+        shards = (stage.sharded for stage in self.stages.values())
+        return sum(shard.frozen_shard_bytes for shard in shards if shard is not None)
+
     @cached_property
     def update_bytes(self) -> int:
         """The optimizer's step: gradients, and what is allocated beside them."""
@@ -108,7 +119,11 @@ def weights(rank: RankState) -> Amount:
 
 
 def frozen(rank: RankState) -> Amount:
-    """Return frozen parameters, buffers, constants, and values that the preamble makes once."""
+    """Return frozen parameters, buffers, constants, and values that the preamble makes once.
+
+    ZeRO 3 shards frozen parameters with the others; with the optimizer on the host these shards
+    are there. ZeRO 1 and 2 leave them whole.
+    """
     plan, costs, first = rank.plan, rank.costs, min(rank.stages)
     given: set[frozenset[str]] = set()
     placed: dict[str, Placements] = {}
@@ -119,13 +134,15 @@ def frozen(rank: RankState) -> Amount:
                 names = costs.graph.blocks[index].params
                 _, params, _ = block_placements(costs.graph, plan, index, s)
                 for at in untrained:
-                    placed.setdefault(names[at], params[at])
+                    if not (rank.shards_frozen and costs.graph.tensor[names[at]].kind == "param"):
+                        placed.setdefault(names[at], params[at])
     degrees = plan.stage_degrees(first)
     total = sum(
         costs.graph.tensor[name].bytes_at(1) // placements.parts(degrees)
         for name, placements in placed.items()
     )
     side_values = costs.side_values(plan.stage_microbatch_size(first))
+    total += 0 if plan.optimizer_on_host else rank.frozen_shard_bytes
     return total + side_values.num_bytes(frozenset().union(*given), fixed=True)
 
 
@@ -155,7 +172,8 @@ def on_host(rank: RankState) -> Amount:
     load, factor = rank.weights, rank.factor
     counters = COUNTER_BYTES * load.num_params
     if rank.is_sharded:
-        return (ADAMW_STATES + 2) * (factor * (load.param_bytes / rank.replicas)) + counters
+        trained = (ADAMW_STATES + 2) * (factor * (load.param_bytes / rank.replicas)) + counters
+        return trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)
     buckets = np.minimum(_HOST_SLOTS * bucket, stepped)

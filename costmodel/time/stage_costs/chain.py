@@ -24,7 +24,7 @@ from costmodel.time.stage_costs.messages import Messages
 from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads
 from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes, block_times
 from costmodel.topology import lowered_groups
-from planner.graph import ModelGraph
+from planner.graph import ModelGraph, TensorMeta
 from planner.layout.axes import Degrees, lowered_axes
 from planner.plan import ClassLayout
 
@@ -99,8 +99,11 @@ class ChainCosts:
         """Seconds of each block (n), with collectives that bring its inputs to their placement."""
         of_class = {index: block_times(price) for index, price in self._prices.items()}
         columns = self._along(of_class, TIME_FIELDS)
+        has_backward = self._along(self._prices, ("has_backward",))["has_backward"]
         for there, back in self._entries():
             columns["comm_forward_s"] += there
+            columns["rerun_s"] += there * has_backward
+            columns["rerun_comm_s"] += there * has_backward
             columns["comm_backward_s"] += back
         return RunTimes(**columns)
 
@@ -168,12 +171,18 @@ class ChainCosts:
         """Bytes and number of trainable parameters that block j shares with i, their user before
         it, by (i, j).
         """
-        graph, degrees = self.graph, self.split.degrees
         shared: dict[tuple[int, int], tuple[float, int]] = {}
+        for i, j, meta, size in self._shared_tensors():
+            if meta.kind == "param" and meta.requires_grad:
+                num_bytes, count = shared.get((i, j), (0.0, 0))
+                shared[i, j] = num_bytes + size, count + 1
+        return shared
+
+    def _shared_tensors(self) -> Iterator[tuple[int, int, TensorMeta, int]]:
+        """Yield (i, j, tensor, local bytes): blocks i < j share it, j being the next user."""
+        graph, degrees = self.graph, self.split.degrees
         for name, users in graph.shared_params.items():
             meta = graph.tensor[name]
-            if meta.kind != "param" or not meta.requires_grad:
-                continue
             for i, j in pairwise(users):
                 block = graph.blocks[j]
                 size = meta.bytes_at(1)
@@ -181,9 +190,20 @@ class ChainCosts:
                     layout = layouts.get(block.class_index)
                     if layout and layout.params[block.params.index(name)].startswith("S"):
                         size //= degrees[axis]
-                num_bytes, count = shared.get((i, j), (0.0, 0))
-                shared[i, j] = num_bytes + size, count + 1
-        return shared
+                yield i, j, meta, size
+
+    @cached_property
+    def _frozen_ties(self) -> tuple[tuple[int, int, tuple[float, float, float]], ...]:
+        """`RunLoads.frozen_ties`: buffers and frozen parameters that blocks share."""
+        has_backward = [self._prices[block.class_index].has_backward for block in self.graph.blocks]
+        ties = []
+        for i, j, meta, size in self._shared_tensors():
+            is_param = meta.kind == "param"
+            if not (is_param and meta.requires_grad):
+                # Gathered for a backward if any of both has one: blocks with one come last.
+                again = size * (is_param and has_backward[i] and has_backward[j])
+                ties.append((i, j, (float(size), float(size * is_param), float(again))))
+        return tuple(ties)
 
     @cached_property
     def ties(self) -> tuple[tuple[int, int, float], ...]:
@@ -194,7 +214,9 @@ class ChainCosts:
     def loads(self) -> RunLoads:
         """Bytes of any runs of blocks."""
         counts = tuple(count for _, count in self._tied.values())
-        return RunLoads(blocks=self.blocks, ties=self.ties, tied_tensors=counts)
+        return RunLoads(
+            blocks=self.blocks, ties=self.ties, tied_tensors=counts, frozen_ties=self._frozen_ties
+        )
 
     @cached_property
     def _time_sums(self) -> Floats:

@@ -42,9 +42,15 @@ class StageLoad:
     param_bytes: Amount = 0
     """Local trainable parameters; those that blocks of the run share count once."""
     frozen_bytes: Amount = 0
-    """Local parameters without a gradient, and buffers."""
+    """Local parameters without a gradient, and buffers; once, as `param_bytes`."""
+    frozen_param_bytes: Amount = 0
+    """Part of `frozen_bytes` that is parameters: ZeRO 3 shards and gathers them."""
+    frozen_backward_bytes: Amount = 0
+    """Part of that in blocks with a backward, which gather them again for it."""
     largest_param_bytes: Amount = 0
     """Most trainable parameters of any block: ZeRO gathers and reduces a block at a time."""
+    largest_frozen_bytes: Amount = 0
+    """Most frozen parameters of any block."""
     num_blocks: Amount = 0
     """Blocks of the run."""
     num_params: Amount = 0
@@ -75,7 +81,10 @@ def block_load(cost: ProgramCost) -> StageLoad:
         tail_bytes=cost.saved_output_bytes,
         param_bytes=cost.param_bytes,
         frozen_bytes=cost.frozen_bytes,
+        frozen_param_bytes=cost.frozen_param_bytes,
+        frozen_backward_bytes=cost.has_backward * cost.frozen_param_bytes,
         largest_param_bytes=cost.param_bytes,
+        largest_frozen_bytes=cost.frozen_param_bytes,
         num_blocks=1,
         num_params=cost.num_params,
     )

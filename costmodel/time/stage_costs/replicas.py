@@ -56,23 +56,33 @@ class ReplicaPrices:
         return update.seconds(clips_gradients=self._costs.clips_gradients)
 
     def of_stages(
-        self, param_bytes: Floats, num_blocks: Floats, num_params: Floats
+        self, param_bytes: Floats, num_blocks: Floats, num_params: Floats, *frozen: Floats
     ) -> tuple[DataParallelSeconds, Floats]:
         """Return what stages exchange, nothing hidden, and their update where a rank has no other
-        stage, in the arrays' shape.
+        stage, in the arrays' shape. `frozen`, for ZeRO 3: bytes of frozen parameters, and of those
+        that a backward gathers again.
         """
-        kinds, of_kind = distinct(param_bytes, num_blocks, num_params)
+        kinds, of_kind = distinct(param_bytes, num_blocks, num_params, *frozen)
         answers = np.array([self._of_stage(*kind) for kind in kinds.tolist()])
         *exchange, update_s = answers.T[:, of_kind]
         return DataParallelSeconds(**dict(zip(_EXCHANGE, exchange, strict=True))), update_s
 
     def _of_stage(
-        self, param_bytes: float, num_blocks: float, num_params: float
+        self,
+        param_bytes: float,
+        num_blocks: float,
+        num_params: float,
+        frozen_bytes: float = 0.0,
+        frozen_backward_bytes: float = 0.0,
     ) -> tuple[float, ...]:
         """Return the seconds of `DataParallelSeconds`, in its order, and the update's."""
-        key = param_bytes, num_blocks, num_params
+        key = param_bytes, num_blocks, num_params, frozen_bytes, frozen_backward_bytes
         if key not in self._stages:
             profile = self._costs.profile
+            frozen = {
+                "frozen_bytes": frozen_bytes,
+                "frozen_backward_bytes": frozen_backward_bytes,
+            }
             if isinstance(profile, ExecutedProfile):
                 seconds = executed_exchange(
                     profile,
@@ -80,6 +90,7 @@ class ReplicaPrices:
                     self._replication,
                     param_bytes=param_bytes,
                     num_blocks=int(num_blocks),
+                    **frozen,
                 )
             else:
                 seconds = data_parallel_seconds(
@@ -89,6 +100,7 @@ class ReplicaPrices:
                     param_bytes=param_bytes,
                     num_blocks=int(num_blocks),
                     num_tensors=int(num_params),
+                    **frozen,
                 )
             self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]

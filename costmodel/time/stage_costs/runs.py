@@ -34,9 +34,10 @@ _SAVED_WITH_PEAK = (
     ("input_bytes", "recompute_peak_bytes"),
     ("selective_bytes", "selective_peak_bytes"),
 )
-_LARGEST = ("side_bytes", "largest_param_bytes")
+_LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
-_SUMS = ("param_bytes", "num_params", "frozen_bytes", "num_blocks")
+_FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
+_SUMS = ("param_bytes", "num_params", *_FROZEN, "num_blocks")
 assert {name for pair in _SAVED_WITH_PEAK for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
     *LOAD_FIELDS
 }, "every field has a rule"
@@ -52,6 +53,8 @@ class RunLoads:
     """(i, j, bytes): parameters that blocks i < j share, resident once in a run of both."""
     tied_tensors: tuple[int, ...]
     """Number of parameters of each tie."""
+    frozen_ties: tuple[tuple[int, int, tuple[float, float, float]], ...] = ()
+    """(i, j, bytes): the same of tensors that no gradient reaches, in each field of `frozen`."""
 
     def loads(self, start: Indices, end: Indices) -> StageLoad:
         """Return the bytes of runs start .. end-1, in the shape the two broadcast to."""
@@ -64,8 +67,8 @@ class RunLoads:
 
         param_bytes, num_params = self.params(start, end)
         columns = {"param_bytes": param_bytes, "num_params": num_params}
-        for name in ("frozen_bytes", "num_blocks"):
-            columns[name] = self.sums[name][end] - self.sums[name][start]
+        columns["num_blocks"] = self.sums["num_blocks"][end] - self.sums["num_blocks"][start]
+        columns |= dict(zip(_FROZEN, self.frozen(start, end), strict=True))
         for saved, peak in _SAVED_WITH_PEAK:
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
@@ -84,6 +87,14 @@ class RunLoads:
             param_bytes = param_bytes - size * has_both
             num_params = num_params - count * has_both
         return param_bytes, num_params
+
+    def frozen(self, start: Indices, end: Indices) -> list[Floats]:
+        """Return what runs hold and do not train: all, parameters, those gathered in a backward."""
+        found = [self.sums[name][end] - self.sums[name][start] for name in _FROZEN]
+        for i, j, sizes in self.frozen_ties:
+            has_both = (start <= i) & (end > j)
+            found = [total - size * has_both for total, size in zip(found, sizes, strict=True)]
+        return found
 
     def kept_sums(self, recompute: Recompute) -> Floats:
         """Return running sums (n + 1) of what blocks save of a microbatch, side inputs apart: a run

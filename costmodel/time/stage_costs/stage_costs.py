@@ -88,8 +88,12 @@ class StageCosts:
 
     @cached_property
     def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
-        param_bytes, num_params = self.runs.params
-        return self.prices.of_stages(param_bytes, self.runs.num_blocks, num_params)
+        runs = self.runs
+        frozen: list[Floats] = []
+        if self.replication.zero_stage == 3:
+            _, *frozen = runs.chain.loads.frozen(runs.start, runs.end)
+        param_bytes, num_params = runs.params
+        return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, *frozen)
 
     @property
     def update_s(self) -> Floats:

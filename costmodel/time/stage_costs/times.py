@@ -28,6 +28,13 @@ class RunTimes:
     """Part of `backward_s` that makes weight gradients: it needs no gradient to be sent on."""
     recomputed_s: Amount = 0.0
     """Seconds that selective recomputation adds to the backward."""
+    rerun_s: Amount = 0.0
+    """Seconds that full recomputation adds: the forward, collectives too, of blocks that have a
+    backward."""
+    rerun_host_s: Amount = 0.0
+    """Part of `rerun_s` in which the device waits for the host."""
+    rerun_comm_s: Amount = 0.0
+    """Part of `rerun_s` that is exposed collectives."""
     comm_forward_s: Amount = 0.0
     """Seconds of exposed collectives on tp and cp in the forward."""
     comm_backward_s: Amount = 0.0
@@ -55,7 +62,8 @@ class RunTimes:
         """Return what recomputation adds to a backward; a choice for all runs or for each.
 
         Full recomputation runs the whole forward again, collectives too. Selective recomputation
-        keeps the results of collectives, so it adds compute only.
+        keeps the results of collectives, so it adds compute only. Neither adds anything to a block
+        without a backward.
         """
         choices = {recompute} if isinstance(recompute, str) else {*recompute}
         if choices == {"none"}:
@@ -63,10 +71,10 @@ class RunTimes:
         if choices == {"selective"}:
             return self.recomputed_s
         if choices == {"full"}:
-            return self.whole_forward_s
+            return self.rerun_s
         names = np.array(recompute)
         selective = np.where(names == "selective", self.recomputed_s, 0.0)
-        return np.where(names == "full", self.whole_forward_s, selective)
+        return np.where(names == "full", self.rerun_s, selective)
 
 
 TIME_FIELDS = tuple(f.name for f in fields(RunTimes))
@@ -79,6 +87,9 @@ def block_times(cost: ProgramCost) -> RunTimes:
         backward_s=cost.backward_s,
         weight_s=cost.weight_s,
         recomputed_s=cost.remade_s,
+        rerun_s=cost.has_backward * (cost.forward_s + cost.forward_comm_s),
+        rerun_host_s=cost.has_backward * cost.host_forward_s,
+        rerun_comm_s=cost.has_backward * cost.forward_comm_s,
         comm_forward_s=cost.forward_comm_s,
         comm_backward_s=cost.backward_comm_s,
         host_forward_s=cost.host_forward_s,

@@ -204,9 +204,10 @@ def count_shards_as_host(engine: Engine, ledger: Ledger) -> None:
         for param in copies:
             if isinstance(param, DTensor):
                 ledger.move_to_host(param._local_tensor)
-                param.register_post_accumulate_grad_hook(
-                    lambda shard: ledger.move_to_host(shard.grad._local_tensor)
-                )
+                if param.requires_grad:
+                    param.register_post_accumulate_grad_hook(
+                        lambda shard: ledger.move_to_host(shard.grad._local_tensor)
+                    )
 
 
 _ONLY_USERS = 4, 2

@@ -399,6 +399,7 @@ def _differences(
     The rounding of a tensor is the largest distance of `others`, which differ from `expected`
     by rounding alone. It is at least that of one operation: two runs can agree by chance, in
     a tensor of few entries. A difference of one rounding of the kind's largest entry is none.
+    A frozen parameter has no rounding.
     """
     largest = {
         kind: max(map(_size, tensors.values()), default=0.0) for kind, tensors in expected.items()
@@ -416,6 +417,8 @@ def _differences(
                 continue
             rounding = max(_gap(tensor, each[kind][name]) for each in others)
             least = torch.finfo(torch.float64).eps * max(_size(tensor), scale / ROUNDINGS)
+            if kind == "parameter" and name not in expected["gradient"]:
+                rounding = least = 0.0  # frozen: no step rounds it, so every bit must be as it was
             yield (
                 kind,
                 Difference(

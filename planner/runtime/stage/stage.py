@@ -173,7 +173,9 @@ class StageModule(nn.Module):
                 for n in block.params
             )
             recomputed = None
-            if plan.recompute != "none":
+            # A block before the model's first trained parameter has no backward to run again for.
+            has_backward = any(graph.tensor[n].requires_grad for n in block.outputs)
+            if plan.recompute != "none" and has_backward:
                 recomputed = partial(
                     Recomputed,
                     device=device,

@@ -7,7 +7,10 @@ Sharded over all ranks with the same parameters: the group "data" of `planner.la
     2            gathered once, kept             reduce-scattered every microbatch, kept as shards
     3            gathered for every F and B      reduce-scattered every microbatch, kept as shards
 
-Optimizer state follows the parameters, which are sharded between steps in all three. With
+Optimizer state follows the parameters, which are sharded between steps in all three. A frozen
+parameter has neither gradient nor state: ZeRO 1 and 2 leave it whole on every rank, where
+gathering it would be one exchange a step of what never changes; ZeRO 3 shards and gathers it
+as the others, and reduces nothing of it. With
 precision "bf16" the shards are fp32, what is gathered is cast, and gradients are summed in
 fp32, over microbatches as over ranks. With the optimizer on the host, that is where the
 shards rest: they are copied up to be gathered, and their gradients down once reduced.
@@ -16,7 +19,7 @@ shards rest: they are copied up to be gathered, and their gradients down once re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -66,8 +69,9 @@ def shard_stage(
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
     if len(cut) > 1:
         raise LayoutError(f"ZeRO goes with one axis that cuts parameters, not {' and '.join(cut)}")
+    ignored = set() if zero_stage == 3 else {p for p in stage.parameters() if not p.requires_grad}
     for axis in cut:
-        _as_dtensors(stage, device_mesh[axis], axis, placements)
+        _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
     data_mesh = device_mesh["data"]
     # Inputs are cast by the programs, where the capture says so.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -78,7 +82,11 @@ def shard_stage(
     offload = (
         CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
     )
-    policies: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
+    policies: dict[str, Any] = {
+        "mp_policy": policy,
+        "offload_policy": offload,
+        "ignored_params": ignored,
+    }
     # Blocks first: a parameter belongs to the innermost unit around it, so the unit of the stage
     # gets only what several blocks share.
     for block in stage.blocks:
@@ -102,8 +110,24 @@ def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None
     stage.set_is_last_backward(is_last)
 
 
+def end_without_backward(stage: nn.Module) -> None:
+    """Tell FSDP2 that no backward follows a forward: nothing before the stage's end is trained.
+
+    It notes each forward to prefetch in the backward, whose end lets the notes go, and weights
+    that are still gathered.
+    """
+    assert isinstance(stage, FSDPModule)
+    stage.reshard()
+    if hasattr(stage, "reset_iter_state"):  # from torch 2.13 on
+        stage.reset_iter_state()
+
+
 def _as_dtensors(
-    stage: StageModule, mesh: DeviceMesh, axis: str, placements: Mapping[str, Placements]
+    stage: StageModule,
+    mesh: DeviceMesh,
+    axis: str,
+    placements: Mapping[str, Placements],
+    ignored: Set[nn.Parameter],
 ) -> None:
     for block in stage.blocks:
         assert isinstance(block, BlockModule)
@@ -112,6 +136,8 @@ def _as_dtensors(
         owner, _, name = path.rpartition(".")
         module = stage.get_submodule(owner)
         param = module.get_parameter(name)
+        if param in ignored:
+            continue
         local = DTensor.from_local(
             param.detach(), mesh, [torch_placement(placements[fqn][axis])], run_check=False
         )

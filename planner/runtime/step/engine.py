@@ -319,8 +319,15 @@ class Engine:
         )
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
+        if self._zero_stage and not self._has_backward(stage_index):
+            zero.end_without_backward(self.stages[stage_index])
         if self._statistics is not None:
             self._statistics.add(stage_index, num_samples)
+
+    def _has_backward(self, stage_index: int) -> bool:
+        """Whether a gradient arrives at a stage: not before the model's first trained parameter."""
+        wiring = self.stages[stage_index].wiring
+        return any(edge.requires_grad for edge in wiring.outgoing) or wiring.has_loss
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:

@@ -24,6 +24,7 @@ def block_of(index, copies=(None,), params=()):
         inputs=(Edge("x", VALUE, True, True),),
         outputs=(Edge("y", VALUE, True, False),),
         params=dict.fromkeys(params, 100),
+        frozen={},
         param_rows=dict.fromkeys(params, 3),
         kept_bytes=KEPT,
         recomputed_bytes=0,
@@ -38,6 +39,7 @@ def block_of(index, copies=(None,), params=()):
         inputs=(f"v{index}",),
         outputs=(f"v{index + 1}",),
         params={name: name for name in params},
+        frozen={},
     )
 
 
@@ -86,7 +88,8 @@ def test_units_are_padded_to_equal_shards():
     assert found.units == {
         0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
-            shard_bytes=132, has_input_gradient=True, last_part=Fraction(1),
+            shard_bytes=132, frozen_shard_bytes=0, has_backward=True,
+            has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip
     assert found.shard_bytes == 132

@@ -13,13 +13,14 @@ SAVED_AND_PEAK = (
     ("input_bytes", "recompute_peak_bytes"),
     ("selective_bytes", "selective_peak_bytes"),
 )
-SUMS = ("param_bytes", "num_params", "frozen_bytes", "num_blocks")
+FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
+SUMS = ("param_bytes", "num_params", *FROZEN, "num_blocks")
 
 
 def joined(first: StageLoad, second: StageLoad) -> StageLoad:
     """The rule of `load`: a run followed by another."""
     columns = {name: getattr(first, name) + getattr(second, name) for name in SUMS}
-    for name in ("side_bytes", "largest_param_bytes"):
+    for name in ("side_bytes", "largest_param_bytes", "largest_frozen_bytes"):
         columns[name] = max(getattr(first, name), getattr(second, name))
     for saved, peak in SAVED_AND_PEAK:
         before = getattr(first, saved)
@@ -44,8 +45,9 @@ def test_runs_are_what_joining_their_blocks_gives(num_blocks):
         blocks=StageLoad(**columns),
         ties=((0, n - 1, 3.0),) if n > 1 else (),
         tied_tensors=(2,) if n > 1 else (),
+        frozen_ties=((0, n - 1, (5.0, 4.0, 1.0)),) if n > 1 else (),
     )
-    tied = {"param_bytes": 3.0, "num_params": 2.0}
+    tied = {"param_bytes": 3.0, "num_params": 2.0} | dict(zip(FROZEN, (5.0, 4.0, 1.0), strict=True))
     starts, ends = np.array([(i, j + 1) for i in range(n) for j in range(i, n)]).T
     loads = runs.loads(starts, ends)
     for at, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):

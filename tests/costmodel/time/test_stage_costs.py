@@ -193,6 +193,7 @@ def test_recomputation_adds_the_forward_or_a_part_of_it():
         forward_s=np.array([3.0, 3.0, 3.0]),
         comm_forward_s=np.array([1.0, 1.0, 1.0]),
         recomputed_s=np.array([0.5, 0.5, 0.5]),
+        rerun_s=np.array([4.0, 4.0, 4.0]),
     )
     assert times.recompute_s(CHOICES).tolist() == [0.0, 0.5, 4.0]
     for at, choice in enumerate(CHOICES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,15 +18,19 @@ class Unit(NamedTuple):
     """Parameters gathered together."""
 
     gathered_bytes: int
-    """All of them, padded to equal shards."""
+    """All of them, padded to equal shards; under ZeRO 3 frozen ones, too."""
     gradient_bytes: int
-    """Their gradients as autograd makes them."""
+    """Gradients of the trained ones as autograd makes them; 0 where all are frozen."""
     sum_bytes: int
     """Their gradients as they are summed: fp32 in bf16."""
     message_bytes: int
     """The reduce-scatter's message: the sums, padded."""
     shard_bytes: int
     """A rank's shard of that."""
+    frozen_shard_bytes: int
+    """A rank's shard of the frozen ones."""
+    has_backward: bool
+    """Whether a gradient arrives at their block at all."""
     has_input_gradient: bool
     """Whether an input of their block needs a gradient; if not, they are reduced when the whole
     backward is over."""
@@ -54,6 +59,11 @@ class ShardedStage:
         """A rank's shards, in the dtype that gradients are summed in."""
         return sum(unit.shard_bytes for unit in self.units.values())
 
+    @property
+    def frozen_shard_bytes(self) -> int:
+        """A rank's shards of frozen parameters."""
+        return sum(unit.frozen_shard_bytes for unit in self.units.values())
+
     @cached_property
     def ran_before(self) -> Mapping[int, int]:
         """The unit that ran before each; before the first, the last one of another forward."""
@@ -74,9 +84,11 @@ class ShardedStage:
 
 def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use are in one of their
-    own.
+    own. Frozen ones are in units under ZeRO 3 only.
     """
-    shared: dict[str, tuple[int, int]] = {}
+    shared: dict[str, Size] = {}
+    shared_frozen: dict[str, Size] = {}
+    users = Counter(name for block in walk.blocks for name in block.frozen.values())
     units: dict[int, Unit] = {}
     # Blocks that differ in names only have equal units, where nobody uses parameters of theirs.
     known: dict[BlockKind, Unit] = {}
@@ -85,17 +97,37 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
         sizes = {n: (kind.bytes.params[n], kind.bytes.param_rows[n]) for n in block.params}
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
-        if kind in known and not of_others:
+        own_frozen: list[Size] = []
+        has_others = bool(of_others)
+        for local, name in block.frozen.items() if plan.zero_stage == 3 else ():
+            size = kind.bytes.frozen[local], kind.bytes.param_rows[local]
+            if users[name] > 1:
+                shared_frozen[name], has_others = size, True
+            else:
+                own_frozen.append(size)
+        if kind in known and not has_others:
             units[index] = known[kind]
-        elif own:
-            is_early = bool(of_others) or any(edge.requires_grad for edge in kind.bytes.inputs)
-            unit = _unit(own, replicas, walk.gradient_factor, has_input_gradient=is_early)
+        elif own or own_frozen:
+            unit = _unit(
+                own,
+                own_frozen,
+                replicas,
+                walk.gradient_factor,
+                has_backward=any(edge.requires_grad for edge in kind.bytes.outputs),
+                has_input_gradient=bool(of_others)
+                or any(edge.requires_grad for edge in kind.bytes.inputs),
+            )
             units[index] = unit
-            if not of_others:
+            if not has_others:
                 known[kind] = unit
-    if shared:
+    if shared or shared_frozen:
         units[len(walk.blocks)] = _unit(
-            list(shared.values()), replicas, walk.gradient_factor, has_input_gradient=True
+            list(shared.values()),
+            list(shared_frozen.values()),
+            replicas,
+            walk.gradient_factor,
+            has_backward=True,
+            has_input_gradient=True,
         )
     return ShardedStage(
         units=units,
@@ -106,24 +138,34 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
     )
 
 
+Size = tuple[int, int]
+"""Bytes of a parameter, and the length of its first dim, along which it is sharded."""
+
+
 def _unit(
-    params: Sequence[tuple[int, int]],
+    trained: Sequence[Size],
+    frozen: Sequence[Size],
     replicas: int,
     gradient_factor: int,
     *,
+    has_backward: bool,
     has_input_gradient: bool,
 ) -> Unit:
-    """Return the unit of parameters of such (bytes, lengths of their first dims)."""
-    whole = sum(size for size, _ in params)
+    """Return the unit of parameters of such sizes."""
+    whole = sum(size for size, _ in trained)
     # A dim is cut into equal parts, the last of which may be padding.
-    padded = sum(size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params)
-    last, _ = params[-1]
+    padded, padded_frozen = (
+        sum(size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params)
+        for params in (trained, frozen)
+    )
     return Unit(
-        gathered_bytes=padded,
+        gathered_bytes=padded + padded_frozen,
         gradient_bytes=whole,
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
         shard_bytes=gradient_factor * padded // replicas,
+        frozen_shard_bytes=padded_frozen // replicas,
+        has_backward=has_backward,
         has_input_gradient=has_input_gradient,
-        last_part=Fraction(last, whole),
+        last_part=Fraction(trained[-1][0], whole) if whole else Fraction(0),
     )

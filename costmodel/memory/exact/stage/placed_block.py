@@ -83,3 +83,5 @@ class PlacedBlock:
     """What it makes, by name in the stage."""
     params: Mapping[str, str]
     """Its trained parameters: local name to name in the model."""
+    frozen: Mapping[str, str]
+    """Its frozen parameters, in the same way."""

@@ -204,13 +204,15 @@ class PlacedStages:
                 kinds[key] = BlockKind(bytes=found, copies=copies), makes
             kind, makes = kinds[key]
             lies |= dict(zip(block.outputs, makes, strict=True))
-            names = zip(graph.classes[block.class_index].params, block.params, strict=True)
+            own_names = graph.classes[block.class_index].params
+            names = tuple(zip(own_names, block.params, strict=True))
             blocks.append(
                 PlacedBlock(
                     kind=kind,
                     inputs=block.inputs,
                     outputs=block.outputs,
                     params={local: name for local, name in names if local in kind.bytes.params},
+                    frozen={local: name for local, name in names if local in kind.bytes.frozen},
                 )
             )
         sent_copies = {}
