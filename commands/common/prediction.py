@@ -45,7 +45,7 @@ def predict(
     from costmodel.execution import find_execution
     from planner.plan import load_plan
 
-    loaded, runtime = load_plan(plan), find_execution(execution)
+    runtime, loaded = find_execution(execution), load_plan(plan)
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)

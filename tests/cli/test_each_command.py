@@ -23,9 +23,9 @@ from commands.profile import profile
 from commands.render import console
 from commands.simulate import simulate
 from commands.timeline import timeline
-from costmodel import CostCache
 from costmodel import estimate as estimate_plan
-from costmodel.in_training import in_training
+from costmodel.estimate import cost_cache
+from costmodel.execution import find_execution
 from planner.errors import PlannerError
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
@@ -87,9 +87,9 @@ def test_the_stage_of_the_work_is_known_to_an_error():
         ({"batch": RUN}, "--batch and --out go together"),
         ({"batch": RUN, "out": RUN, "plan": PLAN}, "not both"),
         ({"batch": RUN, "out": RUN, "profile": "h100"}, "leave --profile out"),
-        ({"batch": RUN, "out": RUN, "kernels": "fused"}, "leave --kernels and --clip"),
-        ({"batch": RUN, "out": RUN, "clip_gradients": True}, "leave --kernels and --clip"),
-        ({"plan": PLAN, "model": MODEL, "kernels": "warm"}, "use eager or fused"),
+        ({"batch": RUN, "out": RUN, "execution": "nanotron"}, "leave --execution and --clip"),
+        ({"batch": RUN, "out": RUN, "clip_gradients": True}, "leave --execution and --clip"),
+        ({"plan": PLAN, "model": MODEL, "execution": "warm"}, "'warm' is unknown; .*ours-eager"),
     ],
 )
 def test_forms_of_estimate_do_not_mix(given, says):
@@ -97,16 +97,17 @@ def test_forms_of_estimate_do_not_mix(given, says):
         estimate(**given)
 
 
-@pytest.mark.parametrize("choices", [{}, {"clip_gradients": True}, {"kernels": "fused"}])
+@pytest.mark.parametrize("choices", [{}, {"clip_gradients": True}, {"execution": "ours-compiled"}])
 def test_a_prediction_is_the_cost_model_s(plan, monkeypatch, choices):
     """Priced in training, under the named profile, with the step that was asked for."""
     graph, machine = capture_tiny("mlp"), load_profile("h100-sxm5-80gb")
     monkeypatch.setattr("commands.common.prediction.graph_of_plan", lambda plan, model: graph)
     found = predict(plan, MODEL, "h100-sxm5-80gb", doing="estimating", **choices)
-    costs = CostCache(
+    costs = cost_cache(
         graph,
-        in_training(machine, 2),
-        kernels=choices.get("kernels", "eager"),
+        machine,
+        2,
+        execution=find_execution(choices.get("execution", "ours-eager")),
         clips_gradients=choices.get("clip_gradients", False),
     )
     expected = estimate_plan(graph, machine, found.plan, costs=costs)
