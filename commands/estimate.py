@@ -49,6 +49,7 @@ def estimate(
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from commands.render.plan import describe_estimate
+    from costmodel.execution import find_execution
     from costmodel.uncertainty import step_interval
 
     predicted = predict(
@@ -57,8 +58,11 @@ def estimate(
     )  # fmt: skip
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
-    interval = step_interval(predicted.costs.graph, predicted.profile, predicted.plan)
-    told = {**predicted.estimate.to_dict(), "relative_error": interval.relative}
+    told = predicted.estimate.to_dict()
+    # The interval stands on what the profile's own answers were held against.
+    if find_execution(execution).prices == "profile":
+        interval = step_interval(predicted.costs.graph, predicted.profile, predicted.plan)
+        told["relative_error"] = interval.relative
     show_results(*describe_estimate(told, cluster=cluster))
 
 
