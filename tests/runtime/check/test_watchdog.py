@@ -19,7 +19,7 @@ class Executor:
 
 def note(store, rank: int, *, waits: bool, text: str, age_s: float = 0.0) -> None:
     prefixed = dist.PrefixStore("planner-watchdog", store)
-    prefixed.set(str(rank), f"{time.time() - age_s:.0f} {waits:d} {text}")
+    prefixed.set(str(rank), f"{time.time() - age_s:.0f} 3 {waits:d} {text}")
 
 
 def test_it_names_the_rank_that_all_others_wait_for(capfd):
@@ -29,8 +29,8 @@ def test_it_names_the_rank_that_all_others_wait_for(capfd):
     note(store, 0, waits=True, text="job 0F1 waits for 1B0")
     note(store, 1, waits=False, text="job 1B0")
     note(store, 2, waits=True, text="job 2F1", age_s=100)
-    dog._tell(3)
-    dog._tell(3)  # another rank found it too
+    dog._tell()
+    dog._tell()  # another rank found it too
     printed = capfd.readouterr().err
     assert printed.count("nothing has moved") == 1
     assert "rank 2: job 2F1 (silent for 100 s)" in printed
