@@ -1,6 +1,7 @@
 """How long a search takes: wall time and memory after capture, on one core.
 
     python benchmarks/search.py [--json] [--case NAME ...] [--profile h100-sxm5-80gb]
+                                [--execution ours-eager]
 
 Each case runs in a process of its own, so that peak memory is its own; the model is captured
 before the clock starts (and kept in the capture cache). `search_growth.py` tells how the time
@@ -132,7 +133,7 @@ def peak_rss_mib() -> int:
     return int(status.split("VmHWM:")[1].split()[0]) // 1024
 
 
-def run_case(name: str, case: Case, profile_name: str) -> dict:
+def run_case(name: str, case: Case, profile_name: str, execution: str = "ours-eager") -> dict:
     """Search once and return the row; meant for a process of its own."""
     graph = cached_graph(name, case)
     from planner.units import GIB
@@ -145,6 +146,7 @@ def run_case(name: str, case: Case, profile_name: str) -> dict:
         num_devices=case.gpus,
         global_batch=case.global_batch,
         memory_limit_bytes=int(limit * GIB) if limit else None,
+        execution=execution,
     )
     started, cpu = time.perf_counter(), time.process_time()
     result = find_plan(graph, profile, request)
@@ -193,15 +195,18 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--case", action="append", help="run only these")
     parser.add_argument("--profile", default="h100-sxm5-80gb")
+    parser.add_argument("--execution", default="ours-eager", help="the runtime that trains")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run_case(options.one, CASES[options.one], options.profile)))
+        case = CASES[options.one]
+        print(json.dumps(run_case(options.one, case, options.profile, options.execution)))
         return
     rows = []
     for name in options.case or CASES:
         cached_graph(name, CASES[name])
-        rows.append(in_own_process(__file__, "--one", name, "--profile", options.profile))
+        asked = "--profile", options.profile, "--execution", options.execution
+        rows.append(in_own_process(__file__, "--one", name, *asked))
         if not options.json:
             print(describe(rows[-1]), flush=True)
     if options.json:

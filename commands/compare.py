@@ -46,13 +46,14 @@ def compare(
     """Set the prediction beside a recorded run."""
     from commands.render.run import describe_run
     from costmodel.compare import as_rank_timelines, compare_run
+    from planner.plan import OURS
     from planner.timeline import load_timeline
 
     check_writable(trace, "the trace", (plan, model))
     if out is not None and not calibrate:
         raise PlannerError("--out is where --calibrate writes the profile; give both or neither")
     measured = load_timeline(folder)
-    predicted = predict(plan, model, profile, doing="simulating")
+    predicted = predict(plan, model, profile, doing="simulating", execution=OURS)
     estimated = predicted.estimate
     show_note(predicted.note)
     show_results(*describe_run(compare_run(estimated.timeline, estimated.step_s, measured)))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from commands.common.options import ClipOption, ProfileOption
+from commands.common.options import RUNTIMES, ClipOption, ProfileOption
 from commands.common.prediction import predict
 from commands.render.console import check_writable, show_note, show_progress, show_results
 from planner.errors import PlannerError
@@ -18,12 +18,9 @@ def estimate(
     model: Annotated[Path | None, typer.Argument(help="The model file of the plan.")] = None,
     profile: ProfileOption = None,
     execution: Annotated[
-        str,
-        typer.Option(
-            help="The runtime that trains: ours-eager is `planner launch`, ours-compiled the same "
-            "with compiled blocks; others are megatron-core, torchtitan, nanotron and more."
-        ),
-    ] = "ours-eager",
+        str | None,
+        typer.Option(help=f"The runtime that trains: {RUNTIMES} Default: the plan's."),
+    ] = None,
     clip_gradients: ClipOption = False,
     batch: Annotated[
         Path | None, typer.Option(help="Instead of PLAN MODEL: a CSV of runs, one a row.")
@@ -40,7 +37,7 @@ def estimate(
             raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv, not both")
         if profile is not None:
             raise PlannerError("rows say their machine by `gpu`; leave --profile out")
-        if execution != "ours-eager" or clip_gradients:
+        if execution is not None or clip_gradients:
             raise PlannerError(
                 "rows say their software by `stack`; leave --execution and --clip-gradients out"
             )
@@ -49,7 +46,6 @@ def estimate(
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from commands.render.plan import describe_estimate
-    from costmodel.execution import find_execution
     from costmodel.uncertainty import step_interval
 
     predicted = predict(
@@ -60,10 +56,11 @@ def estimate(
     cluster = predicted.costs.profile.name
     told = predicted.estimate.to_dict()
     # The interval stands on what the profile's own answers were held against.
-    if find_execution(execution).prices == "profile":
+    runtime = predicted.costs.execution
+    if runtime.prices == "profile":
         interval = step_interval(predicted.costs.graph, predicted.profile, predicted.plan)
         told["relative_error"] = interval.relative
-    show_results(*describe_estimate(told, cluster=cluster))
+    show_results(*describe_estimate(told, cluster=cluster, execution=runtime.name))
 
 
 def _estimate_rows(source: Path, target: Path) -> None:

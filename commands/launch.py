@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from commands.common.options import DeviceOption, PlanFile
+from commands.render.console import show_note
 
 
 def launch(
@@ -29,8 +30,15 @@ def launch(
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
+    from planner.plan import OURS, load_plan
     from planner.runtime.start.launch import launch as launch_ranks
 
+    priced_for = load_plan(plan).execution
+    if priced_for != OURS:
+        show_note(
+            f"{plan} is priced for {priced_for}; this is {OURS}, which takes other times: "
+            f"`planner estimate {plan} MODEL --execution {OURS}` tells them"
+        )
     return launch_ranks(
         plan,
         script,

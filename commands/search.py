@@ -68,8 +68,9 @@ def search(
         describe_pareto,
         describe_result,
     )
+    from costmodel.execution import find_execution
     from costmodel.uncertainty import step_interval
-    from planner.plan import save_plan
+    from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from search import find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
@@ -83,6 +84,11 @@ def search(
         time_limit_s=parse_seconds(time_limit),
         num_best=measure or 1,
     )
+    if measure is not None and request.execution != OURS:
+        raise PlannerError(
+            f"--measure runs plans as {OURS} and --execution {request.execution} was given; drop "
+            "one of them"
+        )
     check_writable(out, "the plan", (model,))
     check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
@@ -117,14 +123,17 @@ def search(
         show_results(trials)
     chosen = result.plan
     assert chosen is not None, "a measured plan is one of those found"
-    interval = step_interval(graph, profile, chosen)
-    told = {**chosen.estimate, "relative_error": interval.relative}
-    chosen = chosen.model_copy(update={"estimate": told})
+    # The interval stands on what the profile's own answers were held against.
+    interval = None
+    if find_execution(request.execution).prices == "profile":
+        interval = step_interval(graph, profile, chosen)
+        told = {**chosen.estimate, "relative_error": interval.relative}
+        chosen = chosen.model_copy(update={"estimate": told})
     save_plan(chosen, out)
     for message in cut_batch_messages(graph, chosen):
         show_note(message)
     show_results(*describe_result(result))
-    if device is None:
+    if device is None and interval is not None:
         show_note(describe_closeness(result, interval))
     print(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:

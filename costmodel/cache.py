@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution import Execution
+from costmodel.execution.executed import execution_of
 from costmodel.execution.rings import with_rings
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 class CostCache:
     """Prices of a graph's block classes on one profile. Mutable: it remembers answers.
 
-    Says also what kind of step is priced: its `kernels`, and whether it `clips_gradients`.
+    Says also what kind of step is priced: the runtime's whose `execution` it is (if not given, the
+    profile's), and whether it `clips_gradients`.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class CostCache:
         graph: ModelGraph,
         profile: Profile,
         *,
-        kernels: Kernels = "eager",
+        execution: Execution | None = None,
         clips_gradients: bool = False,
     ) -> None:
-        self.graph, self.profile, self.kernels = graph, profile, kernels
+        self.graph, self.profile = graph, profile
+        self.execution = execution or execution_of(profile)
         self.clips_gradients = clips_gradients
         self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
@@ -56,6 +59,18 @@ class CostCache:
         self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
         self.chains: dict[Split, ChainCosts] = {}
         self.replica_prices: dict[tuple[Replication, Degrees], ReplicaPrices] = {}
+
+    @property
+    def kernels(self) -> Kernels:
+        """How our own runtime's kernels run."""
+        return "fused" if self.execution.kernels == "fused" else "eager"
+
+    @property
+    def adds_ops(self) -> bool:
+        """Whether a block takes the sum of its ops, each priced alone, and its corrections: as
+        eager kernels do, and not what other runtimes fuse.
+        """
+        return self.kernels == "eager" and self.execution.prices == "profile"
 
     @cached_property
     def links(self) -> Links:
@@ -94,8 +109,7 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
-            executes = self.profile
-            if isinstance(executes, ExecutedProfile) and executes.execution.rings_attention:
+            if self.execution.rings_attention:
                 program = with_rings(program, degrees["cp"])
             self._local[key] = program
         return self._local[key]

@@ -31,20 +31,16 @@ from costmodel.execution.executed import executed
 from costmodel.memory.bound import kept_bytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
-from costmodel.table.fusion import Kernels
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
 from planner.graph import ModelGraph
-from planner.plan import Plan
+from planner.plan import OURS, Plan
 from planner.schedule import build_schedule, schedule_of
 from planner.schedule.trips import trips
 from profiles import Profile
-
-OURS = "ours-eager"
-"""The runtime that a plan is priced for where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +133,14 @@ def estimate(
     """Return what one step of a plan takes on a machine.
 
     `graph` is the capture in the plan's precision. `execution` is the runtime that the plan is
-    priced for, this project's own where not given. `costs` keeps prices of block classes between
+    priced for, the plan's own where not given. `costs` keeps prices of block classes between
     calls, on the profile and for the runtime it was made with (`cost_cache` where not given), and
     says whether gradients are clipped. Raises ScheduleError when the
     plan's schedule can't be built.
     """
-    costs = costs or cost_cache(graph, profile, plan.world_size, execution=execution)
+    if costs is None:
+        execution = execution or find_execution(plan.execution)
+        costs = cost_cache(graph, profile, plan.world_size, execution=execution)
     price, timeline, time = _timed(plan, costs)
     # All stages have meshes of as many ranks.
     flop_of_ranks = (price.times.forward_flop + price.times.backward_flop).sum()
@@ -184,11 +182,10 @@ def cost_cache(
     Raises PlannerError where it is not priced on such a profile.
     """
     execution = execution or find_execution(OURS)
-    kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
     return CostCache(
         graph,
         executed(profile, execution, num_devices),
-        kernels=kernels,
+        execution=execution,
         clips_gradients=clips_gradients,
     )
 

@@ -10,11 +10,12 @@ from itertools import accumulate
 import numpy as np
 
 from costmodel import CostCache, Estimate, estimate
-from costmodel.in_training import in_training
+from costmodel.estimate import cost_cache
+from costmodel.execution import find_execution
 from costmodel.memory.bound import NOTHING, OnHost
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees
-from planner.plan import ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
+from planner.plan import OURS, ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
@@ -43,6 +44,7 @@ class Candidates:
         solver: finds layouts of blocks.
         costs: the cost model's prices.
         model_file: where the model came from, as plans name it.
+        execution: the runtime that plans are priced for, by name.
         precision: of parameters and their optimizer.
         receive_ahead: jobs that a receive is posted ahead of its use.
         on_host: what plans put on the host.
@@ -54,6 +56,7 @@ class Candidates:
     profile: Profile
     solver: LayoutSolver
     costs: CostCache
+    execution: str = OURS
     model_file: str = ""
     precision: Precision = "model"
     receive_ahead: int = 2
@@ -77,12 +80,20 @@ class Candidates:
         offload; `on_host` is, if not given, what the request tries first.
         """
         on_host = on_host or offload_fallbacks(request.offload, profile)[0][0]
-        profile = in_training(profile, request.num_devices)
+        costs = cost_cache(
+            graph,
+            profile,
+            request.num_devices,
+            execution=find_execution(request.execution),
+            clips_gradients=request.clip_gradients,
+        )
+        profile = costs.profile
         return cls(
             graph=graph,
             profile=profile,
             solver=LayoutSolver(graph=graph, profile=profile, pins=parse_pins_of(request)),
-            costs=CostCache(graph, profile, clips_gradients=request.clip_gradients),
+            costs=costs,
+            execution=request.execution,
             model_file=request.model_file,
             precision=request.precision,
             receive_ahead=request.receive_ahead,
@@ -119,11 +130,14 @@ class Candidates:
         *,
         infeasible: tuple[InfeasibleStage, ...] = (),
         is_conservative: bool = False,
+        is_mixed: bool = False,
     ) -> ChainProblem:
         """Return the chain problem of a configuration with one stage a rank.
 
         Without the stages that are known to be infeasible, and with those only that pass the
-        conservative memory check, if that is set.
+        conservative memory check, if that is set. Transfers that do not overlap are part of the
+        jobs that wait for them, and on the way between stages each counts as the cheapest; where
+        neighbours may have other meshes (`is_mixed`), they are on the way alone.
         """
         choices = recompute_choices(configuration.recompute)
         again = least_again_s(table, choices)
@@ -137,7 +151,14 @@ class Candidates:
             choices=choices,
             num_microbatches=configuration.num_microbatches,
             splits_backward=splits,
+            hop=table.waited_hop(configuration.degrees, pp=configuration.pp)
+            if not is_mixed
+            else None,
         )
+        hop_s = table.hop_s(configuration.degrees, pp=configuration.pp)
+        back_hop_s = table.back_hop_s(configuration.degrees, pp=configuration.pp)
+        if stages.hop is not None:
+            hop_s, back_hop_s = _cheapest(hop_s), _cheapest(back_hop_s)
         return ChainProblem(
             stages=stages,
             block_forward_s=table.forward_s,
@@ -147,8 +168,8 @@ class Candidates:
                 if splits
                 else table.ahead_s(is_sharded=configuration.replication.is_sharded, choices=choices)
             ),
-            hop_s=table.hop_s(configuration.degrees, pp=configuration.pp),
-            back_hop_s=table.back_hop_s(configuration.degrees, pp=configuration.pp),
+            hop_s=hop_s,
+            back_hop_s=back_hop_s,
             in_flight=in_flight_of(configuration),
             num_microbatches=configuration.num_microbatches,
             memory_limit_bytes=memory_limit_bytes,
@@ -275,6 +296,7 @@ class Candidates:
             num_microbatches=configuration.num_microbatches,
             schedule=configuration.schedule,
             precision=self.precision,
+            execution=self.execution,
             receive_ahead=self.receive_ahead,
             optimizer_on_host=self.on_host.optimizer,
             zero_stage=configuration.zero,  # type: ignore[arg-type]
@@ -299,6 +321,12 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def _cheapest(hop_s: Floats) -> Floats:
+    """Return the cheapest transfer inside a chain for each place in it (n + 1)."""
+    inside = hop_s[1:-1]
+    return np.minimum(hop_s, inside.min()) if len(inside) else hop_s
 
 
 def least_again_s(table: StageTable, choices: Sequence[Recompute]) -> Floats:

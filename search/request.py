@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, cast, get_args
 
+from costmodel.execution import find_execution
 from planner.errors import LayoutError
 from planner.layout.axes import find_axis
-from planner.plan import Plan, Precision, Recompute
+from planner.plan import OURS, Plan, Precision, Recompute
 from planner.schedule import find_schedule
 
 SOLVERS = ("dp", "recursive", "ilp")
@@ -72,6 +73,8 @@ class SearchRequest:
     """(class index, tensor name, placement) triples that every layout must respect."""
     precision: Precision = "model"
     """What the graph was captured in; not searched."""
+    execution: str = OURS
+    """The runtime that plans are priced for; not searched."""
     receive_ahead: int = 2
     """Jobs ahead of which receives are posted; not searched, copied into the plan."""
     clip_gradients: bool = False
@@ -88,7 +91,10 @@ class SearchRequest:
     """How many plans to find: the best, then the next best of other configurations."""
 
     def __post_init__(self) -> None:
-        """Raise LayoutError when a number cannot mean anything."""
+        """Raise LayoutError when a number cannot mean anything, PlannerError when no runtime is
+        called so.
+        """
+        find_execution(self.execution)
         if self.num_devices < 1:
             raise LayoutError(
                 f"`num_devices` {self.num_devices} was given; training needs at least one device, "

@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from costmodel.execution import find_execution
 from costmodel.table.rates import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
@@ -58,7 +59,7 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
     )
     rates = load_rates(profile) if has_rates(profile) else None
     digest.update(repr(rates).encode())
-    digest.update(repr(request).encode())
+    digest.update(repr((request, find_execution(request.execution))).encode())
     root = Path(__file__).parent.parent
     for room in _ROOMS:
         for file in sorted((root / room).rglob("*.py")):

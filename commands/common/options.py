@@ -25,6 +25,10 @@ ClipOption = Annotated[
     bool,
     typer.Option(help="Count the clipping of gradients by their norm (apply's max_grad_norm)."),
 ]
+RUNTIMES = (
+    "ours-eager is `planner launch`, ours-compiled the same with compiled blocks; others are "
+    "megatron-core, torchtitan, nanotron and more."
+)
 TraceOption = Annotated[
     Path | None, typer.Option(help="Also write a trace for chrome://tracing or ui.perfetto.dev.")
 ]

@@ -36,16 +36,20 @@ def predict(
     profile: str | None,
     *,
     doing: str,
-    execution: str = "ours-eager",
+    execution: str | None = None,
     clip_gradients: bool = False,
 ) -> Prediction:
-    """Price a plan file for a model file, a profile and a runtime, with a progress bar."""
+    """Price a plan file for a model file, a profile and a runtime (the plan's own where none is
+    given), with a progress bar.
+    """
     from costmodel import estimate as estimate_plan
     from costmodel.estimate import cost_cache
     from costmodel.execution import find_execution
     from planner.plan import load_plan
 
-    runtime, loaded = find_execution(execution), load_plan(plan)
+    runtime = None if execution is None else find_execution(execution)
+    loaded = load_plan(plan)
+    runtime = runtime or find_execution(loaded.execution)
     machine, note = profile_named(profile)
     with show_progress(doing):
         graph = graph_of_plan(loaded, model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from commands.common.options import ClipOption, ProfileOption
+from commands.common.options import RUNTIMES, ClipOption, ProfileOption
 from planner.errors import PlannerError
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ class Question:
     precision: Annotated[
         str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
     ] = "model"
+    execution: Annotated[str, typer.Option(help=f"The runtime that trains: {RUNTIMES}")] = (
+        "ours-eager"
+    )
     receive_ahead: Annotated[
         int,
         typer.Option(
@@ -97,6 +100,7 @@ class Question:
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it
+            execution=self.execution,
             receive_ahead=self.receive_ahead,
             clip_gradients=self.clip_gradients,
             **more,

@@ -29,6 +29,7 @@ SPELLINGS = {
     "allow": "--allow",
     "pins": "--pin",
     "precision": "--precision",
+    "execution": "--execution",
     "receive_ahead": "--receive-ahead",
     "clip_gradients": "--clip-gradients",
     "balance": "--balance",

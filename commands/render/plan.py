@@ -13,7 +13,7 @@ from rich.text import Text
 from planner.graph import ModelGraph
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.ops.registry import ops_without_rule
-from planner.plan import ClassLayout, Plan, StagePlan, validate_model
+from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
 from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
 from planner.units import format_bytes, format_seconds
 
@@ -36,7 +36,8 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
     if plan.pp > 1:
         parts.append(draw_timetable(schedule_of(plan)))
     if plan.estimate:
-        parts += describe_estimate(plan.estimate, cluster=plan.cluster.name)
+        cluster, execution = plan.cluster.name, plan.execution
+        parts += describe_estimate(plan.estimate, cluster=cluster, execution=execution)
     return parts
 
 
@@ -55,6 +56,7 @@ def _summary(plan: Plan) -> Table:
         ),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
+        *([("priced for", plan.execution)] if plan.execution != OURS else []),
         *([("on the host", "optimizer and its state")] if plan.optimizer_on_host else []),
     ):
         table.add_row(Text(name, style="bold"), Text(value))
@@ -166,7 +168,9 @@ _BASES = {
 }
 
 
-def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[RenderableType]:
+def describe_estimate(
+    estimate: Mapping[str, Any], *, cluster: str, execution: str = OURS
+) -> list[RenderableType]:
     """Return the expected step time and memory, each in its named parts.
 
     `estimate` is the JSON form that the search stored in the plan; parts it does not know
@@ -194,6 +198,7 @@ def describe_estimate(estimate: Mapping[str, Any], *, cluster: str) -> list[Rend
 
     error = estimate.get("relative_error")
     basis = f"Based on {_BASES.get(estimate['source'], estimate['source'])} {cluster}"
+    basis += f", as {execution} runs it" if execution != OURS else ""
     if error is not None:
         basis += f"; expected to be within {error:.0%} in 4 of 5 cases"
     parts: list[RenderableType] = [share, memory, Text(basis)]

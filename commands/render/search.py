@@ -12,7 +12,7 @@ from rich.text import Text
 from commands.render.flags import with_flags
 from costmodel.uncertainty import Interval
 from planner.layout.axes import own_axes
-from planner.plan import Plan
+from planner.plan import OURS, Plan
 from planner.runtime.check.trials import Trial
 from planner.units import format_bytes, format_seconds
 from search.measured import turns_spread
@@ -150,8 +150,9 @@ def _difference(given_s: float, best_s: float) -> tuple[str, str, str]:
 def _chosen(plan: Plan) -> Text:
     measured = plan.estimate.get("measured")
     found = "" if measured is None else f"measured: {format_seconds(measured['step_s'])} a step\n"
+    runtime = "" if plan.execution == OURS else f" for {plan.execution}"
     return Text(
-        f"best plan: {_choices(plan)}\n{found}"
+        f"best plan{runtime}: {_choices(plan)}\n{found}"
         f"expected: {format_seconds(plan.estimate['step_s'])} a step, "
         f"{format_bytes(plan.estimate['peak_bytes'])} at most on one device"
     )

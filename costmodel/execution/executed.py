@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, log2
 
-from costmodel.execution.execution import Execution
+from costmodel.execution.execution import Execution, find_execution
 from costmodel.in_training import TrainingProfile, in_training
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rates import load_rates
 from planner.errors import PlannerError
+from planner.plan import OURS
 from profiles import Group, Lookup, Profile
 from profiles.records import StepWork
 
@@ -73,6 +74,11 @@ class ExecutedProfile(TrainingProfile):
     def skew_seconds(self, size: int) -> float:
         """Return what ranks wait for the last of them at a collective that nothing overlaps."""
         return self.rates.skew_s * log2(size)
+
+
+def execution_of(profile: Profile) -> Execution:
+    """Return the runtime inside whose steps a profile answers; ours, where it says nothing."""
+    return profile.execution if isinstance(profile, ExecutedProfile) else find_execution(OURS)
 
 
 def executed(profile: Profile, execution: Execution, num_devices: int) -> Profile:

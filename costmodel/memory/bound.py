@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from costmodel.execution.executed import execution_of
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
@@ -110,11 +111,12 @@ class Resident(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks(Replication):
-    """How the ranks of a stage keep its state, and on which kind of device: all that resident
-    bytes depend on beside sizes.
+    """How the ranks of a stage keep and update its state: all that resident bytes depend on beside
+    sizes.
     """
 
-    device_type: str
+    copies_update: bool
+    """Whether a step of the optimizer on the device copies what it steps on."""
 
     @property
     def has_buckets(self) -> bool:
@@ -212,7 +214,8 @@ class RankBound:
             zero_stage=self.zero,
             precision=self.precision,
             optimizer_on_host=self.on_host.optimizer,
-            device_type=self.profile.cluster.device_type,
+            copies_update=self.profile.cluster.device_type != "cpu"
+            and execution_of(self.profile).copies_update,
         )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
@@ -313,8 +316,7 @@ def optimizer(ranks: Ranks, phase: Phase) -> Resident:
 
 def update_scratch(ranks: Ranks, phase: Phase) -> Resident:
     """Return the copy of what it updates that a fused or foreach step makes on a GPU."""
-    is_on_device = ranks.device_type != "cpu" and not ranks.optimizer_on_host
-    if phase is not Phase.UPDATE or not is_on_device:
+    if phase is not Phase.UPDATE or ranks.optimizer_on_host or not ranks.copies_update:
         return Resident()
     return Resident(ranks.gradient_factor / ranks.shards)
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.execution.executed import ExecutedProfile
 from costmodel.time.communication import DataParallelSeconds
 from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats
-from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, waits
+from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, transfers
 from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
@@ -71,19 +70,11 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     by_tp = _costs_by_tp(plan, costs)
     own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
     receive_s = _receive_seconds(plan, by_tp)
-    # A runtime that does not overlap transfers waits for each ahead of the job that needs it.
-    waited_s, sends_ahead = None, True
-    if isinstance(costs.profile, ExecutedProfile):
-        sends_ahead = costs.profile.execution.sends_ahead
-        if not costs.profile.execution.overlaps_pp:
-            waited_s, receive_s = receive_s, (0 * receive_s[0], 0 * receive_s[1])
     jobs = {
         tp: costs_of_mesh.job_seconds(
             [stage.recompute for stage in plan.stages],
             receive_s=receive_s,
             recompute_last=[stage.recompute_last for stage in plan.stages],
-            waited_s=waited_s,
-            sends_ahead=sends_ahead,
         )
         for tp, costs_of_mesh in by_tp.items()
     }
@@ -101,7 +92,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
             )
             for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
         ),
-        waited_s=np.zeros(len(plan.stages)) if waited_s is None else np.add(*waits(*waited_s)),
+        waited_s=np.add(*transfers(costs.execution, receive_s)[1]),
         tied_s=tied_seconds(plan, costs.graph, costs.profile),
     )
 

@@ -19,9 +19,10 @@ from planner.plan.parts import (
     StagePlan,
     ZeroStage,
 )
-from planner.plan.plan import Plan
+from planner.plan.plan import OURS, Plan
 
 __all__ = [
+    "OURS",
     "ClassLayout",
     "ClassRecompute",
     "ClusterRef",

@@ -30,6 +30,9 @@ from planner.plan.parts import (
 
 PLAN_VERSION = 2
 
+OURS = "ours-eager"
+"""This project's runtime, for which plans are priced where nothing else is said."""
+
 
 class Plan(Record):
     """How to train: degrees, microbatches, schedule, precision, stages and layouts.
@@ -62,6 +65,7 @@ class Plan(Record):
         layouts: of block classes, on each axis that blocks are lowered on.
         estimate: what the search predicted, in named parts (seconds and bytes), for `show` and
             `compare`; running ignores it.
+        execution: the runtime whose step `estimate` is; running ignores it, too.
     """
 
     format: Literal["planner-plan"] = "planner-plan"
@@ -83,6 +87,7 @@ class Plan(Record):
     stages: tuple[StagePlan, ...]
     layouts: tuple[ClassLayout, ...]
     estimate: dict[str, Any] = Field(default_factory=dict)
+    execution: str = OURS
 
     @model_validator(mode="before")
     @classmethod

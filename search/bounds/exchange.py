@@ -2,16 +2,17 @@
 
 A stage's messages of S seconds beside C seconds of compute, in n pieces, leave exposed
 
-    e = x + (S - x) / n        x(S, C) = `exposed_seconds` of endlessly many pieces
+    e = x + (b - x) / n        x(S, C) = `exposed_seconds` of endlessly many pieces, b of one
 
 (`costmodel.time.communication`). x is convex and grows in proportion, so over stages
 
     sum of x(S_s, C_s) >= x(sum of S, sum of C)
 
-and what is hidden, S - x, is in each stage at least the sum over its blocks of (S_i - x(S_i, C_i)),
-of which it exposes the average: over pp stages of n blocks at least the sum of the pp smallest, and
-the n - pp + 1'st part of all. S is taken at the least rate that messages of any stage's size reach,
-so S of a stage is the sum of its blocks'.
+and what more pieces hide, b - x, is in each stage at least the sum over its blocks of
+(b_i - x(S_i, C_i)), of which it exposes the average: over pp stages of n blocks at least the sum of
+the pp smallest, and the n - pp + 1'st part of all. (Ours waits for all of a single piece, b = S;
+runtimes that cut messages finer than blocks gain nothing from pieces, b = x.) S is taken at the
+least rate that messages of any stage's size reach, so S of a stage is the sum of its blocks'.
 Nothing is hidden on a CPU (x = S), nor after the last job.
 """
 
@@ -22,12 +23,11 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.time.communication import BUCKET_BYTES, copies_s_per_byte, exposed_seconds
-from costmodel.topology import group_along
+from costmodel.time.communication import DataParallelSeconds, exposed_seconds
 from planner.layout.axes import Degrees
-from planner.plan.replication import gradient_factor
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
+from search.stages.rank_stages import RankStages
 from search.stages.stage_table import StageTable
 
 
@@ -43,58 +43,58 @@ class LeastExchange:
 
     def each_s(self, pp: int) -> float:
         """Seconds that a microbatch's jobs are longer by, all stages together."""
-        if self.zero < 3:
-            return 0.0
         if pp not in self._each:
-            forward = self._exposed(self._gather_s, self.table.forward_s, pp)
-            both = self._gather_s + self._scatter_s
-            self._each[pp] = forward + self._exposed(both, self.table.backward_s, pp)
+            rates = self._s_per_byte
+            bare = float(self._param_bytes.sum()) - self._shared_bytes
+            self._each[pp] = (
+                bare * float(rates.host_forward_s + rates.host_backward_s)
+                + self._exposed(rates.forward_s, self.table.forward_s, pp)
+                + self._exposed(rates.backward_s, self.table.backward_s, pp)
+            )
         return self._each[pp]
 
     def once_s(self, pp: int) -> float:
         """Seconds beside all microbatches' jobs, of all ranks together, the optimizer's too."""
         if pp not in self._once:
-            self._once[pp] = self._update_s + self._once_exchanged(pp)
+            rates = self._s_per_byte
+            bare = float(self._param_bytes.sum()) - self._shared_bytes
+            self._once[pp] = (
+                self._update_s
+                + bare * float(rates.after_s)
+                + self._exposed(rates.first_forward_s, self.table.forward_s, pp)
+                + self._exposed(rates.last_backward_s, self.table.backward_s, pp)
+            )
         return self._once[pp]
 
     @cached_property
     def each_of_blocks_s(self) -> Floats:
         """Seconds that each block adds to a microbatch on its rank, whatever lies beside it."""
-        if self.zero < 3:
-            return 0.0 * self.table.forward_s
-        both = self._gather_s + self._scatter_s
-        seconds: Floats = self._bare(self._gather_s, self.table.forward_s)
-        return seconds + self._bare(both, self.table.backward_s)
+        rates, sizes = self._s_per_byte, self._param_bytes
+        seconds: Floats = sizes * (rates.host_forward_s + rates.host_backward_s)
+        seconds = seconds + self._beside(rates.forward_s * sizes, self.table.forward_s)
+        return seconds + self._beside(rates.backward_s * sizes, self.table.backward_s)
 
-    def _once_exchanged(self, pp: int) -> float:
-        if self.zero == 0:
-            return self._reduce_s
-        if self.zero == 1:
-            gather = self._exposed(self._gather_s, self.table.forward_s, pp)
-            return gather + self._exposed(self._scatter_s, self.table.backward_s, pp)
-        return 0.0
-
-    def _exposed(self, messages_s: Floats, compute_s: Floats, pp: int) -> float:
+    def _exposed(self, s_per_byte: Amount, compute_s: Floats, pp: int) -> float:
         """Return the least that `pp` stages of these blocks expose together."""
+        if not s_per_byte:
+            return 0.0
+        messages_s = s_per_byte * self._param_bytes
         held_twice = self._shared_bytes / max(float(self._param_bytes.sum()), 1.0)
         # Weights that several blocks use are sent once where their users share a stage.
         total = float(messages_s.sum()) * (1.0 - held_twice)
-        bare = float(self._bare(total, float(compute_s.sum())))
+        bare = float(self._beside(total, float(compute_s.sum())))
         if held_twice:  # a stage of both users has less to hide than its blocks apart
             return bare
-        hidden = np.sort(messages_s - self._bare(messages_s, compute_s))
+        in_one = self._beside(messages_s, compute_s, num_pieces=1)
+        hidden = np.sort(in_one - self._beside(messages_s, compute_s))
         return bare + max(float(hidden[:pp].sum()), float(hidden.sum()) / (len(hidden) - pp + 1))
 
-    def _bare(self, messages_s: Amount, compute_s: Amount) -> Amount:
-        """Return x of the header."""
+    def _beside(self, messages_s: Amount, compute_s: Amount, num_pieces: float = np.inf) -> Amount:
+        """Return x of the header, or b for one piece."""
         profile = self.table.profile
         if profile.cluster.device_type == "cpu":
             return messages_s
-        return exposed_seconds(profile, messages_s, compute_s, num_pieces=np.inf)
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.degrees.along("data") == 1
+        return exposed_seconds(profile, messages_s, compute_s, num_pieces=num_pieces)
 
     @property
     def _param_bytes(self) -> Floats:
@@ -106,40 +106,18 @@ class LeastExchange:
         return sum(size for _, _, size in self.table.ties)
 
     @cached_property
-    def _gather_s(self) -> Floats:
-        """Least seconds of gathering each block's weights."""
-        return self._message_s("all_gather", 1)
+    def _ranks(self) -> RankStages:
+        return self.table.with_replicas(degrees=self.degrees, zero=self.zero, choices=("none",))
 
     @cached_property
-    def _scatter_s(self) -> Floats:
-        """Least seconds of reducing each block's gradients to shards."""
-        return self._message_s("reduce_scatter", gradient_factor(self.table.precision))
-
-    def _message_s(self, kind: str, factor: int) -> Floats:
-        if self._is_alone:
-            return 0.0 * self._param_bytes
-        most = factor * float(self._param_bytes.max())
-        copies = copies_s_per_byte(self.table.profile, self.degrees.along("data"))
-        return (self._rate(kind, most) + copies) * factor * self._param_bytes
-
-    @cached_property
-    def _reduce_s(self) -> float:
-        """Least seconds of summing gradients in buckets."""
-        if self._is_alone:
-            return 0.0
-        held = float(self._param_bytes.sum()) - self._shared_bytes
-        reduced = gradient_factor(self.table.precision) * held
-        return self._rate("all_reduce", float(BUCKET_BYTES)) * reduced
-
-    def _rate(self, kind: str, most_bytes: float) -> float:
-        profile = self.table.profile
-        group = group_along(profile.cluster, self.degrees, "data")
-        return profile.least_collective_s_per_byte(kind, group, most_bytes=most_bytes)
+    def _s_per_byte(self) -> DataParallelSeconds:
+        """Least seconds of each kind of exchange for a byte of parameters."""
+        sizes = self._param_bytes
+        return self._ranks.prices.least_s_per_byte(float(sizes.max()), len(sizes))
 
     @cached_property
     def _update_s(self) -> float:
         """Seconds of the optimizer, each parameter once."""
         held = float(self._param_bytes.sum()) - self._shared_bytes
         num_tensors = 0.0 if self._shared_bytes else float(self.table.blocks.num_params.sum())
-        ranks = self.table.with_replicas(degrees=self.degrees, zero=self.zero, choices=("none",))
-        return ranks.optimizer_s(held, num_tensors)
+        return self._ranks.optimizer_s(held, num_tensors)

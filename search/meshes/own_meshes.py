@@ -203,7 +203,7 @@ class Mix:
         """Return the problems of chains of each member alone, but for whom they send back to."""
         return tuple(
             replace(
-                candidates.problem(member.as_held, member.table, limit_bytes),
+                candidates.problem(member.as_held, member.table, limit_bytes, is_mixed=True),
                 back_hop_s=self.least_back_hop_s(member),
             )
             for member in self.members

@@ -142,13 +142,10 @@ def _layouts(search: SearchState, shapes: Sequence[Shape]) -> tuple[LayoutCandid
     A kind whose first candidate is beaten stands for the kinds after it.
     """
     cp, tp, size = _degrees_and_size(shapes[0])
-    known = search.candidates.layouts
     layouts: tuple[LayoutCandidate, ...] = ()
-    if cp == 1 < tp:
-        layouts = (known.optimistic(tp, size),)
-    for find in (known.fastest, known.every):
-        if not layouts or not _is_beaten(search, shapes, layouts[0]):
-            layouts = find(tp, size, cp)
+    for layouts in search.candidates.layouts.kinds(tp, size, cp):
+        if layouts and _is_beaten(search, shapes, layouts[0]):
+            break
     return layouts
 
 

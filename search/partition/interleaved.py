@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
 from costmodel.memory.bound import RankBound, job_peak_bytes, kept_bytes
-from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs
+from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
@@ -151,20 +151,28 @@ class InterleavedStages:
             degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
         )
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
+        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
         param_bytes, num_params = self._runs.params
         degrees, pp = configuration.degrees, configuration.pp
+        hop_s = self.table.hop_s(degrees, pp=pp)
         if back_hop_s is None:
             back_hop_s = self.table.back_hop_s(degrees, pp=pp)
+            if (hop := self.table.waited_hop(degrees, pp=pp)) is not None:
+                # On the way, transfers that do not overlap are part of the jobs that wait for them.
+                execution, receive_s = self.table.costs.execution, self._runs.receive_s(hop)
+                there_s, back_s = transfers(execution, receive_s)[1]
+                forward_s, backward_s = forward_s + there_s, backward_s + back_s
+                hop_s, back_hop_s = 0 * hop_s, 0 * back_hop_s
         # A stage on the rank of the one before receives nothing.
         moves = np.append(True, self.homes[1:] != self.homes[:-1])
         # Gradients are exchanged stage by stage; the optimizer updates a rank's weights at once.
         sizes, counts = self.by_rank(param_bytes), self.by_rank(num_params)
         update = [ranks.optimizer_s(*rank) for rank in zip(sizes, counts, strict=True)]
         return StageSeconds(
-            forward_s=costs.forward_s,
-            backward_s=costs.backward_s(recomputed),
+            forward_s=forward_s,
+            backward_s=backward_s,
             ahead_s=self.ahead_s(configuration),
-            hop_s=self.table.hop_s(degrees, pp=pp)[self._first] * moves,
+            hop_s=hop_s[self._first] * moves,
             back_hop_s=back_hop_s[self._first] * moves,
             tail_s=self.by_rank(costs.after_s) + update,
         )

@@ -43,6 +43,7 @@ def quick_step_s(
         # in FSDP2's own work in every job, where that was measured.
         config.replication.is_sharded,
         float(np.sum(stages.exposed.forward_s)),
+        float(np.sum(stages.exposed.backward_s)),
         cut.cuts,
         recomputed,
     )

@@ -6,12 +6,16 @@ prices anything. There are three kinds, each found only where the one before is 
     optimistic   the least seconds of each op, no redistribution: no layout is solved
     fastest      the layout of the least seconds
     every        all layouts of the front: lean ones are slower than fast ones, and may fit
+
+The solver adds up ops that are priced alone. A runtime that fuses them, or overlaps collectives,
+takes other sums; there the front is what the solver proposes, all of it is priced by the cost
+model, and a candidate's bound is what its own blocks take.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -100,6 +104,18 @@ class LayoutCandidates:
         solved = self.solver.layouts(tp, microbatch_size) if tp > 1 else ()
         return self._of(solved, tp, microbatch_size, cp)
 
+    def kinds(
+        self, tp: int, microbatch_size: int, cp: int = 1
+    ) -> Iterator[tuple[LayoutCandidate, ...]]:
+        """Yield candidates kind by kind, each more costly to find than the kind before; none where
+        cp cannot divide their blocks.
+        """
+        if self.costs.adds_ops:
+            if cp == 1 < tp:
+                yield (self.optimistic(tp, microbatch_size),)
+            yield self.fastest(tp, microbatch_size, cp)
+        yield self.every(tp, microbatch_size, cp)
+
     def tables(self, tp: int, microbatch_size: int, cp: int = 1) -> tuple[StageTable, ...]:
         """Return one table per layout worth trying."""
         key = tp, microbatch_size, cp
@@ -126,8 +142,15 @@ class LayoutCandidates:
         candidates = []
         for by_class, seconds in least_s.items():
             table = self._table(by_class, degrees, microbatch_size)
-            if table is not None:
+            if table is None:
+                continue
+            if self.costs.adds_ops:
                 candidates.append(self._candidate(_always(table), degrees, seconds))
+            else:
+                whole_s = float((table.forward_s + table.backward_s).sum())
+                candidates.append(
+                    LayoutCandidate(find_table=_always(table), least_s=whole_s, accumulate_s=0.0)
+                )
         return tuple(candidates)
 
     def _candidate(

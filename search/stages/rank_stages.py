@@ -22,6 +22,7 @@ from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs
 from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
+from profiles import Group
 from search.partition.chain_problem import LeastNeeds, Line
 from search.partition.chain_windows import Part, Window
 from search.stages.run_kinds import RunKinds
@@ -45,14 +46,29 @@ class RankCostWindow:
     @cached_property
     def forward_s(self) -> Floats:
         """Forward seconds, the same for all choices."""
-        spread = self._spread(self.costs.forward_s)
+        spread = self._spread(self.costs.forward_s + self._waits_s[0])
         return np.broadcast_to(spread, (len(self.stages.choices), *spread.shape))
 
     @cached_property
     def backward_s(self) -> Floats:
         """Backward seconds by choice."""
-        return self._spread(
-            np.stack([self.costs.backward_s(choice) for choice in self.stages.choices])
+        seconds = np.stack([self.costs.backward_s(choice) for choice in self.stages.choices])
+        return self._spread(seconds + self._waits_s[1])
+
+    @cached_property
+    def _waits_s(self) -> tuple[Floats | float, Floats | float]:
+        """What a run's forward and backward wait for transfers, of each kind of run
+        (`costmodel.time.stage_costs.stage_costs.transfers`).
+        """
+        hop, (start, end) = self.stages.hop, (self.kinds.start, self.kinds.end)
+        if hop is None:
+            return 0.0, 0.0
+        there_s, back_s = self.costs.runs.receive_s(hop)
+        # Of the stage after, as far as it does not depend on where that ends.
+        next_there_s, next_back_s = self.stages.table.chain.messages.hop_s(hop)
+        is_last = end == self.stages.num_blocks
+        return np.where(start == 0, next_there_s[end], there_s), np.where(
+            is_last, back_s, next_back_s[end]
         )
 
     @cached_property
@@ -120,6 +136,8 @@ class RankStages:
     """Microbatches of a step."""
     splits_backward: bool = False
     """Whether the schedule has jobs of weight gradients alone."""
+    hop: Group | None = None
+    """The ranks between which transfers go that jobs wait for; None: they overlap."""
 
     @cached_property
     def replication(self) -> Replication:

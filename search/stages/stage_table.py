@@ -27,7 +27,7 @@ from planner.graph import ModelGraph
 from planner.layout.axes import Degrees
 from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
-from profiles import Profile
+from profiles import Group, Profile
 from search.partition.chain_windows import Window
 from search.stages.rank_stages import RankStages
 from search.stages.run_kinds import Repetition, RunKinds
@@ -138,7 +138,8 @@ class StageTable:
 
     def ahead_s(self, *, is_sharded: bool, choices: Sequence[Recompute]) -> Floats:
         """Return the most of each block's backward that may come after its gradient is sent on."""
-        return self.weight_s * (not is_sharded and "none" in choices)
+        may_defer = not is_sharded and "none" in choices and self.costs.execution.sends_ahead
+        return self.weight_s * may_defer
 
     def least_sums(self, choice: Recompute) -> tuple[list[float], list[float]]:
         """Return running sums (n + 1) of what blocks take at least under a recompute choice: their
@@ -228,6 +229,14 @@ class StageTable:
         hop = pipeline_group(self.profile.cluster, degrees, pp=pp)
         return self.chain.messages.hop_s(hop, to_tp=to_tp)[1]
 
+    def waited_hop(self, degrees: Degrees, *, pp: int) -> Group | None:
+        """Return the ranks of a transfer between stages that the runtime does not overlap; None
+        where it does, or there is none.
+        """
+        if pp == 1 or self.costs.execution.overlaps_pp:
+            return None
+        return pipeline_group(self.profile.cluster, degrees, pp=pp)
+
     def copies_s(self, loads: StageLoad, choice: Recompute) -> tuple[Floats, Floats]:
         """Return the seconds in which one microbatch's activations of runs with these loads leave
         a device for its host, and return.
@@ -265,8 +274,11 @@ class StageTable:
         choices: tuple[Recompute, ...],
         num_microbatches: int = 1,
         splits_backward: bool = False,
+        hop: Group | None = None,
     ) -> RankStages:
-        """Return the stages as ranks hold them under these degrees."""
+        """Return the stages as ranks hold them under these degrees; jobs of stages that send over
+        `hop` have transfers in them that do not overlap.
+        """
         return RankStages(
             table=self,
             degrees=degrees,
@@ -274,4 +286,5 @@ class StageTable:
             choices=choices,
             num_microbatches=num_microbatches,
             splits_backward=splits_backward,
+            hop=hop,
         )

@@ -118,8 +118,9 @@ def test_a_prediction_is_the_cost_model_s(plan, monkeypatch, choices):
 # `launch` and `profile` hand on what they are given
 
 
-def test_options_after_the_script_are_the_script_s(planner, monkeypatch):
+def test_options_after_the_script_are_the_script_s(planner, plan, monkeypatch):
     handed: list[Any] = []
+    monkeypatch.chdir(plan.parent)
 
     def start(*args: Any, **settings: Any) -> int:
         handed.extend((args, settings))

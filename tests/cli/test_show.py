@@ -93,6 +93,24 @@ def test_estimate_takes_another_runtime(planner, saved):
     assert "did you mean 'nanotron'" in planner(*asked, "nanotrn").complaint
 
 
+def test_a_search_for_another_runtime_says_so(planner, saved):
+    """In its answer, its file and what shows it; no interval, and no steps of ours to decide."""
+    saved(dp=2)
+    asked = ("search", "model.py", "--gpus", "2", "--profile", "a100-sxm4-80gb")
+    found = planner(*asked, "--execution", "megatron-core", "--out", "other.json")
+    assert found.code == 0, found.stderr
+    assert "best plan for megatron-core" in found.stdout
+    shown = planner("show", "other.json", "model.py").stdout
+    assert "priced for" in shown
+    assert "as megatron-core runs it" in shown.replace("\n", " ")
+    again = planner("estimate", "other.json", "model.py", "--profile", "a100-sxm4-80gb")
+    assert "as megatron-core runs it" in again.stdout.replace("\n", " ")
+    refused = planner(*asked, "--execution", "nanotron", "--measure", "2")
+    assert "--measure runs plans as ours-eager" in refused.complaint
+    launched = planner("launch", "other.json", "no.py")
+    assert "is priced for megatron-core; this is ours-eager" in launched.stderr
+
+
 def test_estimate_answers_for_another_machine(planner, saved):
     saved(dp=2)
     done = planner("estimate", "plan.json", "model.py", "--profile", "a100-sxm4-80gb")

@@ -1,7 +1,7 @@
 """The catalogue of bounds: each below the cost model's answer, and adding one is one function."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -41,6 +41,8 @@ class Sample:
     config: Configuration
     step_s: float
     peak_bytes: float
+    quick_s: float
+    """The step as the search simulates it."""
 
 
 @cache
@@ -54,23 +56,32 @@ def captured(name: str):
 
 @cache
 def samples(machine: str, name: str) -> tuple[Sample, ...]:
+    """Of a captured model on one of MACHINES."""
+    request = SearchRequest(num_devices=8, global_batch=16, offload="none")
+    return random_samples(captured(name), MACHINES[machine], request, SAMPLES)
+
+
+def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sample, ...]:
     """Random configurations of random schedules, each under random boundaries and recompute."""
-    graph, rng = captured(name), np.random.default_rng(5)
+    rng = np.random.default_rng(5)
     found: list[Sample] = []
     for schedule in (None, "fthenb", "naive", "zb_h1", "1f1b"):
         choices = {"schedule": schedule, "pp": 4} if schedule else {}
-        request = SearchRequest(num_devices=8, global_batch=16, offload="none", **choices)
-        candidates = Candidates.of(graph, MACHINES[machine], request)
+        request = replace(asked, **choices)
+        candidates = Candidates.of(graph, profile, request)
         shapes = [one for one in candidates.shapes(request) if one.cp == 1]
         options = [config for shape in shapes for config in shape.configurations()]
-        for at in rng.choice(len(options), SAMPLES if schedule is None else SAMPLES // 6):
+        for at in rng.choice(len(options), most if schedule is None else most // 6):
             config = options[at]
             table = candidates.tables(config.tp, config.microbatch_size)[0]
-            plan = candidates.plan(config, table, random_cut(config, table.num_blocks, rng))
+            cut = random_cut(config, table.num_blocks, rng)
+            plan = candidates.plan(config, table, cut)
             answer = candidates.estimate(plan)
             inputs_s = table.least_inputs_s(pp=config.pp, num_microbatches=config.num_microbatches)
             costs = TableBounds(table=table).costs
-            found.append(Sample(costs, config, answer.step_s - inputs_s, answer.peak_bytes))
+            quick_s = candidates.quick_step_s(config, table, cut) - inputs_s
+            of_plan = answer.step_s - inputs_s, answer.peak_bytes, quick_s
+            found.append(Sample(costs, config, *of_plan))
     return tuple(found)
 
 

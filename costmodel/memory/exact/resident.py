@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.execution.executed import ExecutedProfile
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.memory.parts import ADAMW_STATES, COUNTER_BYTES
 from costmodel.time.offload import HOST_BUCKET_BYTES
@@ -97,8 +96,7 @@ class RankState:
         # Fused and foreach steps of a GPU make one more copy of what is stepped. A CPU's loop over
         # parameters makes no copy worth counting.
         copies = costs.profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
-        if isinstance(costs.profile, ExecutedProfile):
-            copies &= costs.profile.execution.copies_update
+        copies &= costs.execution.copies_update
         scratch = self.stepped_bytes if copies else 0
         # Before it, ranks that share parameters sum the gradients of these.
         sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.factor

@@ -8,7 +8,9 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 from __future__ import annotations
 
 from dataclasses import fields
+from math import ceil
 from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +18,12 @@ from numpy.typing import NDArray
 from costmodel.cache import CostCache
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
-from costmodel.time.communication import DataParallelSeconds, data_parallel_seconds
+from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
 from costmodel.topology import data_group
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
+from profiles import Group, Lookup, Profile
 
 Floats = NDArray[np.float64]
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
@@ -78,32 +81,71 @@ class ReplicaPrices:
         """Return the seconds of `DataParallelSeconds`, in its order, and the update's."""
         key = param_bytes, num_blocks, num_params, frozen_bytes, frozen_backward_bytes
         if key not in self._stages:
-            profile = self._costs.profile
-            frozen = {
-                "frozen_bytes": frozen_bytes,
-                "frozen_backward_bytes": frozen_backward_bytes,
-            }
-            if isinstance(profile, ExecutedProfile):
-                seconds = executed_exchange(
-                    profile,
-                    self._group,
-                    self._replication,
-                    param_bytes=param_bytes,
-                    num_blocks=int(num_blocks),
-                    **frozen,
-                )
-            else:
-                seconds = data_parallel_seconds(
-                    profile,
-                    self._group,
-                    self._replication,
-                    param_bytes=param_bytes,
-                    num_blocks=int(num_blocks),
-                    num_tensors=int(num_params),
-                    **frozen,
-                )
+            seconds = self._exchange(
+                self._costs.profile,
+                param_bytes=param_bytes,
+                num_blocks=int(num_blocks),
+                num_tensors=int(num_params),
+                frozen_bytes=frozen_bytes,
+                frozen_backward_bytes=frozen_backward_bytes,
+            )
             self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]
+
+    def _exchange(
+        self, profile: Profile, *, num_tensors: int = 0, **sizes: Any
+    ) -> DataParallelSeconds:
+        """Return what a stage exchanges, nothing hidden, on a profile."""
+        if self._costs.execution.prices == "profile":
+            return data_parallel_seconds(
+                profile, self._group, self._replication, num_tensors=num_tensors, **sizes
+            )
+        return executed_exchange(
+            cast(ExecutedProfile, profile), self._group, self._replication, **sizes
+        )
+
+    def least_s_per_byte(self, block_bytes: float, num_blocks: int) -> DataParallelSeconds:
+        """Return seconds for each byte of parameters that no stage's exchange is below, of a chain
+        with so many blocks of at most so many bytes each.
+
+        A message takes at least its bytes times the least that a byte of any as long takes. All
+        blocks being as large as the largest, messages are as long as any stage's.
+        """
+        param_bytes = num_blocks * block_bytes
+        if self._replication.zero_stage == 0:  # whole buckets, which are the longest
+            param_bytes = ceil(param_bytes / BUCKET_BYTES) * float(BUCKET_BYTES)
+        seconds = self._exchange(
+            cast(Profile, _LeastMessages(self._costs.profile)),
+            param_bytes=param_bytes,
+            num_blocks=num_blocks,
+        )
+        return DataParallelSeconds(
+            **{
+                name: value / max(param_bytes, 1.0)
+                for name, value in zip(_EXCHANGE, _exchange_of(seconds), strict=True)
+            }
+        )
+
+
+class _LeastMessages:
+    """A profile on which messages take the least seconds of any byte in messages up to as long,
+    and work beside them takes nothing.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._profile, name)
+
+    def collective_seconds(self, kind: str, num_bytes: float, group: Group) -> Lookup:
+        """Return the least time of a message."""
+        rate = self._profile.least_collective_s_per_byte(kind, group, most_bytes=num_bytes)
+        return Lookup(seconds=rate * num_bytes, source="least", relative_error=0.0)
+
+    def step_seconds(self, *_: Any, **__: Any) -> Lookup:
+        """Return no time."""
+        return Lookup(seconds=0.0, source="least", relative_error=0.0)
 
 
 def replica_prices(costs: CostCache, replication: Replication, replica: Degrees) -> ReplicaPrices:

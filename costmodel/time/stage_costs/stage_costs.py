@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from costmodel.execution import Execution
 from costmodel.time.communication import DataParallelSeconds
 from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import ChainCosts
@@ -143,30 +144,25 @@ class StageCosts:
         *,
         receive_s: tuple[Floats, Floats],
         recompute_last: Sequence[bool] | None = None,
-        waited_s: tuple[Floats, Floats] | None = None,
-        sends_ahead: bool = True,
     ) -> JobSeconds:
         """Return the jobs of a pipeline whose stages are these runs in order.
 
         `receive_s` are the transfers into each stage and of its gradient back from it;
-        `recompute_last` says whether the step's last microbatch is recomputed, too. `waited_s` are
-        transfers as in `receive_s` for which a stage waits with nothing to do. Without
-        `sends_ahead` no gradient is sent before a backward has ended.
+        `recompute_last` says whether the step's last microbatch is recomputed, too.
 
         A full backward sends its input's gradient ahead of deferred weight gradients: those of
         the stage's first block, in the step's last backward all of them
-        (`planner.runtime.step.executor`). Recomputed blocks make theirs at once.
+        (`planner.runtime.step.executor`). Recomputed blocks make theirs at once. A runtime that
+        does not send ahead ends the backward first.
         """
-        there, back = receive_s
+        execution = self.runs.chain.costs.execution
+        (there, back), (there_wait_s, back_wait_s) = transfers(execution, receive_s)
         recomputed_s = self.times.recompute_s(recompute)
         weight_s = self.weight_s
-        alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s
-        forward_s = self.forward_s
-        if waited_s is not None:
-            there_wait_s, back_wait_s = waits(*waited_s)
-            forward_s, alone_s = forward_s + there_wait_s, alone_s + back_wait_s
+        alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s + back_wait_s
+        forward_s = self.forward_s + there_wait_s
         input_s = alone_s + recomputed_s
-        defers = (np.array(recompute) == "none") & sends_ahead
+        defers = (np.array(recompute) == "none") & execution.sends_ahead
         last_s = None
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
@@ -183,14 +179,22 @@ class StageCosts:
         )
 
 
-def waits(there_s: Floats, back_s: Floats) -> tuple[Floats, Floats]:
-    """Return what the forward and the backward of each stage wait for transfers with nothing to do.
+def transfers(
+    execution: Execution, receive_s: tuple[Floats, Floats]
+) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """Return the transfers into stages and of gradients back from them (`receive_s`) that travel
+    beside jobs, and those that a stage's forward and backward wait for with nothing to do.
 
-    The first stage waits for what it sends forward, the last for what it sends back.
+    A runtime that does not overlap them waits for each ahead of the job that needs it: the first
+    stage for what it sends forward, the last for what it sends back.
     """
+    there_s, back_s = receive_s
+    nothing = 0 * there_s, 0 * back_s
+    if execution.overlaps_pp:
+        return receive_s, nothing
     if len(there_s) == 1:
-        return 0 * there_s, 0 * back_s
-    return np.append(there_s[1:2], there_s[1:]), np.append(back_s[1:], back_s[-1:])
+        return nothing, nothing
+    return nothing, (np.append(there_s[1:2], there_s[1:]), np.append(back_s[1:], back_s[-1:]))
 
 
 def cut_runs(chain: ChainCosts, cuts: Sequence[int]) -> BlockRuns:
