@@ -6,11 +6,13 @@ blocks are lowered on with the sizes of these, never on where in the model it st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from costmodel.execution import Execution
 from costmodel.execution.executed import execution_of
+from costmodel.execution.own_modules import causal_inputs, causal_masks, with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
@@ -50,6 +52,7 @@ class CostCache:
         self.graph, self.profile = graph, profile
         self.execution = execution or execution_of(profile)
         self.clips_gradients = clips_gradients
+        self._gone_inputs: dict[int, frozenset[str]] = {}
         self._batch_inputs: dict[int, frozenset[str]] = {}
         self._bound: dict[tuple[int, int], Program] = {}
         self._local: dict[tuple, Program] = {}
@@ -76,6 +79,31 @@ class CostCache:
     def links(self) -> Links:
         """How the graph's blocks hang together."""
         return find_links(self.graph)
+
+    @cached_property
+    def _causal(self) -> Mapping[int, frozenset[str]]:
+        """The inputs of each class that are causal masks."""
+        return causal_inputs(self.graph, causal_masks(self.graph))
+
+    def given(self, block_index: int) -> frozenset[str]:
+        """Return the values that no block makes and a block takes, as the runtime runs it."""
+        taken = self.links.given[block_index]
+        if self.execution.prices == "profile":
+            return taken
+        block = self.graph.blocks[block_index]
+        names = self.graph.classes[block.class_index].inputs
+        gone = self._gone(block.class_index)
+        pairs = zip(names, block.inputs, strict=True)
+        return taken - {name for inside, name in pairs if inside in gone}
+
+    def _gone(self, class_index: int) -> frozenset[str]:
+        """Return the inputs that a class takes as captured, and the runtime's program does not."""
+        if class_index not in self._gone_inputs:
+            program = self.bound(class_index, 1)
+            own = with_own_modules(program, self._causal[class_index])
+            before, after = ({n for op in each.ops for n in op.inputs} for each in (program, own))
+            self._gone_inputs[class_index] = frozenset(before - after)
+        return self._gone_inputs[class_index]
 
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
@@ -109,6 +137,8 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
+            if self.execution.prices == "rates":
+                program = with_own_modules(program, self._causal.get(class_index, frozenset()))
             if self.execution.rings_attention:
                 program = with_rings(program, degrees["cp"])
             self._local[key] = program

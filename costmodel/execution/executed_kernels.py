@@ -9,7 +9,7 @@ gradients; where a tensor has several users, their gradients are added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -36,11 +36,17 @@ class Seconds:
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
+    """Part of the backward that makes gradients of weights."""
     kernels: int = 1
 
 
 def kernels_of(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
-    """Return the ops of each kernel, views left out where they stand alone."""
+    """Return the ops of each kernel, those of views that stand alone too.
+
+    Weights by which one tensor is multiplied (queries, keys and values; gate and up) are one matrix
+    in modules of a runtime's own, however a model's code writes them.
+    """
     groups: tuple[tuple[Op, ...], ...] = ()
     if execution.kernels == "fused":
         groups = fused_groups(local)
@@ -48,8 +54,29 @@ def kernels_of(local: Program, execution: Execution) -> list[tuple[Op, ...]]:
         groups = module_groups(local)
     groups = tuple(ops for ops in groups if not any(packet_of(op.target) in LOSSES for op in ops))
     inside = {op.name for ops in groups for op in ops}
-    alone = [(op,) for op in local.ops if op.name not in inside and op.target != REDISTRIBUTE]
-    return [*groups, *alone]
+    alone: dict[tuple, list[Op]] = {}
+    for op in local.ops:
+        if op.name not in inside and op.target != REDISTRIBUTE:
+            alone.setdefault(_multiplied(op, local) or (op.name,), []).append(op)
+    return [*groups, *map(tuple, alone.values())]
+
+
+def _multiplied(op: Op, local: Program) -> tuple | None:
+    """Return what products have in common that one kernel does: the op, its input, what needs a
+    gradient; nothing for other ops.
+    """
+    if not is_product(op):
+        return None
+    first = family_of(op.target).first_factor
+    factor, weight = op.inputs[first : first + 2]
+    if not _is_weight(weight, local):
+        return None
+    needing = needing_gradient(op, local.tensor)
+    return op.target, factor, factor in needing, weight in needing
+
+
+def _is_weight(name: str, local: Program) -> bool:
+    return local.tensor[name].kind == "param"
 
 
 def is_product(op: Op) -> bool:
@@ -79,11 +106,10 @@ def kernel_seconds(
 ) -> Seconds:
     """Return the seconds of a kernel: a product, attention, a loss, or a pass over memory."""
     op = ops[0]
+    if is_product(op):
+        return _product_seconds(ops, local, profile, is_head=op.name in in_head)
     if len(ops) == 1:
-        arithmetic = family_of(op.target).arithmetic
-        if arithmetic == MATMUL:
-            return _product_seconds(op, local, profile, is_head=op.name in in_head)
-        if arithmetic == ATTENTION:
+        if family_of(op.target).arithmetic == ATTENTION:
             return _attention_seconds(op, local, profile)
         if packet_of(op.target) in LOSSES:
             logits = _numel(local, op.inputs[0])
@@ -93,10 +119,17 @@ def kernel_seconds(
     return _pass_seconds(ops, local, profile, saved)
 
 
-def _product_seconds(op: Op, local: Program, profile: ExecutedProfile, *, is_head: bool) -> Seconds:
-    tensor, rates = local.tensor, profile.rates
-    shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
-    batch, m, n, k = matmul_sizes(shapes, op.target)
+def _product_seconds(
+    ops: tuple[Op, ...], local: Program, profile: ExecutedProfile, *, is_head: bool
+) -> Seconds:
+    """Products of one input with one or more weights, (m, k) by (k, n), n of all weights."""
+    tensor, rates, op = local.tensor, profile.rates, ops[0]
+    sizes = [
+        matmul_sizes(tuple(tensor[name].shape_at(1) for name in each.inputs), each.target)
+        for each in ops
+    ]
+    batch, m, _, k = sizes[0]
+    n = sum(columns for _, _, columns, _ in sizes)
     of_weights = any(tensor[name].kind == "param" for name in op.inputs)
     dtype = tensor[op.outputs[0]].dtype
     if of_weights and not is_head and dtype in ("bfloat16", "float16"):
@@ -106,23 +139,24 @@ def _product_seconds(op: Op, local: Program, profile: ExecutedProfile, *, is_hea
     # Rows of logits start on 16-byte boundaries if tp pads the vocabulary or it divides.
     aligned = n % 8 == 0 or not is_head
     forward_s = rates.matmul_seconds(m, n, k, batch=batch, dtype=dtype, aligned=aligned)
-    backward_s = 0.0
+    backward_s = weight_s = 0.0
     factors = op.inputs[family_of(op.target).first_factor :][:2]
     needing = set(needing_gradient(op, tensor))
     if factors[0] in needing:
         backward_s += rates.matmul_seconds(m, k, n, batch=batch, dtype=dtype, aligned=aligned)
     if factors[1] in needing:
         rows, columns = (n, k) if of_weights else (k, n)
-        backward_s += rates.matmul_seconds(
-            rows, columns, m, batch=batch, dtype=dtype, aligned=aligned
-        )
+        seconds = rates.matmul_seconds(rows, columns, m, batch=batch, dtype=dtype, aligned=aligned)
+        backward_s += seconds
+        weight_s = seconds if _is_weight(factors[1], local) else 0.0
     casts = 0.0
     if dtype.startswith(("float8", "float4")):
         # Operands are read in 16 bits and written in 8, as they are and transposed.
         casts = profile.rates.pass_seconds(4.0 * batch * m * k, 0)
     return Seconds(
         forward_s=(forward_s + casts) * profile.waited,
-        backward_s=(backward_s + casts) * profile.waited,
+        backward_s=(backward_s + casts * bool(backward_s)) * profile.waited,
+        weight_s=weight_s * profile.waited,
     )
 
 
@@ -132,7 +166,9 @@ def _attention_seconds(op: Op, local: Program, profile: ExecutedProfile) -> Seco
     flop = work.flop
     return Seconds(
         forward_s=profile.rates.attention_seconds(flop, vendor=vendor) * profile.waited,
-        backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor) * profile.waited,
+        backward_s=profile.rates.attention_seconds(2.5 * flop, vendor=vendor)
+        * profile.waited
+        * bool(needing_gradient(op, local.tensor)),
     )
 
 
@@ -228,13 +264,14 @@ def _joined_bytes(op: Op, local: Program) -> float:
     return 2.0 * bytes_of(local, op.outputs)
 
 
-def forked_bytes(local: Program) -> float:
-    """Bytes of adding up the gradients of tensors with several users that are no views."""
+def forked_bytes(local: Program, kernels: Sequence[tuple[Op, ...]]) -> float:
+    """Bytes of adding up the gradients of tensors with several users that are no views; the
+    gradient of what several weights multiply is one sum already.
+    """
     users: Counter[str] = Counter()
-    for op in local.ops:
-        if op.target == REDISTRIBUTE:
-            continue
-        for name in dict.fromkeys(op.inputs):
+    for ops in kernels:
+        several = [ops[0]] if is_product(ops[0]) else ops
+        for name in [name for op in several for name in dict.fromkeys(op.inputs)]:
             meta = local.tensor[name]
             if meta.requires_grad and meta.kind != "param":
                 users[name] += 1

@@ -29,6 +29,7 @@ from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.families.products.attention import RING
+from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION
 
@@ -55,7 +56,8 @@ def executed_times(
     is_flash = execution.flash_attention
     in_head = products_of_head(local)
     attention = Seconds(forward_s=0.0, backward_s=0.0)
-    for ops in kernels_of(local, execution):
+    kernel_ops = kernels_of(local, execution)
+    for ops in kernel_ops:
         seconds = kernel_seconds(ops, local, profile, saved, in_head)
         forward_s += seconds.forward_s
         backward_s += seconds.backward_s
@@ -66,14 +68,13 @@ def executed_times(
             recomputed_s += seconds.forward_s
         if family_of(first.target).arithmetic == ATTENTION:
             attention = seconds
-        if is_product(first):
-            weight_s += seconds.backward_s / 2
+        weight_s += seconds.weight_s
     for op in local.ops:
         if op.target != REDISTRIBUTE:
             work, back = op_works(op, local.tensor)
             forward_flop += work.flop
             backward_flop += back.flop
-    backward_s += profile.pass_seconds(forked_bytes(local), 0)
+    backward_s += profile.pass_seconds(forked_bytes(local, kernel_ops), 0)
     comm = _exposed(local, profile, axes, forward_s, attention)
     wait = rates.launch_wait_s if execution.launches_block else 0.0
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
@@ -81,7 +82,9 @@ def executed_times(
         recomputed_s = forward_s / 2
     forward_host = issued * (rates.host_op_s + wait)
     forward_wait_s = _waited(execution, forward_s + comm.forward_s, forward_host)
-    backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
+    issued_back = has_backward * max(0, 2 * issued - _without_gradient(local))
+    backward_host = issued_back * (rates.host_backward_op_s + wait)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
         backward=Spent(backward_s, _waited(execution, backward_s + comm.backward_s, backward_host)),
@@ -90,7 +93,7 @@ def executed_times(
         ),
         weight_s=weight_s,
         forward_comm_s=comm.forward_s + comm.skew_s,
-        backward_comm_s=comm.backward_s + comm.skew_s,
+        backward_comm_s=comm.backward_s + has_backward * comm.skew_s,
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )
@@ -118,6 +121,18 @@ def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
     if any(is_product(op) for op in local.ops):
         return execution.forward_kernels
     return kernels
+
+
+def _without_gradient(local: Program) -> int:
+    """Return how many factors of products get no gradient: where weights are frozen, or nothing
+    before them is trained.
+    """
+    count = 0
+    for op in local.ops:
+        if is_product(op):
+            first, needing = family_of(op.target).first_factor, needing_gradient(op, local.tensor)
+            count += sum(name not in needing for name in op.inputs[first : first + 2])
+    return count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

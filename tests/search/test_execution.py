@@ -83,7 +83,7 @@ def test_bounds_hold_for_every_runtime(execution, tied, most):
     [
         ("torchtitan", 1),
         *(
-            pytest.param(name, 12, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
+            pytest.param(name, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
             for name in (*QUICK, "nanotron", "ours-compiled")
         ),
     ],

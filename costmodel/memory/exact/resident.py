@@ -127,7 +127,7 @@ def frozen(rank: RankState) -> Amount:
     placed: dict[str, Placements] = {}
     for s in rank.stages:
         for index in plan.stages[s].blocks:
-            given.add(costs.links.given[index])
+            given.add(costs.given(index))
             if untrained := costs.links.untrained[index]:
                 names = costs.graph.blocks[index].params
                 _, params, _ = block_placements(costs.graph, plan, index, s)
