@@ -44,8 +44,12 @@ def executed_times(
     axes: Mapping[str, Axis],
     saved: SavedTensors,
     recomputed: frozenset[str],
+    polls: bool = False,
 ) -> ProgramTimes:
-    """Return the times of a bound program that was lowered on `axes`."""
+    """Return the times of a bound program that was lowered on `axes`.
+
+    `polls` says that messages between stages cross nodes (`Execution.polled_late_s`).
+    """
     execution, rates = profile.execution, profile.rates
     forward_s = backward_s = weight_s = recomputed_s = 0.0
     forward_flop = backward_flop = 0.0
@@ -79,9 +83,11 @@ def executed_times(
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
     if recomputed and not is_whole and execution.selective_skips_layers:
         recomputed_s = forward_s / 2
-    forward_host = issued * (rates.host_op_s + wait)
+    # Every host of a group reaches a collective late at times, and all wait for the last.
+    polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
+    forward_host = issued * (rates.host_op_s + wait) + polled_s
     forward_wait_s = _waited(execution, forward_s + comm.forward_s, forward_host)
-    backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    backward_host = 2 * issued * (rates.host_backward_op_s + wait) + polled_s
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
         backward=Spent(backward_s, _waited(execution, backward_s + comm.backward_s, backward_host)),
@@ -126,6 +132,7 @@ class _Comm:
     backward_s: float
     skew_s: float
     kernels: int
+    size: int
 
 
 def _exposed(
@@ -178,4 +185,5 @@ def _exposed(
         backward_s=back_s,
         skew_s=sums * profile.skew_seconds(size),
         kernels=count,
+        size=size,
     )
