@@ -52,7 +52,8 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     gather_s = seconds("all_gather", param_bytes)
     if replication.zero_stage == 0:
-        sum_s = seconds("all_reduce", reduced)
+        count = max(1, num_tensors) if execution.sums_tensors else 1
+        sum_s = count * profile.collective_seconds("all_reduce", reduced / count, group).seconds
         if execution.overlaps_sums:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)

@@ -71,6 +71,8 @@ class Execution:
     """Reductions of gradients to ZeRO's shards do."""
     overlaps_sums: bool
     """Sums of gradients over replicas without ZeRO do."""
+    sums_tensors: bool
+    """Each of these is a message of its own; else they go in buckets as good as one."""
     scatters: bool
     """ZeRO 1 and 2 reduce each gradient to its shard alone; else all replicas get whole sums."""
     unpack_s: float

@@ -95,7 +95,9 @@ def price_program(
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
-        times = executed_times(local, profile, axes=axes, saved=saved, recomputed=remade, polls=polls)
+        times = executed_times(
+            local, profile, axes=axes, saved=saved, recomputed=remade, polls=polls
+        )
     else:
         times = _program_times(local, profile, axes, remade, kernels, products)
     forward_peak, backward_peak = peak_bytes(saved, products)
