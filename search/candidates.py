@@ -145,18 +145,17 @@ class Candidates:
             pp=configuration.pp, num_microbatches=configuration.num_microbatches
         )
         splits = order.splits_backward
+        degrees, pp = configuration.degrees, configuration.pp
         stages = table.with_replicas(
-            degrees=configuration.degrees,
+            degrees=degrees,
             zero=configuration.zero,
             choices=choices,
             num_microbatches=configuration.num_microbatches,
             splits_backward=splits,
-            hop=table.waited_hop(configuration.degrees, pp=configuration.pp)
-            if not is_mixed
-            else None,
+            hop=None if is_mixed else table.waited_hop(degrees, pp=pp),
+            polls=table.polls(degrees, pp=pp),
         )
-        hop_s = table.hop_s(configuration.degrees, pp=configuration.pp)
-        back_hop_s = table.back_hop_s(configuration.degrees, pp=configuration.pp)
+        hop_s, back_hop_s = table.hop_s(degrees, pp=pp), table.back_hop_s(degrees, pp=pp)
         if stages.hop is not None:
             hop_s, back_hop_s = _cheapest(hop_s), _cheapest(back_hop_s)
         return ChainProblem(

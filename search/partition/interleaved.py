@@ -29,11 +29,14 @@ from search.stages.stage_table import StageTable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InterleavedStages:
-    """The stages between `cuts`; stage s is on pp rank `homes[s]`. Remembers answers."""
+    """The stages between `cuts`; stage s is on pp rank `homes[s]`, whose host `polls` for messages
+    or not. Remembers answers.
+    """
 
     table: StageTable
     cuts: tuple[int, ...]
     homes: NDArray[np.intp]
+    polls: bool = False
     _kept: dict[Recompute, Floats] = field(default_factory=dict)
 
     @classmethod
@@ -44,7 +47,8 @@ class InterleavedStages:
         homes = np.asarray(
             stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
         )
-        return cls(table=table, cuts=cuts, homes=homes)
+        polls = table.polls(configuration.degrees, pp=configuration.pp)
+        return cls(table=table, cuts=cuts, homes=homes, polls=polls)
 
     @property
     def pp(self) -> int:
@@ -62,7 +66,7 @@ class InterleavedStages:
     @cached_property
     def _runs(self) -> BlockRuns:
         """What the stages cost, nothing exchanged with replicas."""
-        return cut_runs(self.table.chain, self.cuts)
+        return cut_runs(self.table.chain_where(polls=self.polls), self.cuts)
 
     @cached_property
     def _bare_s(self) -> tuple[Floats, Floats]:

@@ -29,7 +29,12 @@ def quick_step_s(
     config: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
 ) -> float:
     """Return the simulated step time of a configuration cut this way."""
-    ranks = table.with_replicas(degrees=config.degrees, zero=config.zero, choices=choices)
+    ranks = table.with_replicas(
+        degrees=config.degrees,
+        zero=config.zero,
+        choices=choices,
+        polls=table.polls(config.degrees, pp=config.pp),
+    )
     stages = ranks.cut(cut.cuts)
     recomputed = tuple(choices[choice] for choice in cut.choices)
     key = (

@@ -138,6 +138,8 @@ class RankStages:
     """Whether the schedule has jobs of weight gradients alone."""
     hop: Group | None = None
     """The ranks between which transfers go that jobs wait for; None: they overlap."""
+    polls: bool = False
+    """Whether hosts poll for messages between stages."""
 
     @cached_property
     def replication(self) -> Replication:
@@ -175,12 +177,13 @@ class RankStages:
 
     def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
-        kinds, costs = self.table.window(window, self.replication)
+        kinds, costs = self.table.window(window, self.replication, polls=self.polls)
         return RankCostWindow(kinds=kinds, costs=costs, stages=self)
 
     def cut(self, cuts: Sequence[int]) -> StageCosts:
         """Return what the stages between these cuts cost."""
-        return StageCosts(runs=cut_runs(self.table.chain, cuts), replication=self.replication)
+        chain = self.table.chain_where(polls=self.polls)
+        return StageCosts(runs=cut_runs(chain, cuts), replication=self.replication)
 
     @property
     def byte_options(self) -> dict[str, Any]:

@@ -59,8 +59,9 @@ class StageTable:
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     """When ranks end their last jobs, in seconds, of the cuts that were simulated."""
     _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(default_factory=dict)
-    _kinds: dict[Window, tuple[RunKinds, BlockRuns]] = field(default_factory=dict)
-    _stage_costs: dict[tuple[Replication, Window], StageCosts] = field(default_factory=dict)
+    _chains: dict[bool, ChainCosts] = field(default_factory=dict)
+    _kinds: dict[tuple[Window, bool], tuple[RunKinds, BlockRuns]] = field(default_factory=dict)
+    _stage_costs: dict[tuple[Replication, Window, bool], StageCosts] = field(default_factory=dict)
     _least_inputs: dict[tuple[bool, int], float] = field(default_factory=dict)
 
     @cached_property
@@ -89,13 +90,28 @@ class StageTable:
         """Number of blocks in the chain."""
         return len(self.graph.blocks)
 
-    @cached_property
+    @property
     def chain(self) -> ChainCosts:
-        """Costs of each block; the estimate of a plan of this table reads the same."""
-        split = Split(
-            degrees=self.degrees, microbatch_size=self.microbatch_size, layouts=self.layouts
-        )
-        return chain_costs(self.costs, split)
+        """Costs of each block, where hosts do not poll for messages: the least of them."""
+        return self.chain_where(polls=False)
+
+    def chain_where(self, *, polls: bool) -> ChainCosts:
+        """Return the costs of each block where hosts poll for messages between stages, or not; the
+        estimate of a plan of this table reads the same.
+        """
+        if polls not in self._chains:
+            split = Split(
+                degrees=self.degrees,
+                microbatch_size=self.microbatch_size,
+                layouts=self.layouts,
+                polls=polls,
+            )
+            self._chains[polls] = chain_costs(self.costs, split)
+        return self._chains[polls]
+
+    def polls(self, degrees: Degrees, *, pp: int) -> bool:
+        """Whether hosts of a pipeline of stages of this mesh poll for their messages."""
+        return self.costs.polls(degrees, pp=pp)
 
     @property
     def blocks(self) -> StageLoad:
@@ -176,24 +192,27 @@ class StageTable:
             self._least_inputs[key] = self.inputs_s(blocks, num_microbatches)
         return self._least_inputs[key]
 
-    def window(self, window: Window, replication: Replication) -> tuple[RunKinds, StageCosts]:
+    def window(
+        self, window: Window, replication: Replication, *, polls: bool = False
+    ) -> tuple[RunKinds, StageCosts]:
         """Return the kinds of a window's runs and what a run of each costs."""
-        kinds, runs = self._runs_of(window)
-        key = replication, window
+        kinds, runs = self._runs_of(window, polls)
+        key = replication, window, polls
         if key not in self._stage_costs:
             self._stage_costs[key] = StageCosts(runs=runs, replication=replication)
         return kinds, self._stage_costs[key]
 
-    def _runs_of(self, window: Window) -> tuple[RunKinds, BlockRuns]:
+    def _runs_of(self, window: Window, polls: bool) -> tuple[RunKinds, BlockRuns]:
         """Return the kinds of a window's runs and a run of each; the last windows are kept."""
-        if window not in self._kinds:
+        key = window, polls
+        if key not in self._kinds:
             if sum(kinds.of.size for kinds, _ in self._kinds.values()) > _MOST_KEPT_RUNS:
                 self._kinds.clear()
                 self._stage_costs.clear()
             kinds = self._repetition.kinds(window)
-            runs = BlockRuns(chain=self.chain, start=kinds.start, end=kinds.end)
-            self._kinds[window] = kinds, runs
-        return self._kinds[window]
+            chain = self.chain_where(polls=polls)
+            self._kinds[key] = kinds, BlockRuns(chain=chain, start=kinds.start, end=kinds.end)
+        return self._kinds[key]
 
     @cached_property
     def _repetition(self) -> Repetition:
@@ -275,9 +294,10 @@ class StageTable:
         num_microbatches: int = 1,
         splits_backward: bool = False,
         hop: Group | None = None,
+        polls: bool = False,
     ) -> RankStages:
         """Return the stages as ranks hold them under these degrees; jobs of stages that send over
-        `hop` have transfers in them that do not overlap.
+        `hop` have transfers in them that do not overlap, and hosts may poll for these (`polls`).
         """
         return RankStages(
             table=self,
@@ -287,4 +307,5 @@ class StageTable:
             num_microbatches=num_microbatches,
             splits_backward=splits_backward,
             hop=hop,
+            polls=polls,
         )

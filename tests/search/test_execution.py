@@ -33,7 +33,7 @@ SMALL = Transformer(
     layers=6, hidden=512, heads=8, kv_heads=2, ffn_hidden=1536, vocab=1024, seq_len=512
 )
 TWO_NODES = SearchRequest(num_devices=16, global_batch=32, offload="none")
-QUICK = ("megatron-core", "torchtitan")
+QUICK = ("megatron-core", "nanotron")
 OTHERS = [
     name
     for name in execution_names()
@@ -84,7 +84,7 @@ def test_bounds_hold_for_every_runtime(execution, tied, most):
         ("torchtitan", 1),
         *(
             pytest.param(name, 4, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
-            for name in (*QUICK, "nanotron", "ours-compiled")
+            for name in (*QUICK, "torchtitan", "ours-compiled")
         ),
     ],
 )

@@ -92,14 +92,10 @@ class ReplicaPrices:
             self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
         return self._stages[key]
 
-    def _exchange(
-        self, profile: Profile, *, num_tensors: int = 0, **sizes: Any
-    ) -> DataParallelSeconds:
+    def _exchange(self, profile: Profile, **sizes: Any) -> DataParallelSeconds:
         """Return what a stage exchanges, nothing hidden, on a profile."""
         if self._costs.execution.prices == "profile":
-            return data_parallel_seconds(
-                profile, self._group, self._replication, num_tensors=num_tensors, **sizes
-            )
+            return data_parallel_seconds(profile, self._group, self._replication, **sizes)
         return executed_exchange(
             cast(ExecutedProfile, profile), self._group, self._replication, **sizes
         )
@@ -118,6 +114,7 @@ class ReplicaPrices:
             cast(Profile, _LeastMessages(self._costs.profile)),
             param_bytes=param_bytes,
             num_blocks=num_blocks,
+            num_tensors=0,
         )
         return DataParallelSeconds(
             **{
