@@ -7,7 +7,10 @@ import pytest
 from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.time.program import ProgramCost, price_program
+from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
+from planner.layout.axes import Degrees
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.templates import Transformer, build_transformer
@@ -50,6 +53,30 @@ def priced(name: str, h100: Profile, plan: Plan) -> Estimate:
 
 GOLDEN = {"dp": 0.3464707276795657, "pp": 0.5413469246210904}
 """From before there were executions: the template is what a capture of the model is."""
+
+
+def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
+    """Frozen weights have no products for their gradients, and what nothing trained precedes has no
+    backward at all, on the device or on the host."""
+    profile = cost_cache(GRAPH, h100, 8, execution=find_execution("megatron-core")).profile
+    layer = GRAPH.classes[1].bind(1)
+
+    def priced_with(needs) -> ProgramCost:
+        tensors = tuple(
+            replace(meta, requires_grad=meta.requires_grad and needs(meta))
+            for meta in layer.tensors
+        )
+        axes = lowered_groups(h100.cluster, Degrees())
+        return price_program(replace(layer, tensors=tensors), profile, axes=axes)
+
+    trained = priced_with(lambda meta: True)
+    frozen = priced_with(lambda meta: meta.kind != "param")
+    nothing = priced_with(lambda meta: False)
+    assert trained.forward_s == frozen.forward_s == nothing.forward_s
+    assert frozen.weight_s == 0
+    # Half of the products' backward, which is most of a layer's; attention's stays whole.
+    assert 0.45 < frozen.backward_s / trained.backward_s < 0.65
+    assert (nothing.backward_s, nothing.host_backward_s, nothing.backward_comm_s) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["dp", "pp"])
