@@ -19,7 +19,8 @@ from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
-from planner.layout.axes import Degrees, lowered_axes
+from planner.layout.axes import FOLDED, Degrees, lowered_axes
+from planner.layout.experts import spread_experts
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
@@ -94,9 +95,12 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
-            executes = self.profile
-            if isinstance(executes, ExecutedProfile) and executes.execution.rings_attention:
-                program = with_rings(program, degrees["cp"])
+            fullest, executes = 1.0, self.profile
+            if isinstance(executes, ExecutedProfile):
+                fullest = executes.execution.fullest_experts
+                if executes.execution.rings_attention:
+                    program = with_rings(program, degrees["cp"])
+            program = spread_experts(program, degrees["ep"], fullest=fullest)
             self._local[key] = program
         return self._local[key]
 
@@ -181,6 +185,6 @@ def _key(
     class_index: int, microbatch_size: int, degrees: Degrees, layouts: tuple[ClassLayout, ...]
 ) -> tuple:
     """Return all that the program of a rank depends on."""
-    sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
+    sizes = tuple([degrees[axis.name] for axis in (*lowered_axes(), *FOLDED)])
     used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
     return class_index, microbatch_size, sizes, used

@@ -98,6 +98,7 @@ def _product_seconds(op: Op, local: Program, profile: ExecutedProfile, *, is_hea
     shapes = tuple(tensor[name].shape_at(1) for name in op.inputs)
     batch, m, n, k = matmul_sizes(shapes, op.target)
     of_weights = any(tensor[name].kind == "param" for name in op.inputs)
+    of_weights |= family_of(op.target).deals_rows
     dtype = tensor[op.outputs[0]].dtype
     if of_weights and not is_head and dtype in ("bfloat16", "float16"):
         dtype = profile.product_dtype

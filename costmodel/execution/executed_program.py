@@ -28,7 +28,8 @@ from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
 from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.experts import grouped_products
+from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.families.products.attention import RING
 from planner.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION
@@ -77,12 +78,17 @@ def executed_times(
     if recomputed and not is_whole and execution.selective_skips_layers:
         recomputed_s = forward_s / 2
     forward_host = issued * (rates.host_op_s + wait)
-    forward_wait_s = host_seconds(execution, forward_s + comm.forward_s, forward_host)
+    # Where the host reads how many rows go where before it sends them, it has nothing queued then.
+    sent_s = comm.rows_s if execution.dropless else 0.0
+    forward_busy_s = forward_s + comm.forward_s - sent_s
+    forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
     backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    backward_busy_s = backward_s + comm.backward_s - sent_s
+    backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
         backward=Spent(
-            backward_s, host_seconds(execution, backward_s + comm.backward_s, backward_host)
+            backward_s, backward_wait_s
         ),
         recomputed=Spent(
             recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
@@ -100,7 +106,10 @@ def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
     if any(packet_of(op.target) in LOSSES for op in local.ops):
         return execution.head_kernels
     if any(is_product(op) for op in local.ops):
-        return execution.forward_kernels
+        grouped = grouped_products(local)
+        experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 0
+        routed = execution.router_kernels + execution.expert_kernels * experts if grouped else 0
+        return execution.forward_kernels + routed
     return kernels
 
 
@@ -109,6 +118,8 @@ class _Comm:
     forward_s: float
     backward_s: float
     skew_s: float
+    rows_s: float
+    """Part of both that sends rows to their experts and back."""
     kernels: int
 
 
@@ -122,7 +133,7 @@ def _exposed(
     """Collectives of a block as far as compute does not hide them, and waits at them."""
     execution = profile.execution
     there_s = back_s = 0.0
-    ring_s = ring_back_s = 0.0
+    ring_s = ring_back_s = rows_s = 0.0
     cp = axes["cp"].size
     count = 0
     sums = 0
@@ -138,7 +149,11 @@ def _exposed(
             continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
-                there_s += sum(inner_seconds(op, local.tensor, profile, axes))
+                inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
+                if op.target == EXCHANGE_ROWS:
+                    rows_s += inner_s
+                else:
+                    there_s += inner_s
             continue
         if local.tensor[op.inputs[0]].kind == "param":
             # Gradients of parameters that all ranks have are summed once a step, with the others.
@@ -157,9 +172,13 @@ def _exposed(
     # of each round may be hidden.
     there_s += max(ring_s / cp, ring_s - attention.forward_s)
     back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
+    # Experts have nothing to do before their rows are there; gradients go the same ways, back.
+    there_s += rows_s
+    back_s += rows_s
     return _Comm(
         forward_s=there_s,
         backward_s=back_s,
         skew_s=sums * profile.skew_seconds(size),
+        rows_s=rows_s,
         kernels=count,
     )

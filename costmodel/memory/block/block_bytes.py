@@ -17,6 +17,7 @@ from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
 from costmodel.memory.saved import HELD_ANYWAY, SavedTensors, saved_tensors
 from planner.graph import Program
+from planner.layout.experts import spread_params
 from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.plan import Recompute
 
@@ -52,6 +53,8 @@ class BlockBytes:
     """Bytes of frozen parameters, by local name."""
     param_rows: Mapping[str, int]
     """Lengths of their first dims, along which ZeRO shards."""
+    spread: frozenset[str]
+    """Those parameters that lie on the experts' mesh."""
     kept_bytes: int
     """Kept between forward and backward, values at the edges apart."""
     recomputed_bytes: int
@@ -132,6 +135,7 @@ def _block_bytes(
         params={name: size for name, size in sizes.items() if tensor[name].requires_grad},
         frozen={name: size for name, size in sizes.items() if not tensor[name].requires_grad},
         param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
+        spread=spread_params(program),
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
         forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),

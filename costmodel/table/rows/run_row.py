@@ -58,6 +58,9 @@ class RunRow:
     schedule: str
     recompute: str
     ep: int = 1
+    """Ranks of a stage that share the experts."""
+    etp: int = 1
+    """tp ranks that share each expert's matrices; 1: whole experts lie on tp ranks, too."""
     assumed: tuple[str, ...] = field(default=())
 
     @property
@@ -74,8 +77,15 @@ class RunRow:
             cp=self.cp,
             sequence_parallel=self.sequence_parallel,
             dtype=self.dtype,
-            ep=self.ep,
+            ep=self.data_ep,
         )
+
+    @property
+    def data_ep(self) -> int:
+        """Ranks with other samples or positions that share the experts. Of experts on tp ranks
+        each has as much as when tp splits them.
+        """
+        return self.ep if self.ep <= self.dp * self.cp or self.ep % self.tp else self.ep // self.tp
 
     def assumed_to_be(self, column: str) -> bool:
         """Whether a column was filled in."""
@@ -112,11 +122,12 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     if shape.ffn_hidden < tp:
         raise RowError(f"tp={tp} is more than ffn_hidden={shape.ffn_hidden}")
     ep = cells.given("ep", least=0) or 1
+    if ep > dp * cp * tp:
+        ep = cells.assume("ep", dp * cp * tp)
     if shape.num_experts > 1:
         _check_divides("ep", ep, "num_experts", shape.num_experts)
-    if ep > dp * cp and ep % tp == 0:
-        # Experts lie on tp ranks too, each whole on one: as much as when tp splits them.
-        ep //= tp
+    # Where dp and cp ranks are too few, whole experts lie on tp ranks, too.
+    etp = 1 if ep > dp * cp else _said_etp(cells) or tp
     batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
     interleaves = stack.interleaves and batch % (dp * micro_batch * pp) == 0
     schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp, interleaves=interleaves)
@@ -132,6 +143,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         vpp=vpp,
         dp=dp,
         ep=ep,
+        etp=etp,
         sequence_parallel=bool(
             cells.number("sp", int(stack.sequence_parallel and tp > 1), least=0)
         ),
@@ -140,6 +152,12 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         recompute=_recompute(cells, stack),
         assumed=tuple(cells.assumed),
     )
+
+
+def _said_etp(cells: Cells) -> int | None:
+    """Return the tp ranks that share an expert's matrices, as a column or the notes say."""
+    noted = re.search(r"\betp\s*=?\s*(\d+)", cells.text("notes"))
+    return cells.given("etp") or (int(noted[1]) if noted else None)
 
 
 def _check_divides(name: str, part: int, of: str, whole: int) -> None:
