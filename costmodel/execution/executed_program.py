@@ -87,9 +87,7 @@ def executed_times(
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
-        backward=Spent(
-            backward_s, backward_wait_s
-        ),
+        backward=Spent(backward_s, backward_wait_s),
         recomputed=Spent(
             recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
         ),

@@ -7,10 +7,12 @@ A ring or a switch moves, through each rank's link, a fixed share of the full te
     broadcast, send_recv     1
 
 (the "bus bandwidth" factors of nccl-tests, doc/PERFORMANCE.md), so beta scales with the share
-and with the bandwidth that the group has. Between nodes a ring crosses once for all ranks of a node,
-over all their links. In an all_to_all each rank sends its own to other nodes, over its own link:
-(n - ranks of a node) / n, and no measurement of a ring says what that takes. alpha scales with the number of dependent steps,
-taken as log2 n, twice for all_reduce.
+and with the bandwidth that the group has. alpha scales with the number of dependent steps, taken
+as log2 n, twice for all_reduce.
+
+Between nodes a ring crosses once for all ranks of a node, over all their links. In an all_to_all
+each rank sends its own to other nodes, over its own link: (n - ranks of a node) / n of it. What
+was measured of a ring says nothing of that.
 """
 
 from __future__ import annotations
