@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.rings import with_rings
+from costmodel.execution.saves import remade_in_backward, with_sized_losses
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
@@ -100,6 +101,7 @@ class CostCache:
                 fullest = executes.execution.fullest_experts
                 if executes.execution.rings_attention:
                     program = with_rings(program, degrees["cp"])
+                program = with_sized_losses(program, executes.execution.loss_bytes)
             program = spread_experts(program, degrees["ep"], fullest=fullest)
             self._local[key] = program
         return self._local[key]
@@ -153,6 +155,7 @@ class CostCache:
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
                 recomputed=ops_made_again(whole, local, recomputed),
+                remade=remade_in_backward(local, self.profile),
             )
         return self._bytes[key]
 
@@ -185,6 +188,7 @@ def _key(
     class_index: int, microbatch_size: int, degrees: Degrees, layouts: tuple[ClassLayout, ...]
 ) -> tuple:
     """Return all that the program of a rank depends on."""
-    sizes = tuple([degrees[axis.name] for axis in (*lowered_axes(), *FOLDED)])
+    sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
+    sizes += tuple([degrees[axis.name] for axis in FOLDED])
     used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
     return class_index, microbatch_size, sizes, used

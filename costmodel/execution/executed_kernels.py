@@ -25,7 +25,12 @@ from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
-LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "cross_entropy_sum")
+LOSSES = (
+    "cross_entropy_loss",
+    "vocab_cross_entropy",
+    "sized_vocab_cross_entropy",
+    "cross_entropy_sum",
+)
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
 

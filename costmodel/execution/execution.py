@@ -55,6 +55,13 @@ class Execution:
     fullest_experts: float
     """Rows of the rank whose experts are picked most, over the mean of all ranks that share a
     layer's experts; 1 where routing is forced to be even."""
+    fused_saves: bool
+    """A fused kernel saves what it takes for its backward, not what it makes inside."""
+    regathers: bool
+    """What tp ranks gather for a product is saved in parts, and gathered again for the backward."""
+    loss_bytes: int
+    """Memory of a logit while the loss over parts of a vocabulary is computed: the logit itself, and
+    what is made of it in fp32."""
     copies_update: bool
     """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
     else it goes over flat buffers in place."""

@@ -8,6 +8,7 @@ from math import prod
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_program import executed_times
+from costmodel.execution.saves import remade_in_backward
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
@@ -101,6 +102,11 @@ def price_program(
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
         times = executed_times(local, profile, axes=axes, saved=saved, recomputed=remade)
+        saved = saved_tensors(
+            local,
+            device_type=profile.cluster.device_type,
+            remade=remade_in_backward(local, profile),
+        )
     else:
         times = _program_times(local, profile, axes, remade, kernels, products)
     forward_peak, backward_peak = peak_bytes(saved, products)

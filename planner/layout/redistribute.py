@@ -96,7 +96,7 @@ def inner_collectives(
     """
     if op.target == "planner.divide_by_count":
         return (("all_reduce", DTYPE_BYTES["int64"]),)
-    if op.target == "planner.vocab_cross_entropy":
+    if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
         logits = tensor[op.inputs[0]]
         shape = logits.shape_at(1)
         samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]

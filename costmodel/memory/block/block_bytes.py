@@ -15,7 +15,13 @@ from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
-from costmodel.memory.saved import HELD_ANYWAY, SavedTensors, saved_tensors
+from costmodel.memory.saved import (
+    HELD_ANYWAY,
+    NOTHING_REMADE,
+    Remade,
+    SavedTensors,
+    saved_tensors,
+)
 from planner.graph import Program
 from planner.layout.experts import spread_params
 from planner.ops.weight_products import ProductArgs, deferrable_products
@@ -53,8 +59,6 @@ class BlockBytes:
     """Bytes of frozen parameters, by local name."""
     param_rows: Mapping[str, int]
     """Lengths of their first dims, along which ZeRO shards."""
-    spread: frozenset[str]
-    """Those parameters that lie on the experts' mesh."""
     kept_bytes: int
     """Kept between forward and backward, values at the edges apart."""
     recomputed_bytes: int
@@ -65,15 +69,22 @@ class BlockBytes:
     """Height of the recomputation."""
     backward: Callable[..., BackwardWalk]
     """`backward_walk` of the block; it remembers its results."""
+    spread: frozenset[str] = frozenset()
+    """Those of its parameters that lie on the experts' mesh."""
     deferred: BlockBytes | None = None
     """The block with its weight gradients deferred, if it keeps other things then."""
 
 
 def block_bytes(
-    program: Program, *, device_type: str, recompute: Recompute, recomputed: frozenset[str]
+    program: Program,
+    *,
+    device_type: str,
+    recompute: Recompute,
+    recomputed: frozenset[str],
+    remade: Remade = NOTHING_REMADE,
 ) -> BlockBytes:
     """Return what a bound local program holds; `recomputed` names the ops that run again when
-    `recompute` is "selective".
+    `recompute` is "selective", `remade` what a backward makes again (`saved_tensors`).
     """
     if not any(program.tensor[name].requires_grad for name in program.outputs):
         recompute = "none"  # no backward: nothing would read what runs again
@@ -82,7 +93,13 @@ def block_bytes(
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
     saved, deferred = (
-        saved_tensors(program, device_type=device_type, deferred=names, held_anyway=held_anyway)
+        saved_tensors(
+            program,
+            device_type=device_type,
+            deferred=names,
+            held_anyway=held_anyway,
+            remade=remade,
+        )
         for names in (none, frozenset(products))
     )
     block = _block_bytes(saved, products, again, is_recomputed=recompute != "none")

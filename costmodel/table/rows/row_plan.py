@@ -55,13 +55,14 @@ def transformer_of(run: RunRow) -> Transformer:
             per_token=shape.experts_per_token,
             width=shape.ffn_hidden,
             shared=shape.shared_experts,
+            dense_layers=shape.dense_layers,
         )
     return Transformer(
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        ffn_hidden=shape.ffn_hidden,
+        ffn_hidden=shape.dense_ffn or shape.ffn_hidden,
         # A vocabulary that tp splits is padded.
         vocab=-(-shape.vocab // (128 * run.tp)) * 128 * run.tp if run.tp > 1 else shape.vocab,
         seq_len=shape.seq_len,

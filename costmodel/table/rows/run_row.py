@@ -9,7 +9,12 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.named_models import model_of_size, named_model, params_in_name
+from costmodel.table.rows.named_models import (
+    NamedModel,
+    model_of_size,
+    named_model,
+    params_in_name,
+)
 from costmodel.table.rows.row_cells import Cells, RowError, real
 from costmodel.table.rows.row_stack import seq_len_of, stack_of_row
 from costmodel.table.rows.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
@@ -273,7 +278,16 @@ def _shape(cells: Cells, stack: Execution) -> TransformerShape:
         query_rank=usual("query_rank", 0) or 0,
         key_rank=usual("key_rank", 0) or 0,
         rope_dim=usual("rope_dim", 0) or 0,
+        dense_layers=0 if known is None else _dense_layers(known, layers),
+        dense_ffn=usual("dense_ffn", 0) or 0,
     )
+
+
+def _dense_layers(known: NamedModel, layers: int) -> int:
+    """Return the first layers without experts; of a shortened model as large a part, at least 1."""
+    if layers >= known.layers or not known.dense_layers:
+        return known.dense_layers
+    return max(1, round(known.dense_layers * layers / known.layers))
 
 
 def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:
