@@ -60,8 +60,8 @@ class Execution:
     regathers: bool
     """What tp ranks gather for a product is saved in parts, and gathered again for the backward."""
     loss_bytes: int
-    """Memory of a logit while the loss over parts of a vocabulary is computed: the logit itself, and
-    what is made of it in fp32."""
+    """Memory of a logit while the loss over parts of a vocabulary is computed: the logit, and what
+    is made of it in fp32."""
     copies_update: bool
     """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
     else it goes over flat buffers in place."""
