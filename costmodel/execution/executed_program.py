@@ -42,8 +42,12 @@ def executed_times(
     axes: Mapping[str, Axis],
     saved: SavedTensors,
     recomputed: frozenset[str],
+    polls: bool = False,
 ) -> ProgramTimes:
-    """Return the times of a bound program that was lowered on `axes`."""
+    """Return the times of a bound program that was lowered on `axes`.
+
+    `polls` says that messages between stages cross nodes (`Execution.polled_late_s`).
+    """
     execution, rates = profile.execution, profile.rates
     forward_s = backward_s = weight_s = recomputed_s = 0.0
     forward_flop = backward_flop = 0.0
@@ -77,12 +81,14 @@ def executed_times(
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
     if recomputed and not is_whole and execution.selective_skips_layers:
         recomputed_s = forward_s / 2
-    forward_host = issued * (rates.host_op_s + wait)
+    # Every host of a group reaches a collective late at times, and all wait for the last.
+    polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
     # Where the host reads how many rows go where before it sends them, it has nothing queued then.
     sent_s = comm.rows_s if execution.dropless else 0.0
+    forward_host = issued * (rates.host_op_s + wait) + polled_s
     forward_busy_s = forward_s + comm.forward_s - sent_s
     forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
-    backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    backward_host = 2 * issued * (rates.host_backward_op_s + wait) + polled_s
     backward_busy_s = backward_s + comm.backward_s - sent_s
     backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
@@ -119,6 +125,7 @@ class _Comm:
     rows_s: float
     """Part of both that sends rows to their experts and back."""
     kernels: int
+    size: int
 
 
 def _exposed(
@@ -179,4 +186,5 @@ def _exposed(
         skew_s=sums * profile.skew_seconds(size),
         rows_s=rows_s,
         kernels=count,
+        size=size,
     )

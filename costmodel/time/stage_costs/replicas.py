@@ -154,6 +154,7 @@ class ReplicaPrices:
                 replication,
                 param_bytes=param_bytes,
                 num_blocks=int(num_blocks),
+                num_tensors=int(num_tensors),
                 **frozen,
             )
         return data_parallel_seconds(
