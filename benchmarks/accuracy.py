@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py [rows.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
     python benchmarks/accuracy.py [rows.csv] --estimate [--fits] [--stalled]
+    python benchmarks/accuracy.py ... [--groups] [--plot FILE]
 
 Rows are those of dense pre-training with a full layout; with `--experts` those of mixtures of
 experts instead, to which nothing is fitted. The measured step time is the
@@ -14,7 +15,8 @@ fitted on and the error that is left.
 With `--estimate` each row becomes a template's graph, a plan and an execution, and is priced by the
 `estimate` that picks plans, instead of by the closed forms; `--fits` adds its exact memory, and
 whether what it says fits is what ran. Sources with stalled runs (`stalls`) get a second line
-without these, and `--stalled` lists them.
+without these, and `--stalled` lists them. `--groups` ranks the layouts of each model, machine and
+batch; `--plot` draws predicted against measured steps.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from accuracy_groups import Ranking, plot, print_rankings, rankings
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -165,34 +168,12 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
     return cases, dict(refused)
 
 
-def kendall_tau(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Agreement of two rankings: pairs ordered alike minus otherwise, over all pairs."""
-    first, second = np.triu_indices(len(measured), k=1)
-    signs = np.sign(predicted[first] - predicted[second]) * np.sign(
-        measured[first] - measured[second]
-    )
-    return float(signs.mean())
-
-
-def rankings(
-    cases: list[Case], errors: np.ndarray
-) -> tuple[float | None, float | None, float | None]:
-    """Return mean Kendall tau, and mean and median regret, over groups of one model, GPUs and
-    batch.
-    """
-    groups: dict[tuple, list[int]] = defaultdict(list)
-    for index, case in enumerate(cases):
-        groups[case.group].append(index)
-    taus, regrets = [], []
-    for members in groups.values():
-        if len(members) < 2:
-            continue
-        measured = np.array([cases[i].step_s for i in members])
-        predicted = measured * (1 + errors[members])
-        taus.append(kendall_tau(predicted, measured))
-        regrets.append(measured[predicted.argmin()] / measured.min() - 1)
-    if not taus:
+def means_of(found: list[Ranking]) -> tuple[float | None, float | None, float | None]:
+    """Return mean Kendall tau, and mean and median regret, of groups."""
+    if not found:
         return None, None, None
+    regrets = [group.regret for group in found]
+    taus = [group.kendall_tau for group in found]
     return float(np.mean(taus)), float(np.mean(regrets)), float(np.median(regrets))
 
 
@@ -271,7 +252,7 @@ def report(
             continue
         chosen = [c for c, keep in zip(cases, mask, strict=True) if keep]
         e = errors[mask]
-        tau, regret, median_regret = rankings(chosen, e)
+        tau, regret, median_regret = means_of(rankings(chosen, e))
         memory = [
             (memory_bytes or closed_memory_bytes)(c) / GIB / c.measured_gib - 1
             for c in chosen
@@ -357,6 +338,8 @@ def main() -> int:
     parser.add_argument(
         "--estimate", action="store_true", help="price rows as plans, with what picks plans"
     )
+    parser.add_argument("--groups", action="store_true", help="ranking of each group of layouts")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a page of plots")
     parser.add_argument("--stalled", action="store_true", help="list runs held for stalled")
     parser.add_argument(
         "--fits", action="store_true", help="whether what is said to fit is what ran"
@@ -399,7 +382,12 @@ def main() -> int:
                       f"ZeRO {run.zero_stage}: {case.step_s:.1f} s")  # fmt: skip
         lines = report(cases, errors=errors, memory_bytes=estimated_memory_bytes, stalled=stalled)
     else:
-        lines = report(cases, held_out(cases) if options.held_out else None)
+        errors = relative_errors(cases)
+        lines = report(cases, held_out(cases) if options.held_out else None, errors)
+    if options.groups:
+        print_rankings(rankings(cases, errors))
+    if options.plot:
+        plot(cases, errors, options.plot)
     if options.json:
         print(json.dumps({"lines": lines, "refused": refused}, indent=1))
         return 0
