@@ -5,7 +5,8 @@ fused_saves      a fused kernel saves what it takes and makes the rest again: a 
 regathers        what tp ranks gather for a product is saved as each rank's part, and gathered
                  again for the weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
                  section 4.2.2)
-loss_in_place    the loss over parts of a vocabulary works on one copy of its logits
+copies_values    attention's values are a copy, not a part of the product that made them
+loss_bytes       how much memory a loss over parts of a vocabulary takes for a logit
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from planner.graph import Op, Program
 from planner.layout.placement import Replicate, Shard, parse_placement
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
+from planner.ops.record import family_of
 from profiles import Profile
+from profiles.lookup.families import ATTENTION
 
 
 def remade_in_backward(local: Program, profile: Profile) -> Remade:
@@ -37,6 +40,10 @@ def remade_in_backward(local: Program, profile: Profile) -> Remade:
             inside = _inside(ops)
             for op in ops:
                 found[op.name] |= inside
+    if profile.execution.copies_values:
+        for op in local.ops:
+            if family_of(op.target).arithmetic == ATTENTION:
+                found[op.name][op.inputs[2]] = ()
     if profile.execution.regathers:
         gathered = {op.outputs[0]: op.inputs for op in local.ops if _gathers(op, local)}
         for op in local.ops:

@@ -23,7 +23,8 @@ HELD_ANYWAY = frozenset({"param", "buffer", "constant", "input"})
 
 
 Remade = Mapping[str, Mapping[str, tuple[str, ...]]]
-"""By op: tensors that its backward makes again, each with those that are saved for that instead."""
+"""By op: tensors that its backward makes again, each with those that are saved for that instead;
+with none, a tensor is saved as a copy of its own."""
 
 NOTHING_REMADE: Remade = {}
 
@@ -143,7 +144,9 @@ def saved_tensors(
         for op in program.ops
     }
     if remade:
-        saved = {name: _instead(mine, remade.get(name, {})) for name, mine in saved.items()}
+        saved = {
+            name: _instead(mine, remade.get(name, {}), program) for name, mine in saved.items()
+        }
     for name, mine in saved.items():
         first = []
         for tensor in mine.tensors:
@@ -163,9 +166,11 @@ def saved_tensors(
     )
 
 
-def _instead(saved: Saved, remade: Mapping[str, tuple[str, ...]]) -> Saved:
+def _instead(saved: Saved, remade: Mapping[str, tuple[str, ...]], program: Program) -> Saved:
     names = dict.fromkeys(of for name in saved.tensors for of in remade.get(name, (name,)))
-    return Saved(tensors=tuple(names), extra_bytes=saved.extra_bytes)
+    copies = [program.tensor[name] for name in saved.tensors if remade.get(name) == ()]
+    extra = sum(meta.bytes_at(1) for meta in copies)
+    return Saved(tensors=tuple(names), extra_bytes=saved.extra_bytes + extra)
 
 
 def _saved_by(op: Op, storages: StorageMap) -> Saved:
