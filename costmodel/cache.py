@@ -14,6 +14,7 @@ from costmodel.execution import Execution
 from costmodel.execution.executed import execution_of
 from costmodel.execution.own_modules import causal_inputs, causal_masks, with_own_modules
 from costmodel.execution.rings import with_rings
+from costmodel.execution.saves import remade_in_backward, with_sized_losses
 from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
@@ -22,7 +23,8 @@ from costmodel.table.fusion import Kernels
 from costmodel.time.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
-from planner.layout.axes import Degrees, lowered_axes
+from planner.layout.axes import FOLDED, Degrees, lowered_axes
+from planner.layout.experts import spread_experts
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
 from planner.plan import ClassLayout, Recompute
@@ -146,10 +148,15 @@ class CostCache:
                     axis_size=degrees[axis.name],
                     sum_later=axis.whole_params,
                 )
-            if self.execution.prices == "rates":
+            executes, fullest = self.execution, 1.0
+            if executes.prices == "rates":
+                fullest = executes.fullest_experts
                 program = with_own_modules(program, self._causal.get(class_index, frozenset()))
-            if self.execution.rings_attention:
+            if executes.rings_attention:
                 program = with_rings(program, degrees["cp"])
+            if executes.prices == "rates":
+                program = with_sized_losses(program, executes.loss_bytes)
+            program = spread_experts(program, degrees["ep"], fullest=fullest)
             self._local[key] = program
         return self._local[key]
 
@@ -204,6 +211,7 @@ class CostCache:
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
                 recomputed=ops_made_again(whole, local, recomputed),
+                remade=remade_in_backward(local, self.profile),
             )
         return self._bytes[key]
 
@@ -237,5 +245,6 @@ def _key(
 ) -> tuple:
     """Return all that the program of a rank depends on."""
     sizes = tuple([degrees[axis.name] for axis in lowered_axes()])
+    sizes += tuple([degrees[axis.name] for axis in FOLDED])
     used = tuple([layout for layout in layouts if degrees[layout.axis] > 1])
     return class_index, microbatch_size, sizes, used

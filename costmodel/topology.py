@@ -65,10 +65,18 @@ def group_along(cluster: ClusterSpec, degrees: Degrees, name: str) -> Group:
 
 def lowered_groups(cluster: ClusterSpec, degrees: Degrees) -> dict[str, Axis]:
     """Return the axes that a block's program may be lowered on, by name."""
-    return {
+    own = {
         axis.name: Axis(size=degrees[axis.name], group=group_along(cluster, degrees, axis.name))
         for axis in lowered_axes()
     }
+    # The experts' mesh deals a stage's ranks in order: to etp, then to ep.
+    experts = axis_group(cluster, size=degrees["ep"], stride=degrees["etp"])
+    return own | {"ep": Axis(size=degrees["ep"], group=experts)}
+
+
+def expert_group(cluster: ClusterSpec, degrees: Degrees, *, replicas: int) -> Group:
+    """Return the group of so many ranks with the same experts."""
+    return axis_group(cluster, size=replicas, stride=degrees.expert_parts)
 
 
 def replica_mesh(degrees: Degrees) -> Degrees:

@@ -25,7 +25,12 @@ from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES
 from profiles.lookup.families import ATTENTION, MATMUL, matmul_sizes
 
-LOSSES = ("cross_entropy_loss", "vocab_cross_entropy", "cross_entropy_sum")
+LOSSES = (
+    "cross_entropy_loss",
+    "vocab_cross_entropy",
+    "sized_vocab_cross_entropy",
+    "cross_entropy_sum",
+)
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
 
@@ -131,6 +136,7 @@ def _product_seconds(
     batch, m, _, k = sizes[0]
     n = sum(columns for _, _, columns, _ in sizes)
     of_weights = any(tensor[name].kind == "param" for name in op.inputs)
+    of_weights |= family_of(op.target).deals_rows
     dtype = tensor[op.outputs[0]].dtype
     if of_weights and not is_head and dtype in ("bfloat16", "float16"):
         dtype = profile.product_dtype

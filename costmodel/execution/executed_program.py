@@ -28,7 +28,8 @@ from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
 from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.experts import grouped_products
+from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.families.products.attention import RING
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
@@ -83,16 +84,19 @@ def executed_times(
         recomputed_s = forward_s / 2
     # Every host of a group reaches a collective late at times, and all wait for the last.
     polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
+    # Where the host reads how many rows go where before it sends them, it has nothing queued then.
+    sent_s = comm.rows_s if execution.dropless else 0.0
     forward_host = issued * (rates.host_op_s + wait) + polled_s
-    forward_wait_s = host_seconds(execution, forward_s + comm.forward_s, forward_host)
+    forward_busy_s = forward_s + comm.forward_s - sent_s
+    forward_wait_s = host_seconds(execution, forward_busy_s, forward_host)
     has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     issued_back = max(0, 2 * issued - _without_gradient(local))
     backward_host = has_backward * (issued_back * (rates.host_backward_op_s + wait) + polled_s)
+    backward_busy_s = backward_s + comm.backward_s - sent_s
+    backward_wait_s = host_seconds(execution, backward_busy_s, backward_host)
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
-        backward=Spent(
-            backward_s, host_seconds(execution, backward_s + comm.backward_s, backward_host)
-        ),
+        backward=Spent(backward_s, backward_wait_s),
         recomputed=Spent(
             recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
         ),
@@ -109,7 +113,10 @@ def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
     if any(packet_of(op.target) in LOSSES for op in local.ops):
         return execution.head_kernels
     if any(is_product(op) for op in local.ops):
-        return execution.forward_kernels
+        grouped = grouped_products(local)
+        experts = local.tensor[grouped[0].inputs[1]].shape_at(1)[0] if grouped else 0
+        routed = execution.router_kernels + execution.expert_kernels * experts if grouped else 0
+        return execution.forward_kernels + routed
     return kernels
 
 
@@ -130,6 +137,8 @@ class _Comm:
     forward_s: float
     backward_s: float
     skew_s: float
+    rows_s: float
+    """Part of both that sends rows to their experts and back."""
     kernels: int
     size: int
 
@@ -144,7 +153,7 @@ def _exposed(
     """Collectives of a block as far as compute does not hide them, and waits at them."""
     execution = profile.execution
     there_s = back_s = 0.0
-    ring_s = ring_back_s = 0.0
+    ring_s = ring_back_s = rows_s = 0.0
     cp = axes["cp"].size
     count = 0
     sums = 0
@@ -160,7 +169,11 @@ def _exposed(
             continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):
-                there_s += sum(inner_seconds(op, local.tensor, profile, axes))
+                inner_s = sum(inner_seconds(op, local.tensor, profile, axes))
+                if op.target == EXCHANGE_ROWS:
+                    rows_s += inner_s
+                else:
+                    there_s += inner_s
             continue
         if local.tensor[op.inputs[0]].kind == "param":
             # Gradients of parameters that all ranks have are summed once a step, with the others.
@@ -179,10 +192,14 @@ def _exposed(
     # of each round may be hidden.
     there_s += max(ring_s / cp, ring_s - attention.forward_s)
     back_s += max(ring_back_s / cp, ring_back_s - attention.backward_s)
+    # Experts have nothing to do before their rows are there; gradients go the same ways, back.
+    there_s += rows_s
+    back_s += rows_s
     return _Comm(
         forward_s=there_s,
         backward_s=back_s,
         skew_s=sums * profile.skew_seconds(size),
+        rows_s=rows_s,
         kernels=count,
         size=size,
     )

@@ -45,6 +45,25 @@ class Execution:
     """Ops that the host issues for a layer's forward; a backward has twice as many."""
     head_kernels: int
     """Ops that it issues for the output matrix and the loss."""
+    router_kernels: int
+    """Ops that it issues besides for a layer's router, and to put rows in their experts' order."""
+    expert_kernels: int
+    """Ops that it issues besides for each expert that a rank has."""
+    dropless: bool
+    """Experts take all rows that are sent to them, and the host reads how many before it sends
+    them; else they take a fixed number, and the others are dropped."""
+    fullest_experts: float
+    """Rows of the rank whose experts are picked most, over the mean of all ranks that share a
+    layer's experts; 1 where routing is forced to be even."""
+    fused_saves: bool
+    """A fused kernel saves what it takes for its backward, not what it makes inside."""
+    regathers: bool
+    """What tp ranks gather for a product is saved in parts, and gathered again for the backward."""
+    copies_values: bool
+    """Attention's values are copied out of the product that makes them with queries and keys."""
+    loss_bytes: int
+    """Memory of a logit while the loss over parts of a vocabulary is computed: the logit, and what
+    is made of it in fp32."""
     copies_update: bool
     """The optimizer's step makes one more copy of what it steps on, as fused and foreach steps do;
     else it goes over flat buffers in place."""

@@ -62,9 +62,9 @@ def layer_cp_seconds(run: RunRow, profile: Profile, rates: DeviceRates, layer: S
 
 def layer_ep_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     """Return tokens' way to their experts and back, once; a backward sends as many."""
-    if run.ep == 1:
+    if run.data_ep == 1:
         return 0.0
-    group = axis_group(profile.cluster, size=run.ep, stride=run.tp)
+    group = axis_group(profile.cluster, size=run.data_ep, stride=run.tp)
     shape = run.shape
     tokens = run.micro_batch * shape.seq_len / run.cp
     if run.sequence_parallel:
@@ -107,7 +107,7 @@ def gather_seconds(run: RunRow, profile: Profile, rates: DeviceRates) -> float:
     group = group_along(profile.cluster, _degrees(run), "data")
     if group.num_nodes > 1 and not run.stack.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
-    num_bytes = 2 * run.shape.held_params(run.ep) / run.tp
+    num_bytes = 2 * run.shape.held_params(run.data_ep) / run.tp
     return _collective(profile, rates, "all_gather", num_bytes, group)
 
 
@@ -119,7 +119,7 @@ def end_of_step_seconds(
     """
     shape = run.shape
     per_rank = shape.layers / run.pp
-    params = (shape.held_params(run.ep) * per_rank + shape.embedding_params) / run.tp
+    params = (shape.held_params(run.data_ep) * per_rank + shape.embedding_params) / run.tp
     owned = params
     if run.zero_stage:
         # Between them, dp ranks have all experts.

@@ -36,6 +36,9 @@ class TransformerShape:
     With `key_rank`, attention is latent (DeepSeek-AI 2024, arXiv 2405.04434, section 2.1): keys and
     values are made from so many columns, queries from `query_rank` (0: from all), and keys are
     `rope_dim` wider than values.
+
+    The first `dense_layers` of a model with experts have a feed-forward of width `dense_ffn`; the
+    closed forms take them to be as wide as the experts of a token, as they nearly are.
     """
 
     layers: int
@@ -53,6 +56,8 @@ class TransformerShape:
     query_rank: int = 0
     key_rank: int = 0
     rope_dim: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
 
     @property
     def head_width(self) -> int:

@@ -22,8 +22,11 @@ from costmodel.time.stage_costs.times import RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
 from costmodel.topology import pipeline_group, replica_mesh
+from planner.layout.experts import check_experts
 from planner.plan import Plan
 from planner.plan.replication import Replication
+
+_UPDATED = ("param_bytes", "num_params", "spread_bytes", "num_spread")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +64,13 @@ class PlanPrice:
             param_bytes=int(self.load.param_bytes[own].sum()),
             num_params=int(self.load.num_params[own].sum()),
             largest_param_bytes=int(self.load.largest_param_bytes[own].max()),
+            spread_bytes=int(self.load.spread_bytes[own].sum()),
         )
 
 
 def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
-    """Return the prices of a plan's stages."""
+    """Return the prices of a plan's stages. Raises LayoutError where experts do not divide."""
+    check_experts(costs.graph, plan.degrees)
     stages = range(len(plan.stages))
     by_tp = _costs_by_tp(plan, costs)
     own = [by_tp[plan.stage_degrees(s)["tp"]] for s in stages]
@@ -79,6 +84,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         for tp, costs_of_mesh in by_tp.items()
     }
     load = pick([stage.runs.load for stage in own])
+    is_spread = plan.degrees["ep"] > 1
     return PlanPrice(
         plan=plan,
         times=pick([stage.times for stage in own]),
@@ -88,7 +94,7 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
         job_seconds=pick([jobs[plan.stage_degrees(s)["tp"]] for s in stages]),
         updates=tuple(
             own[mine[0]].prices.update(
-                float(load.param_bytes[mine].sum()), float(load.num_params[mine].sum())
+                *(float(getattr(load, name)[mine].sum()) for name in _UPDATED[: 2 + 2 * is_spread])
             )
             for mine in (stages_of_rank(plan, rank) for rank in range(plan.pp))
         ),

@@ -8,6 +8,7 @@ from math import prod
 
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_program import executed_times
+from costmodel.execution.saves import remade_in_backward
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
@@ -16,6 +17,8 @@ from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistri
 from costmodel.time.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
+from planner.layout.experts import spread_params
+from planner.layout.redistribute import EXCHANGE_ROWS
 from planner.ops.flops import Work
 from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.units import DTYPE_BYTES
@@ -40,7 +43,8 @@ class ProgramCost:
     all that full recompute keeps, and `selective_bytes` what selective recompute keeps
     besides (see `recomputed.selective_bytes`); peaks as in `block_bytes.peak_bytes`.
     Params are local: trainable elements' bytes and those of frozen ones and buffers
-    (`frozen_param_bytes` without buffers and constants).
+    (`frozen_param_bytes` without buffers and constants); `spread_bytes` in `num_spread` tensors
+    are the part of the trainable ones that lies on the experts' mesh.
     """
 
     forward_s: float
@@ -68,6 +72,8 @@ class ProgramCost:
     frozen_bytes: int
     frozen_param_bytes: int
     num_params: int
+    spread_bytes: int
+    num_spread: int
 
 
 def price_program(
@@ -92,11 +98,18 @@ def price_program(
     products = deferrable_products(local)
     trainable = [n for n in local.params if _is_trainable(local, n)]
     frozen = [n for n in local.params if not _is_trainable(local, n)]
+    experts = spread_params(local)
+    spread = [n for n in trainable if n in experts]
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
         times = executed_times(
             local, profile, axes=axes, saved=saved, recomputed=remade, polls=polls
+        )
+        saved = saved_tensors(
+            local,
+            device_type=profile.cluster.device_type,
+            remade=remade_in_backward(local, profile),
         )
     else:
         times = _program_times(local, profile, axes, remade, kernels, products)
@@ -134,6 +147,8 @@ def price_program(
         frozen_bytes=_bytes(local, frozen),
         frozen_param_bytes=_bytes(local, [n for n in frozen if tensor[n].kind == "param"]),
         num_params=len(trainable),
+        spread_bytes=_bytes(local, spread),
+        num_spread=len(spread),
     )
 
 
@@ -166,6 +181,9 @@ def _program_times(
             inner = inner_seconds(op, tensor, profile, axes)
             forward_comm_s += sum(inner)
             forward_waits += len(inner)
+            if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
+                backward_comm_s += sum(inner)
+                backward_waits += len(inner)
         there, back = seconds[op.name]
         forward_s += there
         backward_s += back

@@ -28,6 +28,14 @@ class RankUpdate:
     clip: ClipSeconds
     """Seconds of the norm of its gradients, and of scaling them."""
 
+    def __add__(self, other: RankUpdate) -> RankUpdate:
+        """Return both updates, one after the other."""
+        clip = ClipSeconds(
+            norm_s=self.clip.norm_s + other.clip.norm_s,
+            scale_s=self.clip.scale_s + other.clip.scale_s,
+        )
+        return RankUpdate(optimizer_s=self.optimizer_s + other.optimizer_s, clip=clip)
+
     def seconds(self, *, clips_gradients: bool) -> float:
         """Return the update's seconds on a rank that waits for nobody."""
         clip_s = self.clip.norm_s + self.clip.scale_s if clips_gradients else 0.0

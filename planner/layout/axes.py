@@ -23,6 +23,14 @@ Two properties of an axis decide how everything else treats it:
 Code loops over axes by these properties (`batch_axes`, `lowered_axes`, `data_axes`) and does not
 name an axis. `docs/contributing.md` tells how to add an axis. The pipeline (pp, vpp) is not
 an axis of this table: it divides the list of blocks and has a schedule.
+
+Experts lie on a second mesh of the same ranks (`FOLDED`; parallel folding, Liu et al. 2025, arXiv
+2504.14960): a stage's ranks in order, dealt to etp, then to ep, and the rest hold the same.
+
+    etp   an expert's matrices   rows and terms of sums                  inside blocks
+    ep    the experts            rows that a router sends to them        inside blocks
+
+With tp 2, cp 1, dp 4 (8 ranks) and ep 4, etp 1, ranks 0 to 3 share the experts, and 4 to 7 again.
 """
 
 from __future__ import annotations
@@ -132,6 +140,28 @@ def register_axis(axis: Axis, *, outside: str) -> None:
     AXES = (*AXES[:place], axis, *AXES[place:])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedAxis:
+    """An axis of the experts' mesh. Its ranks are those of the other axes: its size adds none."""
+
+    name: str
+    """As in plans and messages."""
+    divides: str
+    """What each of its ranks has a part of, in words."""
+
+
+FOLDED: tuple[FoldedAxis, ...] = (
+    FoldedAxis(name="ep", divides="experts"),
+    FoldedAxis(name="etp", divides="matrices of each expert, by the layouts of tp"),
+)
+"""The axes of the experts' mesh, outermost first."""
+
+
+def degree_names() -> tuple[str, ...]:
+    """Return the names of all sizes that `Degrees` have: of the mesh, and of the experts' mesh."""
+    return (*axis_names(), *(axis.name for axis in FOLDED))
+
+
 def find_axis(name: str) -> Axis:
     """Return an axis by name; raise LayoutError naming those there are."""
     for axis in AXES:
@@ -197,22 +227,25 @@ OwnSizes = tuple[tuple[str, int], ...]
 class Degrees(Mapping[str, int]):
     """The size of a mesh along every axis: ``Degrees(dp=2, tp=4)["tp"]``; 1 where not given.
 
-    Frozen and hashable; two are equal where all sizes are. Raises LayoutError for an unknown
-    axis.
+    Sizes on the experts' mesh (`FOLDED`) are read by name, too; a loop over the axes does not meet
+    them, since they add no ranks. Frozen and hashable; two are equal where all sizes are. Raises
+    LayoutError for an unknown axis.
     """
 
-    __slots__ = ("_hash", "_joint", "_sizes")
+    __slots__ = ("_folded", "_hash", "_joint", "_sizes")
 
     def __init__(self, **sizes: int) -> None:
         names = axis_names()
-        if unknown := sizes.keys() - set(names):
+        folded = tuple(axis.name for axis in FOLDED)
+        if unknown := sizes.keys() - {*names, *folded}:
             find_axis(min(unknown))  # raises
         self._sizes = {name: sizes.get(name, 1) for name in names}
+        self._folded = {name: sizes.get(name, 1) for name in folded}
         self._joint = {name: prod(self._sizes[a] for a in members(name)) for name in JOINT}
-        self._hash = hash(tuple(self._sizes.items()))
+        self._hash = hash((*self._sizes.items(), *self._folded.items()))
 
     def __getitem__(self, axis: str) -> int:
-        return self._sizes[axis]
+        return self._sizes[axis] if axis in self._sizes else self._folded[axis]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sizes)
@@ -224,17 +257,32 @@ class Degrees(Mapping[str, int]):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Degrees) and self._sizes == other._sizes
+        return isinstance(other, Degrees) and self.sizes == other.sizes
 
     def __repr__(self) -> str:
-        return f"Degrees({', '.join(f'{name}={size}' for name, size in self.items())})"
+        return f"Degrees({str(self).replace(' ', ', ')})"
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={size}" for name, size in self.items())
+        return " ".join(f"{name}={size}" for name, size in self.sizes.items())
 
     def __reduce__(self) -> tuple[Callable[[dict[str, int]], Degrees], tuple[dict[str, int]]]:
         # Not the hash: text hashes differently in every process.
-        return _unpickled, (self._sizes,)
+        return _unpickled, (self.sizes,)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every size by name; of the experts' mesh those above 1."""
+        return self._sizes | {name: size for name, size in self._folded.items() if size > 1}
+
+    @property
+    def expert_parts(self) -> int:
+        """Parts that the experts' mesh cuts all experts of a block into."""
+        return prod(self._folded.values())
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same experts."""
+        return self.num_ranks // self.expert_parts
 
     @property
     def num_ranks(self) -> int:
@@ -247,7 +295,7 @@ class Degrees(Mapping[str, int]):
 
     def with_sizes(self, **sizes: int) -> Degrees:
         """Return a mesh with some sizes changed."""
-        return Degrees(**{**self._sizes, **sizes})
+        return Degrees(**{**self._sizes, **self._folded, **sizes})
 
     def with_own(self, own: OwnSizes) -> Degrees:
         """Return a mesh of as many ranks with a stage's own sizes; one axis takes the rest.
@@ -262,6 +310,7 @@ def _with_own(degrees: Degrees, own: OwnSizes) -> Degrees:
     rest = rest_axis().name
     sizes = {**degrees, **dict(own), rest: 1}
     sizes[rest], left = divmod(degrees.num_ranks, prod(sizes.values()))
+    sizes = {**degrees.sizes, **sizes}
     if left:
         given = " ".join(f"{name}={size}" for name, size in own)
         raise LayoutError(f"{given} does not divide the {degrees.num_ranks} ranks of a stage")

@@ -33,13 +33,18 @@ def _sizes(make: Any) -> GetPydanticSchema:
         sizes = handler.generate_schema(dict[str, Annotated[int, Field(ge=1, le=MOST)]])
         return core_schema.no_info_after_validator_function(
             make,
-            core_schema.no_info_before_validator_function(
-                lambda given: dict(given) if isinstance(given, tuple) else given, sizes
-            ),
-            serialization=core_schema.plain_serializer_function_ser_schema(dict),
+            core_schema.no_info_before_validator_function(_as_dict, sizes),
+            serialization=core_schema.plain_serializer_function_ser_schema(_as_dict),
         )
 
     return GetPydanticSchema(schema)
+
+
+def _as_dict(sizes: Any) -> Any:
+    """Return sizes by axis; what is none is left for the validation to refuse."""
+    if isinstance(sizes, Degrees):
+        return sizes.sizes
+    return dict(sizes) if isinstance(sizes, tuple) else sizes
 
 
 DegreesField = Annotated[Degrees, _sizes(lambda sizes: Degrees(**sizes))]

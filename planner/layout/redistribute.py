@@ -29,6 +29,10 @@ CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_a
 REDISTRIBUTE = "planner.redistribute"
 """Target of the op; args (Ref, axis name, source, destination, grad_partial)."""
 
+EXCHANGE_ROWS = "planner.exchange_rows"
+"""Target of the op that sends rows to the ranks of their experts, or back; args (Ref, axis). Only
+priced: no plan of ours runs it yet."""
+
 
 def collectives(
     src: Placement, dst: Placement, grad_partial: bool = False
@@ -92,12 +96,15 @@ def inner_collectives(
     """
     if op.target == "planner.divide_by_count":
         return (("all_reduce", DTYPE_BYTES["int64"]),)
-    if op.target == "planner.vocab_cross_entropy":
+    if op.target in ("planner.vocab_cross_entropy", "planner.sized_vocab_cross_entropy"):
         logits = tensor[op.inputs[0]]
         shape = logits.shape_at(1)
         samples = logits.numel_at(1) // shape[min(1, len(shape) - 1)]
         size = samples * max(DTYPE_BYTES[logits.dtype], DTYPE_BYTES["float32"])
         return (("all_reduce", size), ("all_reduce", 3 * size))
+    if op.target == EXCHANGE_ROWS:
+        # What a rank gets is never less than what it sends where it waits for the fullest.
+        return (("all_to_all", max(tensor[n].bytes_at(1) for n in (*op.inputs, *op.outputs))),)
     if op.target == "planner.vocab_log_softmax":
         meta = tensor[op.outputs[0]]
         size = meta.bytes_at(1) // max(1, meta.shape_at(1)[int(op.args[1])])  # type: ignore[arg-type]

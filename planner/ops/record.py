@@ -119,6 +119,9 @@ class OpFamily:
     elements_alone: bool = False
     """On inputs of equal shapes time depends on how many entries they have."""
 
+    deals_rows: bool = False
+    """The left factor's rows are dealt in runs to the matrices of the right one's first dim."""
+
     first_factor: int = 0
     """The input that is a product's left factor; the right one follows."""
 

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 
 from planner.errors import LayoutError
 from planner.layout import axes
-from planner.layout.axes import Degrees, axis_names
+from planner.layout.axes import Degrees, degree_names
 from planner.layout.class_layout import MOST, ClassLayout, DegreesField, Record, gathered
 from planner.layout.layout import ProcessMesh
 from planner.plan.parts import (
@@ -92,7 +92,7 @@ class Plan(Record):
     @model_validator(mode="before")
     @classmethod
     def _gather(cls, data: Any) -> Any:
-        data = gathered(data, "degrees", axis_names())
+        data = gathered(data, "degrees", degree_names())
         if isinstance(data, dict) and isinstance(data.get("degrees"), dict):
             for axis in axes.AXES:
                 if axis.in_every_file and axis.name not in data["degrees"]:

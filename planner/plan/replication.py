@@ -6,7 +6,7 @@ over, into how many shards, and how many bytes a gradient sum takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from planner.plan.parts import Precision
@@ -38,18 +38,27 @@ class Replication:
     sharded over the replicas."""
     precision: Precision = "model"
     """Dtype of parameters and of gradient sums."""
+    expert_replicas: int | None = None
+    """Ranks with the same experts, where these lie on a mesh of their own."""
     optimizer_on_host: bool = False
     """Whether optimizer state (with ZeRO the shards, too) lies in the host's memory."""
 
     @classmethod
     def of(cls, plan: Plan, stage: int) -> Replication:
         """Return the replication of a plan's stage, which may have sizes of its own."""
+        degrees = plan.stage_degrees(stage)
         return cls(
-            replicas=plan.stage_degrees(stage).along("data"),
+            replicas=degrees.along("data"),
+            expert_replicas=degrees.expert_replicas if degrees["ep"] > 1 else None,
             zero_stage=plan.zero_stage,
             precision=plan.precision,
             optimizer_on_host=plan.optimizer_on_host,
         )
+
+    @property
+    def of_experts(self) -> Replication:
+        """How ranks share the experts, where these lie on a mesh of their own."""
+        return replace(self, replicas=self.expert_replicas or self.replicas, expert_replicas=None)
 
     @property
     def is_sharded(self) -> bool:

@@ -7,8 +7,9 @@ have whole heads; the two first matrices of a gated feed-forward are one.
 from __future__ import annotations
 
 from planner.graph import Affine
+from planner.ops.families.entries.routing import GROUPED_MM, SORT_ROWS, UNSORT_ROWS
 from planner.templates.shared_parts import width_of
-from planner.templates.tape import LAST, STREAM, Tape, Value
+from planner.templates.tape import COUNTS, LAST, ROWS, STREAM, Tape, Value, experts_place
 from planner.templates.transformer import Experts, Transformer
 
 BATCH = Affine(1)
@@ -262,7 +263,11 @@ def _feed_forward(tape: Tape, model: Transformer, x: Value, width: int, module: 
 
 
 def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Value:
-    """Tokens are put in the order of their experts, multiplied group by group, and put back."""
+    """Tokens are put in the order of their experts, multiplied group by group, and put back.
+
+    Each tp rank routes its own tokens. Where tp cuts the experts' matrices, its ranks multiply all
+    their rows, each with a part of every matrix.
+    """
     rows, copies = Affine(model.seq_len), Affine(model.seq_len * experts.per_token)
     tape.module = "mlp.router"
     scores = tape.cast(tape.linear(x, experts.number), "float32")
@@ -274,51 +279,80 @@ def _experts(tape: Tape, model: Transformer, experts: Experts, x: Value) -> Valu
         experts.per_token,
         shapes=(shape, shape),
         dtypes=("float32", "int64"),
+        places=(STREAM, STREAM),
     )
     tape.module = "mlp.permute"
-    flat = tape.view(x, (rows, model.hidden), said=(-1, model.hidden), place="R")
-    chosen = tape.view(chosen, (copies,), said=(-1,))
-    weights = tape.cast(tape.view(weights, (copies,), said=(-1,)), model.dtype)
-    _, order = tape.call(
-        "aten.sort.default", chosen, shapes=((copies,),) * 2, dtypes=("int64",) * 2
-    )
-    token = tape.pointwise("aten.floor_divide.default", order, experts.per_token)
-    picked = tape.call("aten.index.Tensor", flat, (token,), shapes=((copies, model.hidden),))[0]
-    ends = tape.call(
-        "aten.histc.default",
-        tape.cast(chosen, "float32"),
+    flat = tape.view(x, (rows, model.hidden), said=(-1, model.hidden), place=ROWS)
+    of_row = (rows, experts.per_token)
+    chosen = tape.view(chosen, of_row, said=(-1, experts.per_token), place=ROWS)
+    weights = tape.cast(weights, model.dtype)
+    weights = tape.view(weights, of_row, said=(-1, experts.per_token), place=ROWS)
+    picked, order, ends = tape.call(
+        SORT_ROWS,
+        flat,
+        chosen,
         experts.number,
-        0,
-        experts.number - 1,
-        shapes=((experts.number,),),
-    )[0]
-    ends = tape.call("aten.cumsum.default", tape.cast(ends, "int32"), 0, shapes=(ends.shape,))[0]
+        shapes=((copies, model.hidden), (copies,), (experts.number,)),
+        dtypes=(model.dtype, "int32", "int32"),
+        places=(ROWS, ROWS, COUNTS),
+    )
     tape.module = "mlp.experts"
     number, width = experts.number, experts.width
     joined = (2 if model.gated else 1) * width
+    columns = experts_place("S(1)", ROWS)
+    both_columns = experts_place("S(1)x2", ROWS) if model.gated else columns
 
-    def product(x: Value, name: str, columns: int) -> Value:
-        weight = tape.param(name, number, width_of(x), columns)
-        return tape.call("aten._grouped_mm.default", x, weight, ends, shapes=((copies, columns),))[
-            0
-        ]
+    def product(x: Value, name: str, width: int, weight_place: str, takes: str, out: str) -> Value:
+        weight = tape.param(name, number, width_of(x), width, place=weight_place)
+        return tape.call(
+            GROUPED_MM,
+            x,
+            weight,
+            ends,
+            shapes=((copies, width),),
+            takes=(takes, weight_place, experts_place("R", COUNTS)),
+            places=(out,),
+        )[0]
 
-    made = product(picked, "fc1", joined)
+    cut = both_columns.partition("|")[0].replace("S(1)", "S(2)")
+    made = product(
+        picked,
+        "fc1",
+        joined,
+        experts_place(cut, "R"),
+        takes=experts_place("R", ROWS),
+        out=both_columns,
+    )
     tape.module = "mlp.experts.act"
     if model.gated:
         half = (copies, width)
-        gate, up = tape.call("aten.chunk.default", made, 2, -1, shapes=(half, half))
+        gate, up = tape.call(
+            "aten.chunk.default", made, 2, -1, shapes=(half, half), places=(columns, columns)
+        )
         made = tape.pointwise("aten.mul.Tensor", tape.pointwise("aten.silu.default", gate), up)
     else:
         made = tape.pointwise("aten.gelu.default", made)
     tape.module = "mlp.experts"
-    made = product(made, "fc2", model.hidden)
+    made = product(
+        made,
+        "fc2",
+        model.hidden,
+        experts_place("S(1)", "R"),
+        takes=columns,
+        out=experts_place("P", ROWS),
+    )
     tape.module = "mlp.unpermute"
-    made = tape.pointwise("aten.mul.Tensor", made, tape.unsqueeze(weights, -1))
-    made = tape.call("aten.index.Tensor", made, (order,), shapes=((copies, model.hidden),))[0]
-    made = tape.view(made, (rows, experts.per_token, model.hidden))
-    made = tape.call("aten.sum.dim_IntList", made, (1,), shapes=((rows, model.hidden),))[0]
-    made = tape.view(made, (BATCH, model.seq_len, model.hidden))
+    made = tape.call(
+        UNSORT_ROWS,
+        made,
+        order,
+        weights,
+        shapes=((rows, model.hidden),),
+        # Terms of a sum are summed to each rank's own rows.
+        takes=(ROWS, ROWS, ROWS),
+        places=(ROWS,),
+    )[0]
+    made = tape.view(made, (BATCH, model.seq_len, model.hidden), place=STREAM)
     if not experts.shared:
         return made
     shared = _feed_forward(tape, model, x, experts.shared * experts.width, "mlp.shared_experts")

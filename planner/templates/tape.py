@@ -6,7 +6,7 @@ A captured op and a written one are the same record. The writer names ops as a c
 Beside the ops, a tape notes how each tensor lies where tp splits the block as usual (Megatron-LM,
 Shoeybi et al. 2019, arXiv 1909.08053; sequences between, Korthikanti et al. 2022, arXiv
 2205.05198): ``H`` stands for the layout of what goes from layer to layer, R or, with sequence
-parallelism, S(1).
+parallelism, S(1), and ``F`` for that of its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,32 @@ from planner.graph.model_graph import TensorKind
 
 STREAM = "H"
 """How tensors lie that go from layer to layer: R, or S(1) with sequence parallelism."""
+
+ROWS = "F"
+"""How these lie as rows, one a token: R, or with sequence parallelism runs of each sample's."""
+
+COUNTS = "C"
+"""How numbers of rows lie: R, or terms of a sum where each rank counts rows of its own."""
+
+
+def experts_place(cut: str, whole: str) -> str:
+    """Return how a tensor lies where tp cuts experts' matrices, and where each rank has whole ones
+    for the rows of its own.
+    """
+    return f"{cut}|{whole}"
+
+
+def placed(text: str, *, stream: str, rows: str, cuts_experts: bool) -> str:
+    """Return a placement, or the placements of an op's tensors, with all letters filled in."""
+    letters = {STREAM: stream, ROWS: rows, COUNTS: "R" if rows == "R" else "P"}
+
+    def fill(place: str) -> str:
+        cut, _, whole = place.partition("|")
+        chosen = cut if cuts_experts or not whole else whole
+        return letters.get(chosen, chosen)
+
+    return "->".join(",".join(map(fill, side.split(","))) for side in text.split("->"))
+
 
 Shape = tuple[Size, ...]
 

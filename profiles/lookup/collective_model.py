@@ -7,8 +7,12 @@ A ring or a switch moves, through each rank's link, a fixed share of the full te
     broadcast, send_recv     1
 
 (the "bus bandwidth" factors of nccl-tests, doc/PERFORMANCE.md), so beta scales with the share
-and with the bandwidth that the group has. alpha scales with the number of dependent steps,
-taken as log2 n, twice for all_reduce.
+and with the bandwidth that the group has. alpha scales with the number of dependent steps, taken
+as log2 n, twice for all_reduce.
+
+Between nodes a ring crosses once for all ranks of a node, over all their links. In an all_to_all
+each rank sends its own to other nodes, over its own link: (n - ranks of a node) / n of it. What
+was measured of a ring says nothing of that.
 """
 
 from __future__ import annotations
@@ -91,9 +95,7 @@ class CollectiveModel:
             piece = Piece(
                 min_bytes=0.0,
                 alpha_s=link.alpha_s * num_steps(kind, group.size),
-                beta_s_per_byte=link.beta_s_per_byte
-                * wire_share(kind, group.size)
-                / self._width(group),
+                beta_s_per_byte=link.beta_s_per_byte * self._link_share(kind, group),
             )
             source = f"data-sheet rate of {link.name}"
             return _Curve.of((piece,), measured=measured, source=source, error=LINK_ERROR)
@@ -114,6 +116,8 @@ class CollectiveModel:
         same_level = [fit for fit in self._fits if (fit.num_nodes > 1) == across]
         if kind != "send_recv":
             same_level = [fit for fit in same_level if fit.kind != "send_recv"] or same_level
+        if across and kind == "all_to_all":
+            same_level = [fit for fit in same_level if fit.kind == kind]
 
         def unlikeness(fit: CollectiveFit) -> tuple[bool, float]:
             apart = abs(log2(fit.ranks_per_node / group.ranks_per_node))
@@ -144,6 +148,12 @@ class CollectiveModel:
             return share * self._cluster.intra_node.beta_s_per_byte
         share = wire_share(kind, group.num_nodes) / self._width(group)
         return share * self._cluster.inter_node.beta_s_per_byte
+
+    def _link_share(self, kind: str, group: Group) -> float:
+        """Return the share of the full tensor that crosses the slowest link of a rank."""
+        if kind == "all_to_all" and group.num_nodes > 1:
+            return (group.size - group.ranks_per_node) / group.size
+        return wire_share(kind, group.size) / self._width(group)
 
     def _width(self, group: Group) -> float:
         """Return how many inter-node links carry a group that spans nodes, at most."""

@@ -6,7 +6,7 @@ base-2 logarithms of the numbers that matter, so a distance of 1 means "twice as
 
 from __future__ import annotations
 
-from math import log2, prod
+from math import ceil, log2, prod
 
 from planner.ops import record
 from planner.ops.record import packet_of
@@ -54,10 +54,13 @@ def canonical_shapes(
 def matmul_sizes(shapes: tuple[tuple[int, ...], ...], target: str) -> tuple[int, int, int, int]:
     """Return (batch, M, N, K) of a matmul-like op from its input shapes.
 
-    linear takes x (..., K) and weight (N, K); addmm and baddbmm take a bias first.
+    linear takes x (..., K) and weight (N, K); addmm and baddbmm take a bias first; runs of rows
+    (M * batch, K) have a matrix of (batch, K, N) each.
     """
-    first = record.family_of(target).first_factor
-    left, right = shapes[first : first + 2]
+    family = record.family_of(target)
+    left, right = shapes[family.first_factor : family.first_factor + 2]
+    if family.deals_rows and len(right) == 3:  # runs of as many rows as on average
+        return right[0], ceil(left[0] / max(1, right[0])), right[2], right[1]
     if packet_of(target) == "linear":  # its weight is transposed
         return 1, prod(left[:-1]), right[0], left[-1]
     m = left[-2] if len(left) > 1 else 1

@@ -435,8 +435,10 @@ def test_latent_attention_multiplies_its_own_matrices():
 
 def test_experts_lie_on_tensor_parallel_ranks_where_there_are_no_others():
     row = {**ROW, "num_experts": "8", "experts_per_token": "2", "dp": "4", "pp": "1", "vpp": "1"}
-    assert parse_row({**row, "ep": "8"}).ep == 4
-    assert parse_row({**row, "ep": "4"}).ep == 4
+    both, data = parse_row({**row, "ep": "8"}), parse_row({**row, "ep": "4"})
+    assert (both.data_ep, both.etp) == (4, 1)
+    assert (data.data_ep, data.etp) == (4, 2)
+    assert parse_row({**row, "ep": "4", "notes": "dispatcher alltoall etp 1.0"}).etp == 1
 
 
 def test_experts_cost_what_their_tokens_do():

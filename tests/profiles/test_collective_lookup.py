@@ -85,6 +85,19 @@ def test_without_measurements_the_link_answers():
     assert alone.seconds == pytest.approx(1 / 2 / 10)
 
 
+def test_each_rank_sends_its_own_to_other_nodes_over_its_own_link():
+    """Of 16 ranks on 2 nodes, each sends half of what it has through 10 GB/s; a ring on the same
+    nodes, which crosses once for all, says nothing of that.
+    """
+    group = Group(ranks_per_node=8, num_nodes=2)
+    rings = measured(*alpha_beta_records("all_reduce", 0.0, 1e-12, group))
+    for machine in (profile(), rings):
+        answer = machine.collective_seconds("all_to_all", 1e9, group)
+        assert answer.seconds == pytest.approx(1 / 2 / 10, rel=1e-3)
+    own = measured(*alpha_beta_records("all_to_all", 0.0, 1e-10, group))
+    assert own.collective_seconds("all_to_all", 1e9, group).seconds == pytest.approx(0.1, rel=0.01)
+
+
 def test_scaling_never_beats_the_wire():
     """A fit made with reductions in the switch is not handed to a group of one rank a node."""
     group = Group(ranks_per_node=8, num_nodes=2)

@@ -15,8 +15,15 @@ from costmodel.memory.block.backward_facts import backward_facts
 from costmodel.memory.block.backward_walk import BackwardWalk, backward_walk
 from costmodel.memory.block.forward_walk import forward_walk
 from costmodel.memory.block.recomputed import kept_storages
-from costmodel.memory.saved import HELD_ANYWAY, SavedTensors, saved_tensors
+from costmodel.memory.saved import (
+    HELD_ANYWAY,
+    NOTHING_REMADE,
+    Remade,
+    SavedTensors,
+    saved_tensors,
+)
 from planner.graph import Program
+from planner.layout.experts import spread_params
 from planner.ops.weight_products import ProductArgs, deferrable_products
 from planner.plan import Recompute
 
@@ -62,15 +69,22 @@ class BlockBytes:
     """Height of the recomputation."""
     backward: Callable[..., BackwardWalk]
     """`backward_walk` of the block; it remembers its results."""
+    spread: frozenset[str] = frozenset()
+    """Those of its parameters that lie on the experts' mesh."""
     deferred: BlockBytes | None = None
     """The block with its weight gradients deferred, if it keeps other things then."""
 
 
 def block_bytes(
-    program: Program, *, device_type: str, recompute: Recompute, recomputed: frozenset[str]
+    program: Program,
+    *,
+    device_type: str,
+    recompute: Recompute,
+    recomputed: frozenset[str],
+    remade: Remade = NOTHING_REMADE,
 ) -> BlockBytes:
     """Return what a bound local program holds; `recomputed` names the ops that run again when
-    `recompute` is "selective".
+    `recompute` is "selective", `remade` what a backward makes again (`saved_tensors`).
     """
     if not any(program.tensor[name].requires_grad for name in program.outputs):
         recompute = "none"  # no backward: nothing would read what runs again
@@ -79,7 +93,13 @@ def block_bytes(
     held_anyway = HELD_ANYWAY if recompute == "none" else HELD_ANYWAY - _COPIED
     products = deferrable_products(program)
     saved, deferred = (
-        saved_tensors(program, device_type=device_type, deferred=names, held_anyway=held_anyway)
+        saved_tensors(
+            program,
+            device_type=device_type,
+            deferred=names,
+            held_anyway=held_anyway,
+            remade=remade,
+        )
         for names in (none, frozenset(products))
     )
     block = _block_bytes(saved, products, again, is_recomputed=recompute != "none")
@@ -132,6 +152,7 @@ def _block_bytes(
         params={name: size for name, size in sizes.items() if tensor[name].requires_grad},
         frozen={name: size for name, size in sizes.items() if not tensor[name].requires_grad},
         param_rows={name: (*tensor[name].shape_at(1), 1)[0] for name in params},
+        spread=spread_params(program),
         kept_bytes=kept.num_bytes - sum(kept.roots.get(root, 0) for root in edges),
         recomputed_bytes=recomputed_bytes,
         forward_rise_bytes=forward_walk(saved, roots=kept.roots, extra=kept.extra),

@@ -56,6 +56,11 @@ class RankState:
         return self.plan.stage_degrees(min(self.stages)).along("data")
 
     @property
+    def expert_replicas(self) -> int:
+        """Ranks with the same experts, where these lie on a mesh of their own."""
+        return self.plan.stage_degrees(min(self.stages)).expert_replicas
+
+    @property
     def factor(self) -> int:
         """Bytes of a gradient's sum per byte of its parameter."""
         return gradient_factor(self.plan.precision)
@@ -170,7 +175,9 @@ def on_host(rank: RankState) -> Amount:
     load, factor = rank.weights, rank.factor
     counters = COUNTER_BYTES * load.num_params
     if rank.is_sharded:
-        trained = (ADAMW_STATES + 2) * (factor * (load.param_bytes / rank.replicas)) + counters
+        experts = load.spread_bytes
+        shard = (load.param_bytes - experts) / rank.replicas + experts / rank.expert_replicas
+        trained = (ADAMW_STATES + 2) * (factor * shard) + counters
         return trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes
     bucket = np.maximum(HOST_BUCKET_BYTES, factor * load.largest_param_bytes)

@@ -31,6 +31,10 @@ class NamedModel:
     query_rank: int = 0
     key_rank: int = 0
     rope_dim: int = 0
+    dense_layers: int = 0
+    """First layers with an ordinary feed-forward."""
+    dense_ffn: int = 0
+    """Its width."""
 
 
 def _model(
@@ -45,6 +49,7 @@ def _model(
     *,
     experts: tuple[int, int, int] = (1, 1, 0),
     latent: tuple[int, int, int] = (0, 0, 0),
+    dense: tuple[int, int] = (0, 0),
 ) -> NamedModel:
     return NamedModel(
         layers=layers,
@@ -61,22 +66,28 @@ def _model(
         query_rank=latent[0],
         key_rank=latent[1],
         rope_dim=latent[2],
+        dense_layers=dense[0],
+        dense_ffn=dense[1],
     )
 
 
 # Experts: routed, picked for a token, shared. Latent attention: ranks of queries and of keys and
-# values, and what keys are wider than values. Layers whose feed-forward is dense are taken to be as
-# wide as the experts of a token, as they are within a few percent.
+# values, and what keys are wider than values. Dense: first layers with an ordinary feed-forward,
+# and its width.
 # fmt: off
 NAMED = (
     (r"deepseekv3|deepseekr1",
-     _model(61, 7168, 128, 128, 2048, 1, 129280, 128, experts=(256, 8, 1), latent=(1536, 512, 64))),
+     _model(61, 7168, 128, 128, 2048, 1, 129280, 128, experts=(256, 8, 1), latent=(1536, 512, 64),
+            dense=(3, 18432))),
     (r"kimik2",
-     _model(61, 7168, 64, 64, 2048, 1, 163840, 128, experts=(384, 8, 1), latent=(1536, 512, 64))),
+     _model(61, 7168, 64, 64, 2048, 1, 163840, 128, experts=(384, 8, 1), latent=(1536, 512, 64),
+            dense=(1, 18432))),
     (r"deepseekv2lite|moonlight",
-     _model(27, 2048, 16, 16, 1408, 1, 102400, 128, experts=(64, 6, 2), latent=(0, 512, 64))),
+     _model(27, 2048, 16, 16, 1408, 1, 102400, 128, experts=(64, 6, 2), latent=(0, 512, 64),
+            dense=(1, 10944))),
     (r"deepseekv2",
-     _model(60, 5120, 128, 128, 1536, 1, 102400, 128, experts=(160, 6, 2), latent=(1536, 512, 64))),
+     _model(60, 5120, 128, 128, 1536, 1, 102400, 128, experts=(160, 6, 2), latent=(1536, 512, 64),
+            dense=(1, 12288))),
     (r"mixtral8x22b", _model(56, 6144, 48, 8, 16384, 1, 32768, experts=(8, 2, 0))),
     (r"mixtral", _model(32, 4096, 32, 8, 14336, 1, 32000, experts=(8, 2, 0))),
     (r"qwen3235b", _model(94, 4096, 64, 4, 1536, 1, 151936, 128, experts=(128, 8, 0))),

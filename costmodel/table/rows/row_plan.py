@@ -55,13 +55,14 @@ def transformer_of(run: RunRow) -> Transformer:
             per_token=shape.experts_per_token,
             width=shape.ffn_hidden,
             shared=shape.shared_experts,
+            dense_layers=shape.dense_layers,
         )
     return Transformer(
         layers=shape.layers,
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
-        ffn_hidden=shape.ffn_hidden,
+        ffn_hidden=shape.dense_ffn or shape.ffn_hidden,
         # A vocabulary that tp splits is padded.
         vocab=-(-shape.vocab // (128 * run.tp)) * 128 * run.tp if run.tp > 1 else shape.vocab,
         seq_len=shape.seq_len,
@@ -80,8 +81,6 @@ def transformer_of(run: RunRow) -> Transformer:
 
 def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
     """Return the layout of a row as a plan. Raises RowError where its numbers make none."""
-    if run.ep > 1:
-        raise RowError(f"ep={run.ep}: a plan has no axis for experts yet; closed forms price it")
     schedule, vpp = SCHEDULES[run.schedule], run.vpp
     microbatches = run.num_microbatches
     if schedule == "zb_v":
@@ -102,19 +101,31 @@ def plan_of(run: RunRow, model: Transformer, *, devices_per_node: int) -> Plan:
     on_tp: tuple[ClassLayout, ...] = ()
     on_cp: tuple[ClassLayout, ...] = ()
     if run.tp > 1:
-        on_tp = tp_layouts(model, sequence_parallel=run.sequence_parallel)
+        on_tp = tp_layouts(
+            model,
+            sequence_parallel=run.sequence_parallel,
+            microbatch_size=run.micro_batch,
+            cuts_experts=run.etp > 1,
+        )
     if run.cp > 1:
         on_cp = cp_layouts(
             model,
             tp=run.tp,
             sequence_parallel=run.sequence_parallel,
             microbatch_size=run.micro_batch,
+            cuts_experts=run.etp > 1,
         )
     homes = stage_to_pp_rank(schedule, run.pp, vpp)
     return Plan(
         model=_model_ref(model),
         cluster=ClusterRef(name="row", device="gpu", devices_per_node=devices_per_node),
-        degrees=Degrees(dp=run.dp, cp=run.cp, tp=run.tp),
+        degrees=Degrees(
+            dp=run.dp,
+            cp=run.cp,
+            tp=run.tp,
+            ep=run.ep,
+            etp=run.etp if run.ep > 1 else 1,
+        ),
         pp=run.pp,
         vpp=vpp,
         microbatch_size=run.micro_batch,

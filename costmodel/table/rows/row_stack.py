@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from costmodel.execution import Execution, find_execution
@@ -21,6 +22,12 @@ OLDER_DEVICES = ("V100", "A100", "A800", "P100", "T4", "MI2")
 
 LONGEST_UNFUSED = 2048
 """Tokens of a sample up to which attention was usually unfused."""
+
+DROPS_ROWS = re.compile(r"(?i)token.?drop")
+"""Words for experts that take a fixed number of rows."""
+
+EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
+"""Words for routers that are made to give all experts as many rows."""
 
 FUSED_SINCE = {
     MEGATRON_CLASSIC: MEGATRON_CORE,
@@ -50,6 +57,11 @@ def stack_of_row(cells: Cells) -> Execution:
         # Megatron's own distributed optimizer came later; ZeRO then was DeepSpeed's.
         stack = DEEPSPEED_ZERO3 if zero_stage == 3 else MEGATRON_DEEPSPEED
         cells.assume("stack", stack.name)
+    said = f"{cells.text('model')} {cells.text('notes')}"
+    if DROPS_ROWS.search(said):
+        stack = replace(stack, dropless=False, fullest_experts=1.0)
+    elif EVEN_ROUTING.search(said):
+        stack = replace(stack, fullest_experts=1.0)
     return stack
 
 

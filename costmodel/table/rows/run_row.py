@@ -9,7 +9,12 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.named_models import model_of_size, named_model, params_in_name
+from costmodel.table.rows.named_models import (
+    NamedModel,
+    model_of_size,
+    named_model,
+    params_in_name,
+)
 from costmodel.table.rows.row_cells import Cells, RowError, real
 from costmodel.table.rows.row_stack import seq_len_of, stack_of_row
 from costmodel.table.rows.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
@@ -58,6 +63,9 @@ class RunRow:
     schedule: str
     recompute: str
     ep: int = 1
+    """Ranks of a stage that share the experts."""
+    etp: int = 1
+    """tp ranks that share each expert's matrices; 1: whole experts lie on tp ranks, too."""
     assumed: tuple[str, ...] = field(default=())
 
     @property
@@ -74,8 +82,15 @@ class RunRow:
             cp=self.cp,
             sequence_parallel=self.sequence_parallel,
             dtype=self.dtype,
-            ep=self.ep,
+            ep=self.data_ep,
         )
+
+    @property
+    def data_ep(self) -> int:
+        """Ranks with other samples or positions that share the experts. Of experts on tp ranks
+        each has as much as when tp splits them.
+        """
+        return self.ep if self.ep <= self.dp * self.cp or self.ep % self.tp else self.ep // self.tp
 
     def assumed_to_be(self, column: str) -> bool:
         """Whether a column was filled in."""
@@ -112,11 +127,12 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     if shape.ffn_hidden < tp:
         raise RowError(f"tp={tp} is more than ffn_hidden={shape.ffn_hidden}")
     ep = cells.given("ep", least=0) or 1
+    if ep > dp * cp * tp:
+        ep = cells.assume("ep", dp * cp * tp)
     if shape.num_experts > 1:
         _check_divides("ep", ep, "num_experts", shape.num_experts)
-    if ep > dp * cp and ep % tp == 0:
-        # Experts lie on tp ranks too, each whole on one: as much as when tp splits them.
-        ep //= tp
+    # Where dp and cp ranks are too few, whole experts lie on tp ranks, too.
+    etp = 1 if ep > dp * cp else _said_etp(cells) or tp
     batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
     interleaves = stack.interleaves and batch % (dp * micro_batch * pp) == 0
     schedule, vpp = _schedule(cells, layers=shape.layers, pp=pp, interleaves=interleaves)
@@ -132,6 +148,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         vpp=vpp,
         dp=dp,
         ep=ep,
+        etp=etp,
         sequence_parallel=bool(
             cells.number("sp", int(stack.sequence_parallel and tp > 1), least=0)
         ),
@@ -140,6 +157,12 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         recompute=_recompute(cells, stack),
         assumed=tuple(cells.assumed),
     )
+
+
+def _said_etp(cells: Cells) -> int | None:
+    """Return the tp ranks that share an expert's matrices, as a column or the notes say."""
+    noted = re.search(r"\betp\s*=?\s*(\d+)", cells.text("notes"))
+    return cells.given("etp") or (int(noted[1]) if noted else None)
 
 
 def _check_divides(name: str, part: int, of: str, whole: int) -> None:
@@ -255,7 +278,16 @@ def _shape(cells: Cells, stack: Execution) -> TransformerShape:
         query_rank=usual("query_rank", 0) or 0,
         key_rank=usual("key_rank", 0) or 0,
         rope_dim=usual("rope_dim", 0) or 0,
+        dense_layers=0 if known is None else _dense_layers(known, layers),
+        dense_ffn=usual("dense_ffn", 0) or 0,
     )
+
+
+def _dense_layers(known: NamedModel, layers: int) -> int:
+    """Return the first layers without experts; of a shortened model as large a part, at least 1."""
+    if layers >= known.layers or not known.dense_layers:
+        return known.dense_layers
+    return max(1, round(known.dense_layers * layers / known.layers))
 
 
 def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:

@@ -55,6 +55,10 @@ class StageLoad:
     """Blocks of the run."""
     num_params: Amount = 0
     """Trainable parameter tensors; those that blocks of the run share count once."""
+    spread_bytes: Amount = 0
+    """Part of `param_bytes` that lies on the experts' mesh."""
+    num_spread: Amount = 0
+    """Part of `num_params` that does."""
 
 
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
@@ -87,4 +91,6 @@ def block_load(cost: ProgramCost) -> StageLoad:
         largest_frozen_bytes=cost.frozen_param_bytes,
         num_blocks=1,
         num_params=cost.num_params,
+        spread_bytes=cost.spread_bytes,
+        num_spread=cost.num_spread,
     )

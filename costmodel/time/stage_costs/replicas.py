@@ -7,6 +7,7 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from math import ceil
 from operator import attrgetter
@@ -20,7 +21,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import data_group
+from costmodel.topology import data_group, expert_group
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from profiles import Group, Lookup, Profile
@@ -37,35 +38,64 @@ class ReplicaPrices:
 
     def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
-        self._group = data_group(costs.profile.cluster, replica, replicas=replication.replicas)
-        self._updates: dict[tuple[float, float], RankUpdate] = {}
+        cluster = costs.profile.cluster
+        self._group = data_group(cluster, replica, replicas=replication.replicas)
+        self._of_experts = replication.of_experts
+        self._expert_group = expert_group(cluster, replica, replicas=self._of_experts.replicas)
+        self._updates: dict[tuple[float, ...], RankUpdate] = {}
         self._stages: dict[tuple[float, ...], tuple[float, ...]] = {}
 
-    def update(self, param_bytes: float, num_params: float) -> RankUpdate:
-        """Return the update of a rank whose stages have these parameters together."""
-        key = float(param_bytes), float(num_params)
+    def update(
+        self,
+        param_bytes: float,
+        num_params: float,
+        spread_bytes: float = 0.0,
+        num_spread: float = 0.0,
+    ) -> RankUpdate:
+        """Return the update of a rank whose stages have these parameters together, the last two
+        of them on the experts' mesh.
+        """
+        key = float(param_bytes), float(num_params), float(spread_bytes), float(num_spread)
         if key not in self._updates:
-            self._updates[key] = rank_update(
-                self._costs.profile,
-                self._replication,
-                param_bytes=key[0],
-                num_tensors=key[1],
-            )
+            whole_bytes, whole = key[0] - key[2], key[1] - key[3]
+            self._updates[key] = self._update(self._replication, whole_bytes, whole)
+            if spread_bytes:
+                self._updates[key] += self._update(self._of_experts, key[2], key[3])
         return self._updates[key]
 
-    def update_s(self, param_bytes: float, num_params: float) -> float:
+    def _update(self, replication: Replication, num_bytes: float, tensors: float) -> RankUpdate:
+        return rank_update(
+            self._costs.profile, replication, param_bytes=num_bytes, num_tensors=tensors
+        )
+
+    def update_s(
+        self,
+        param_bytes: float,
+        num_params: float,
+        spread_bytes: float = 0.0,
+        num_spread: float = 0.0,
+    ) -> float:
         """Return the seconds of that update, with what the rank does itself about clipping."""
-        update = self.update(param_bytes, num_params)
+        update = self.update(param_bytes, num_params, spread_bytes, num_spread)
         return update.seconds(clips_gradients=self._costs.clips_gradients)
 
     def of_stages(
-        self, param_bytes: Floats, num_blocks: Floats, num_params: Floats, *frozen: Floats
+        self,
+        param_bytes: Floats,
+        num_blocks: Floats,
+        num_params: Floats,
+        *,
+        frozen: Sequence[Floats] = (),
+        spread: Sequence[Floats] = (),
     ) -> tuple[DataParallelSeconds, Floats]:
         """Return what stages exchange, nothing hidden, and their update where a rank has no other
         stage, in the arrays' shape. `frozen`, for ZeRO 3: bytes of frozen parameters, and of those
-        that a backward gathers again.
+        that a backward gathers again. `spread`: bytes and number of the trained parameters that lie
+        on the experts' mesh.
         """
-        kinds, of_kind = distinct(param_bytes, num_blocks, num_params, *frozen)
+        if spread and not frozen:
+            frozen = (0 * param_bytes, 0 * param_bytes)
+        kinds, of_kind = distinct(param_bytes, num_blocks, num_params, *frozen, *spread)
         answers = np.array([self._of_stage(*kind) for kind in kinds.tolist()])
         *exchange, update_s = answers.T[:, of_kind]
         return DataParallelSeconds(**dict(zip(_EXCHANGE, exchange, strict=True))), update_s
@@ -77,51 +107,76 @@ class ReplicaPrices:
         num_params: float,
         frozen_bytes: float = 0.0,
         frozen_backward_bytes: float = 0.0,
+        spread_bytes: float = 0.0,
+        num_spread: float = 0.0,
     ) -> tuple[float, ...]:
         """Return the seconds of `DataParallelSeconds`, in its order, and the update's."""
-        key = param_bytes, num_blocks, num_params, frozen_bytes, frozen_backward_bytes
+        frozen = frozen_bytes, frozen_backward_bytes
+        key = param_bytes, num_blocks, num_params, *frozen, spread_bytes, num_spread
         if key not in self._stages:
-            seconds = self._exchange(
-                self._costs.profile,
-                param_bytes=param_bytes,
-                num_blocks=int(num_blocks),
-                num_tensors=int(num_params),
-                frozen_bytes=frozen_bytes,
-                frozen_backward_bytes=frozen_backward_bytes,
+            profile = self._costs.profile
+            seconds = _exchange_of(
+                self._exchange(
+                    profile,
+                    self._group,
+                    self._replication,
+                    param_bytes=param_bytes - spread_bytes,
+                    num_blocks=int(num_blocks),
+                    num_tensors=int(num_params - num_spread),
+                    frozen_bytes=frozen_bytes,
+                    frozen_backward_bytes=frozen_backward_bytes,
+                )
             )
-            self._stages[key] = (*_exchange_of(seconds), self.update_s(param_bytes, num_params))
+            if spread_bytes:
+                of_experts = self._exchange(
+                    profile,
+                    self._expert_group,
+                    self._of_experts,
+                    param_bytes=spread_bytes,
+                    num_blocks=int(num_blocks),
+                    num_tensors=int(num_spread),
+                )
+                pairs = zip(seconds, _exchange_of(of_experts), strict=True)
+                seconds = tuple(whole + spread for whole, spread in pairs)
+            update_s = self.update_s(param_bytes, num_params, spread_bytes, num_spread)
+            self._stages[key] = (*seconds, update_s)
         return self._stages[key]
 
-    def _exchange(self, profile: Profile, **sizes: Any) -> DataParallelSeconds:
+    def _exchange(
+        self, profile: Profile, group: Group, replication: Replication, **sizes: Any
+    ) -> DataParallelSeconds:
         """Return what a stage exchanges, nothing hidden, on a profile."""
         if self._costs.execution.prices == "profile":
-            return data_parallel_seconds(profile, self._group, self._replication, **sizes)
-        return executed_exchange(
-            cast(ExecutedProfile, profile), self._group, self._replication, **sizes
-        )
+            return data_parallel_seconds(profile, group, replication, **sizes)
+        return executed_exchange(cast(ExecutedProfile, profile), group, replication, **sizes)
 
     def least_s_per_byte(self, block_bytes: float, num_blocks: int) -> DataParallelSeconds:
         """Return seconds for each byte of parameters that no stage's exchange is below, of a chain
         with so many blocks of at most so many bytes each.
 
         A message takes at least its bytes times the least that a byte of any as long takes. All
-        blocks being as large as the largest, messages are as long as any stage's.
+        blocks being as large as the largest, messages are as long as any stage's. Experts on ranks
+        of their own have fewer replicas, so a byte of them may take less than others.
         """
         param_bytes = num_blocks * block_bytes
         if self._replication.zero_stage == 0:  # whole buckets, which are the longest
             param_bytes = ceil(param_bytes / BUCKET_BYTES) * float(BUCKET_BYTES)
-        seconds = self._exchange(
-            cast(Profile, _LeastMessages(self._costs.profile)),
-            param_bytes=param_bytes,
-            num_blocks=num_blocks,
-            num_tensors=0,
-        )
-        return DataParallelSeconds(
-            **{
-                name: value / max(param_bytes, 1.0)
-                for name, value in zip(_EXCHANGE, _exchange_of(seconds), strict=True)
-            }
-        )
+        groups = {(self._group, self._replication), (self._expert_group, self._of_experts)}
+        seconds = [
+            _exchange_of(
+                self._exchange(
+                    cast(Profile, _LeastMessages(self._costs.profile)),
+                    group,
+                    replication,
+                    param_bytes=param_bytes,
+                    num_blocks=num_blocks,
+                    num_tensors=0,
+                )
+            )
+            for group, replication in groups
+        ]
+        least = (min(values) / max(param_bytes, 1.0) for values in zip(*seconds, strict=True))
+        return DataParallelSeconds(**dict(zip(_EXCHANGE, least, strict=True)))
 
 
 class _LeastMessages:

@@ -37,7 +37,8 @@ _SAVED_WITH_PEAK = (
 _LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
-_SUMS = ("param_bytes", "num_params", *_FROZEN, "num_blocks")
+_SPREAD = ("spread_bytes", "num_spread")
+_SUMS = ("param_bytes", "num_params", *_FROZEN, *_SPREAD, "num_blocks")
 assert {name for pair in _SAVED_WITH_PEAK for name in pair} | {*_LARGEST, _LAST, *_SUMS} == {
     *LOAD_FIELDS
 }, "every field has a rule"
@@ -69,6 +70,7 @@ class RunLoads:
         columns = {"param_bytes": param_bytes, "num_params": num_params}
         columns["num_blocks"] = self.sums["num_blocks"][end] - self.sums["num_blocks"][start]
         columns |= dict(zip(_FROZEN, self.frozen(start, end), strict=True))
+        columns |= dict(zip(_SPREAD, self.spread(start, end), strict=True))
         for saved, peak in _SAVED_WITH_PEAK:
             before = self._before[saved]
             columns[saved] = before[end - 1] - before[start] + getattr(self.blocks, saved)[end - 1]
@@ -87,6 +89,10 @@ class RunLoads:
             param_bytes = param_bytes - size * has_both
             num_params = num_params - count * has_both
         return param_bytes, num_params
+
+    def spread(self, start: Indices, end: Indices) -> list[Floats]:
+        """Return the bytes of runs' parameters on the experts' mesh, and the number of these."""
+        return [self.sums[name][end] - self.sums[name][start] for name in _SPREAD]
 
     def frozen(self, start: Indices, end: Indices) -> list[Floats]:
         """Return what runs hold and do not train: all, parameters, those gathered in a backward."""

@@ -90,11 +90,13 @@ class StageCosts:
     @cached_property
     def _replicas(self) -> tuple[DataParallelSeconds, Floats]:
         runs = self.runs
-        frozen: list[Floats] = []
+        more: dict[str, Sequence[Floats]] = {}
         if self.replication.zero_stage == 3:
-            _, *frozen = runs.chain.loads.frozen(runs.start, runs.end)
+            more["frozen"] = runs.chain.loads.frozen(runs.start, runs.end)[1:]
+        if self.replication.expert_replicas is not None:
+            more["spread"] = runs.chain.loads.spread(runs.start, runs.end)
         param_bytes, num_params = runs.params
-        return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, *frozen)
+        return self.prices.of_stages(param_bytes, runs.num_blocks, num_params, **more)
 
     @property
     def update_s(self) -> Floats:

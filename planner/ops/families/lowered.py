@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import lcm, prod
 
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE, collectives
 from planner.ops.call import Call, LocalForm, P, Placed
 from planner.ops.kernel import KernelCall, Saved, View, same_memory, saves_nothing
 from planner.ops.letters import same_dims
@@ -147,6 +147,14 @@ register(
         view=_kept_or_sliced,
         saved=saves_nothing,
         scratch=_staging,
+        recomputed=False,  # other ranks would have to take part
+    )
+)
+register(
+    OpFamily(
+        name="exchange of experts' rows",
+        targets=(EXCHANGE_ROWS,),
+        saved=saves_nothing,  # what comes back goes the same way
         recomputed=False,  # other ranks would have to take part
     )
 )

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
-from planner.layout.axes import Degrees, batch_axes, data_axes, lowered_axes, members, split_axes
+from planner.layout.axes import (
+    FOLDED,
+    Degrees,
+    batch_axes,
+    data_axes,
+    lowered_axes,
+    members,
+    split_axes,
+)
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
@@ -162,8 +170,16 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
     Uses the default process group when there is one, else starts it from RANK and
     WORLD_SIZE as torchrun and `planner launch` set them (a plan for one rank needs
-    neither). Raises PlanError when the number of processes is not the plan's.
+    neither). Raises PlanError when the number of processes is not the plan's, or its experts lie
+    on a mesh of their own.
     """
+    folded = [axis.name for axis in FOLDED if plan.degrees[axis.name] > 1]
+    if folded:
+        given = " ".join(f"{name}={plan.degrees[name]}" for name in folded)
+        raise PlanError(
+            f"the plan has {given}, which is priced and not run yet; make one with "
+            f"{' '.join(f'{name}=1' for name in folded)}"
+        )
     devices.prepare(device)
     if not dist.is_initialized():
         _start_process_group(plan, device)

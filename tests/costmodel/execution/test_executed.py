@@ -109,7 +109,8 @@ def test_a_compiler_moves_fewer_bytes(h100: Profile) -> None:
     plan = plan_of(dp=8, zero_stage=3)
     eager, compiled = (priced(n, h100, plan) for n in ("torchtitan", "torchtitan-compiled"))
     assert compiled.time.compute_s < 0.95 * eager.time.compute_s
-    assert compiled.peak_bytes == eager.peak_bytes
+    # Its kernels save what they take, not what they make inside.
+    assert compiled.peak_bytes < eager.peak_bytes
 
 
 def test_overlap_hides_what_others_wait_for(h100: Profile) -> None:

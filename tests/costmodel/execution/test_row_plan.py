@@ -3,7 +3,6 @@
 import pytest
 
 from costmodel.table.published import estimate_run
-from costmodel.table.rows.row_cells import RowError
 from costmodel.table.rows.row_plan import RowPrices, plan_of, transformer_of
 from costmodel.table.rows.rows import run_of
 
@@ -83,10 +82,50 @@ def test_memory_is_the_exact_walk() -> None:
     assert found.memory[0].optimizer_bytes == pytest.approx(12 * params, rel=0.02)
 
 
-def test_experts_on_ranks_of_their_own_are_not_a_plan_yet() -> None:
-    run, profile, rates = run_of(
-        {**LLAMA, "model": "Mixtral-8x7B", "ep": "2", "tp": "1", "cp": "1", "pp": "4", "dp": "16",
-         "vpp": "1"}
-    )  # fmt: skip
-    with pytest.raises(RowError, match="ep=2"):
-        RowPrices().time(run, profile, rates)
+MIXTRAL = {
+    **LLAMA, "model": "Mixtral-8x7B", "seq_len": "4096", "tp": "1", "cp": "1", "pp": "4",
+    "dp": "16", "vpp": "1", "ep": "8",
+}  # fmt: skip
+
+
+def test_experts_on_ranks_of_their_own_are_near_the_closed_forms() -> None:
+    run, profile, rates = run_of(MIXTRAL)
+    closed = estimate_run(run, profile, rates).step_s
+    assert RowPrices().time(run, profile, rates).step_s == pytest.approx(closed, rel=0.1)
+
+
+def test_a_rank_holds_and_steps_on_its_part_of_the_experts() -> None:
+    """32 layers of 8 experts with 3 matrices of 4096 x 14336: of 4 pp ranks each has 8 layers."""
+    memory = {}
+    for ep in (1, 2, 8):
+        run, profile, rates = run_of({**MIXTRAL, "ep": str(ep)})
+        memory[ep] = RowPrices().estimate(run, profile, rates).memory[1]
+    experts = 8 * 8 * 3 * 4096 * 14336
+    saved = memory[1].gradient_bytes - memory[8].gradient_bytes
+    # Sums of gradients in four bytes, whatever a walk counts beside them.
+    assert saved == pytest.approx(4 * experts * (1 - 1 / 8), rel=0.02)
+    # ZeRO shards all of them over the 16 ranks together, however they are dealt.
+    assert memory[2].optimizer_bytes == pytest.approx(memory[8].optimizer_bytes, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ep", "mesh"), [("4", (4, 2)), ("16", (16, 1))])
+def test_whole_experts_lie_on_tp_ranks_where_others_are_too_few(
+    ep: str, mesh: tuple[int, int]
+) -> None:
+    model = {**MIXTRAL, "model": "Qwen3-30B-A3B", "tp": "2", "dp": "8", "ep": ep}
+    run, profile, rates = run_of(model)
+    plan = plan_of(run, transformer_of(run), devices_per_node=8)
+    assert (plan.degrees["ep"], plan.degrees["etp"]) == mesh
+    assert plan.degrees.num_ranks == 16
+    assert plan.degrees.expert_replicas == 16 // (mesh[0] * mesh[1])
+    assert RowPrices().time(run, profile, rates).step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "is_even", "is_dropless"),
+    [("", False, True), ("MoE force-balanced", True, True), ("token drop", True, False)],
+)
+def test_a_row_says_how_even_its_routing_is(said: str, is_even: bool, is_dropless: bool) -> None:
+    run, _, _ = run_of({**MIXTRAL, "notes": said})
+    assert (run.stack.fullest_experts == 1) is is_even
+    assert run.stack.dropless is is_dropless

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from costmodel.memory.exact.stage.placed_block import BlockKind
 from costmodel.memory.exact.stage.stage_walk import StageWalk
+from planner.layout.axes import Degrees
 from planner.plan import Plan
 
 
@@ -82,10 +83,11 @@ class ShardedStage:
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
-def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) -> ShardedStage:
+def sharded_stage(walk: StageWalk, degrees: Degrees, plan: Plan, device_type: str) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use are in one of their
     own. Frozen ones are in units under ZeRO 3 only.
     """
+    replicas, of_experts = degrees.along("data"), degrees.expert_replicas
     shared: dict[str, Size] = {}
     shared_frozen: dict[str, Size] = {}
     users = Counter(name for block in walk.blocks for name in block.frozen.values())
@@ -94,13 +96,16 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
     known: dict[BlockKind, Unit] = {}
     for index, block in enumerate(walk.blocks):
         kind, of_others = block.kind, walk.shared[index]
-        sizes = {n: (kind.bytes.params[n], kind.bytes.param_rows[n]) for n in block.params}
+        shards = {n: of_experts if n in kind.bytes.spread else replicas for n in block.params}
+        sizes = {
+            n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params
+        }
         shared |= {block.params[local]: sizes[local] for local in sizes if local in of_others}
         own = [size for local, size in sizes.items() if local not in of_others]
         own_frozen: list[Size] = []
         has_others = bool(of_others)
         for local, name in block.frozen.items() if plan.zero_stage == 3 else ():
-            size = kind.bytes.frozen[local], kind.bytes.param_rows[local]
+            size = kind.bytes.frozen[local], kind.bytes.param_rows[local], replicas
             if users[name] > 1:
                 shared_frozen[name], has_others = size, True
             else:
@@ -111,7 +116,6 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
             unit = _unit(
                 own,
                 own_frozen,
-                replicas,
                 walk.gradient_factor,
                 has_backward=any(edge.requires_grad for edge in kind.bytes.outputs),
                 has_input_gradient=bool(of_others)
@@ -124,7 +128,6 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
         units[len(walk.blocks)] = _unit(
             list(shared.values()),
             list(shared_frozen.values()),
-            replicas,
             walk.gradient_factor,
             has_backward=True,
             has_input_gradient=True,
@@ -138,24 +141,23 @@ def sharded_stage(walk: StageWalk, replicas: int, plan: Plan, device_type: str) 
     )
 
 
-Size = tuple[int, int]
-"""Bytes of a parameter, and the length of its first dim, along which it is sharded."""
+Size = tuple[int, int, int]
+"""Bytes of a parameter, the length of its first dim, along which it is sharded, and its shards."""
 
 
 def _unit(
     trained: Sequence[Size],
     frozen: Sequence[Size],
-    replicas: int,
     gradient_factor: int,
     *,
     has_backward: bool,
     has_input_gradient: bool,
 ) -> Unit:
     """Return the unit of parameters of such sizes."""
-    whole = sum(size for size, _ in trained)
+    whole = sum(size for size, _, _ in trained)
     # A dim is cut into equal parts, the last of which may be padding.
-    padded, padded_frozen = (
-        sum(size // max(rows, 1) * -(-rows // replicas) * replicas for size, rows in params)
+    (own, padded), (own_frozen, padded_frozen) = (
+        tuple(map(sum, zip((0, 0), *map(_padded, params), strict=True)))
         for params in (trained, frozen)
     )
     return Unit(
@@ -163,9 +165,16 @@ def _unit(
         gradient_bytes=whole,
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
-        shard_bytes=gradient_factor * padded // replicas,
-        frozen_shard_bytes=padded_frozen // replicas,
+        shard_bytes=gradient_factor * own,
+        frozen_shard_bytes=own_frozen,
         has_backward=has_backward,
         has_input_gradient=has_input_gradient,
         last_part=Fraction(trained[-1][0], whole) if whole else Fraction(0),
     )
+
+
+def _padded(param: Size) -> tuple[int, int]:
+    """Return the bytes of a rank's shard of a parameter, and of all its shards."""
+    size, rows, shards = param
+    shard = size // max(rows, 1) * -(-rows // shards)
+    return shard, shard * shards

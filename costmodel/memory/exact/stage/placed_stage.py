@@ -96,7 +96,8 @@ class PlacedStages:
     def _stage_jobs(self, stage_index: int) -> StageJobs:
         plan, costs, stage = self._plan, self._costs, self._plan.stages[stage_index]
         incoming = self._incoming[stage_index]
-        replicas = plan.stage_degrees(stage_index).along("data")
+        degrees = plan.stage_degrees(stage_index)
+        replicas = degrees.along("data")
         is_sharded = plan.zero_stage > 0 and replicas > 1
         # The step's last microbatch may skip recomputation: its backward comes next.
         walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
@@ -108,7 +109,7 @@ class PlacedStages:
         )
         sharded = None
         if is_sharded:
-            sharded = sharded_stage(walk, replicas, plan, costs.profile.cluster.device_type)
+            sharded = sharded_stage(walk, degrees, plan, costs.profile.cluster.device_type)
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(
             walk=walk,

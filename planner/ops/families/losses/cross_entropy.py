@@ -12,6 +12,11 @@ from planner.ops.kernel import KernelCall, Saved
 from planner.ops.letters import Letters, by_letters
 from planner.ops.record import Across, OpFamily, ShardRule, aten, register
 
+VOCAB_CROSS_ENTROPY = "planner.vocab_cross_entropy"
+SIZED_CROSS_ENTROPY = "planner.sized_vocab_cross_entropy"
+"""The same as another runtime computes it, which takes `bytes_per_logit` of memory at most: logits
+and their probabilities in fp32 among them. Only priced."""
+
 
 def cross_entropy_by_class(call: Call) -> Iterator[OpSharding]:
     """Ranks exchange a few numbers a sample instead of the logits."""
@@ -49,7 +54,7 @@ def cross_entropy_on_shard(placed: Placed) -> LocalForm:
             call.arg(4, "ignore_index", -100),
             call.arg(5, "label_smoothing", 0.0),
             placed.axis,
-            target="planner.vocab_cross_entropy",
+            target=VOCAB_CROSS_ENTROPY,
         )
     if reduction != MEAN:
         return LocalForm((placed.op,))
@@ -113,6 +118,16 @@ def _local_logits(call: KernelCall, *, forward: bool) -> int:
     return 2 * whole + samples * (9 * element + 1) if forward else whole + 2 * samples * element
 
 
+def _beside_probabilities(call: KernelCall, *, forward: bool) -> int:
+    """Forward: what is left of the bytes of a logit. Backward: the gradient is written over the
+    probabilities.
+    """
+    logits = call.op.inputs[0]
+    each = int(dict(call.op.kwargs)["bytes_per_logit"])  # type: ignore[arg-type]
+    held = call.element_bytes(logits) + max(4, call.element_bytes(logits))
+    return max(0, each - held) * call.numel(logits) if forward else 0
+
+
 # ---------------------------------------------------------------------------------------- records
 
 register(
@@ -134,11 +149,20 @@ register(
 register(
     OpFamily(
         name="cross entropy with a shard of the classes",
-        targets=("planner.vocab_cross_entropy",),
+        targets=(VOCAB_CROSS_ENTROPY,),
         shard=(ShardRule(vocab_cross_entropy),),
         local_form=vocab_cross_entropy_on_shard,
         saved=_local_probabilities,
         scratch=_local_logits,
+        recomputed=False,
+    )
+)
+register(
+    OpFamily(
+        name="cross entropy with a shard of the classes, of another runtime",
+        targets=(SIZED_CROSS_ENTROPY,),
+        saved=_local_probabilities,
+        scratch=_beside_probabilities,
         recomputed=False,
     )
 )

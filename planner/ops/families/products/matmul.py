@@ -268,11 +268,14 @@ register(
         recomputed=False,
     )
 )
-register(
-    OpFamily(
-        name="products of runs of rows",
-        targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm"),
-        shard=(ShardRule(grouped_mm),),
-        recomputed=False,
-    )
+GROUPED = OpFamily(
+    name="products of runs of rows",
+    targets=("aten._grouped_mm", "transformers.grouped_mm_fallback", "planner.grouped_mm"),
+    shard=(ShardRule(grouped_mm),),
+    arithmetic="matmul",
+    flop=_contracted_flop(0),
+    backward=product_backward,
+    deals_rows=True,
+    recomputed=False,
 )
+register(GROUPED)
