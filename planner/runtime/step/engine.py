@@ -7,10 +7,12 @@ the same path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,9 @@ from planner.runtime.step.wiring import (
 )
 from planner.schedule import schedule_of
 
+if TYPE_CHECKING:
+    from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+
 
 class Engine:
     """A rank's part of a model in training. Mutable: weights and optimizer state.
@@ -92,6 +97,7 @@ class Engine:
         self.plan, self.graph, self.mesh = plan, graph, mesh
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
+        self.steps = self.samples = 0
         # What no block uses (the preamble's buffers) no step changes.
         self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
         self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
@@ -144,6 +150,7 @@ class Engine:
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
+        self._checkpoints: Checkpoints | None = None
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
@@ -256,7 +263,11 @@ class Engine:
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
+            if self._checkpoints is not None:
+                self._checkpoints.hold()
             self._trained.step(self.optimizer)
+        self.steps += 1
+        self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
         if self._recorder is not None:
@@ -354,8 +365,70 @@ class Engine:
         return intermediates(self, batch, names)
 
     def close(self) -> None:
-        """Give the process groups made for this engine back; all ranks call it, last."""
+        """Give the process groups made for this engine back; all ranks call it, last.
+
+        Waits for a save under way, and raises what it failed with.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         self.mesh.close()
+
+    # -- checkpoints --------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to save all of the training as a new checkpoint in `folder`, and return.
+
+        Every rank calls it after the same step. Files are written beside the steps that follow;
+        the next `save`, `load`, `wait_for_save` or `close` waits for them and raises PlanError
+        where they could not be written. `folder` is one that all ranks reach; in it the newest
+        `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
+        `state_dict` and a `load_state_dict`: schedulers, scalers.
+        """
+        if self._checkpoints is None:
+            from planner.runtime.checkpoint.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(self)
+        self._checkpoints.save(Path(folder), keep=keep, extra=extra or {})
+
+    def wait_for_save(self) -> None:
+        """Return when the last save is on the disk. Raises PlanError where it could not be."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def load(
+        self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
+    ) -> Loaded:
+        """Take up the training that was saved, under whatever plan; every rank calls it.
+
+        `path` is a folder that `save` wrote to, of which the newest whole checkpoint is taken, or
+        one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
+        checkpoint is whole, or is of another model.
+        """
+        if self._checkpoints is None:
+            from planner.runtime.checkpoint.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(self)
+        return self._checkpoints.load(Path(path), extra=extra or {})
+
+    def rest(self) -> None:
+        """Hold parameters as they are between steps: as shards, where ZeRO shards them."""
+        if self._zero_stage:
+            for stage in self.stages.values():
+                zero.rest(stage)
+
+    def take_values(self) -> None:
+        """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
+        self._trained.write_back()
+        names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
+        values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
+        for preamble in self._preambles.values():
+            preamble.take_values(values)
 
     # -- what it holds ------------------------------------------------------------------
 
