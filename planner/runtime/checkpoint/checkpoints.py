@@ -34,9 +34,10 @@ from planner.runtime.checkpoint.storage import (
     bytes_item,
     file_checksum,
     stored_tensor,
+    targets_of,
     tensor_item,
 )
-from planner.runtime.checkpoint.together import together
+from planner.runtime.checkpoint.together import together, told_plainly
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -72,7 +73,7 @@ class Checkpoints:
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._copies: Copies | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def save(self, folder: Path, *, keep: int, extra: Mapping[str, Any]) -> None:
         """Begin to save; every rank calls it after the same step. See `Engine.save`."""
@@ -113,7 +114,7 @@ class Checkpoints:
             if self._engine.mesh.device.type == "cuda":
                 torch.cuda.set_device(self._engine.mesh.device)
             write()
-        except Exception as error:
+        except BaseException as error:  # told in training's thread
             self._failure = error
 
     def _write(
@@ -148,9 +149,9 @@ class Checkpoints:
             return data[replace(item.index, index=None)]
 
         def write() -> None:
-            dcp.save(
-                {}, storage_writer=writer, planner=WritePlanner(own, resolve), process_group=group
-            )
+            planner = WritePlanner(own, resolve)
+            with told_plainly():
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
 
         together(group, write)
         checksums = together(group, lambda: writer.checksums)
@@ -182,10 +183,15 @@ class Checkpoints:
         manifest, notes, metadata = _of_own(control, read)
         _of_own(control, lambda: check_extra(extra, notes))
         parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
-        planner = _of_own(control, lambda: ReadPlanner(parts, metadata))
-        dcp.load(
-            {}, storage_reader=Stored(checkpoint).reader, planner=planner, process_group=control
+        planner = _of_own(
+            control,
+            lambda: ReadPlanner(
+                (t for part in parts for t in targets_of(part, metadata)), metadata
+            ),
         )
+        reader = Stored(checkpoint).reader
+        with told_plainly():
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=control)
         finish_parts(engine, parts)
         if assembly is not None:
             assembly.finish()

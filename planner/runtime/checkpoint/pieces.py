@@ -24,6 +24,7 @@ from planner.layout.axes import data_axes, lowered_axes, members
 from planner.layout.layout import Box, ProcessMesh, Shape
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
+from planner.ops.record import mutates
 from planner.plan import Plan
 from planner.plan.replication import Replication
 from planner.runtime.step.wiring import param_placements, stage_params
@@ -196,13 +197,14 @@ def _is_sharded(meta: TensorMeta, plan: Plan, stage: int) -> bool:
 
 
 def _written(graph: ModelGraph) -> set[str]:
-    """Names of buffers that a step changes."""
+    """Names of buffers that a step may change: what an op that writes takes."""
     found = set()
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         names = dict(zip(program.params, block.params, strict=True))
-        found |= {names[name] for name in written_buffers(program)}
-    return found
+        taken = {name for op in program.ops if mutates(op) for name in op.inputs}
+        found |= {names[name] for name in (*written_buffers(program), *taken) if name in names}
+    return {name for name in found if graph.tensor[name].kind == "buffer"}
 
 
 def _select(runs: Runs, start: int, length: int) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ import copy
 import random
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def describe(engine: Engine) -> Manifest:
             name: (stored.get(name, name), dtype_name(dtype))
             for name, dtype in engine._state_dtypes.items()
         },
-        versions={"planner": _version("planner"), "torch": torch.__version__},
+        versions=versions(),
     )
 
 
@@ -116,8 +117,9 @@ def restore(engine: Engine, notes: Notes, extra: Mapping[str, Any]) -> None:
     if own is None or len(notes.generators) != dist.get_world_size():
         # Of another number of ranks: all go on with those of rank 0, as they do where every rank
         # chooses the same batches.
-        own = notes.generators[0]
-    _set_generators(engine.mesh.device, own)
+        own = notes.generators.get(0)
+    if own is not None:
+        _set_generators(engine.mesh.device, own)
     for name, kept in extra.items():
         kept.load_state_dict(notes.extra[name])
 
@@ -162,8 +164,9 @@ def _set_generators(device: torch.device, states: Mapping[str, Any]) -> None:
         numpy.random.set_state(states["numpy"])
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        return ""
+def versions() -> dict[str, str]:
+    """Return what writes a checkpoint; planner has no version in a tree that is not installed."""
+    found = {"torch": str(torch.__version__)}
+    with suppress(metadata.PackageNotFoundError):
+        found["planner"] = metadata.version("planner")
+    return found

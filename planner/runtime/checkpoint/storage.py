@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -114,44 +115,49 @@ class WritePlanner(SavePlanner):
         return self._resolve(write_item)
 
 
-class ReadPlanner(LoadPlanner):
-    """Fills local tensors with what is stored of their pieces, however that is cut.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a box of a stored tensor goes: a tensor of the box's sizes."""
 
-    Raises PlanError for a tensor that is not stored, of another shape, or not in full.
+    key: str
+    box: Box
+    tensor: Tensor
+
+
+def targets_of(part: Part, stored: Metadata) -> Iterator[Target]:
+    """Yield where to read a part from, into the first of its tensors.
+
+    Raises PlanError for a tensor that is not stored, or has another shape.
+    """
+    if 0 in part.piece.shape:  # nothing is stored of what has no elements
+        return
+    stored_tensor(stored, part)
+    held = tuple((0, size) for size in part.tensors[0].shape)
+    for _, chunk in part.chunks():
+        yield Target(_key(stored, part), chunk.box, part.tensors[0][slices(chunk.local, held)])
+
+
+class ReadPlanner(LoadPlanner):
+    """Fills tensors with boxes of what is stored, however that is cut.
+
+    Raises PlanError for a box that is not stored in full.
     """
 
-    def __init__(self, parts: Iterable[Part], stored: Metadata) -> None:
-        self._targets: dict[MetadataIndex, Tensor] = {}
+    def __init__(self, targets: Iterable[Target], stored: Metadata) -> None:
+        self._tensors: list[Tensor] = []
         self._items: list[ReadItem] = []
-        for part in parts:
-            self._items += self._reads(part, stored)
-
-    def _reads(self, part: Part, stored: Metadata) -> list[ReadItem]:
-        if 0 in part.piece.shape:  # nothing is stored of what has no elements
-            return []
-        found = stored_tensor(stored, part)
-        chunks = list(part.chunks())
-        wanted = [chunk_metadata(chunk.box) for _, chunk in chunks]
-        for (_, chunk), box in zip(chunks, wanted, strict=True):
-            held = tuple((0, size) for size in part.tensors[0].shape)
-            index = MetadataIndex(part.key, box.offsets)
-            self._targets[index] = part.tensors[0][slices(chunk.local, held)]
-        items = create_read_items_for_chunk_list(_key(stored, part), found, wanted)
-        covered = sum(item.lengths.numel() for item in items)
-        if covered != sum(box_numel(chunk.box) for _, chunk in chunks):
-            raise PlanError(f"{part.key} is stored in part only; use another checkpoint")
-        # (Hints of where a chunk stands in a list mean nothing here.)
-        return [
-            ReadItem(
-                type=item.type,
-                dest_index=MetadataIndex(part.key, item.dest_index.offset),
-                dest_offsets=item.dest_offsets,
-                storage_index=item.storage_index,
-                storage_offsets=item.storage_offsets,
-                lengths=item.lengths,
+        for target in targets:
+            found = stored.state_dict_metadata[target.key]
+            assert isinstance(found, TensorStorageMetadata)
+            items = create_read_items_for_chunk_list(
+                target.key, found, [chunk_metadata(target.box)]
             )
-            for item in items
-        ]
+            if sum(item.lengths.numel() for item in items) != box_numel(target.box):
+                raise PlanError(f"{target.key} is stored in part only; use another checkpoint")
+            # Each target has an index of its own: two may be of one box.
+            index = MetadataIndex(target.key, index=len(self._tensors))
+            self._items += [replace(item, dest_index=index) for item in items]
+            self._tensors.append(target.tensor)
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
@@ -176,7 +182,9 @@ class ReadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return the part of a local tensor that an item fills."""
-        target = self._targets[read_item.dest_index]
+        number = read_item.dest_index.index
+        assert number is not None
+        target = self._tensors[number]
         for dim, (start, length) in enumerate(
             zip(read_item.dest_offsets, read_item.lengths, strict=True)
         ):
@@ -281,9 +289,9 @@ class Stored:
         self.metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
-    def read(self, parts: Iterable[Part]) -> None:
-        """Fill the first of each part's tensors."""
-        planner = ReadPlanner(parts, self.metadata)
+    def read(self, targets: Iterable[Target]) -> None:
+        """Fill tensors."""
+        planner = ReadPlanner(targets, self.metadata)
         self.reader.read_data(planner.create_local_plan(), planner)
 
     def notes(self) -> Any:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from planner.errors import PlanError, PlannerError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Raise the first rank's own error for the collection of all that torch's checkpoints raise."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        first.add_note(f"on rank {rank}")
+        raise first from None
 
 
 def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
