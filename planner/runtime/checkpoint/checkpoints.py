@@ -24,6 +24,7 @@ from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import Assembly
 from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts
 from planner.runtime.checkpoint.snapshot import Notes, check_extra, describe, restore, take
+from planner.runtime.checkpoint.sources import CheckpointSource, fill, open_source
 from planner.runtime.checkpoint.staging import Copies, Staging
 from planner.runtime.checkpoint.storage import (
     NOTES,
@@ -198,6 +199,39 @@ class Checkpoints:
         casts = self._casts(parts, metadata, manifest)
         restore(engine, notes, extra)
         return Loaded(path=checkpoint, step=notes.step, samples=notes.samples, casts=casts)
+
+    def load_weights(self, path: Path) -> None:
+        """Take the model's values alone. See `Engine.load_weights`."""
+        engine, control = self._engine, self._engine.mesh.control
+        self.wait()
+        engine.rest()
+
+        def choose() -> Path | None:
+            source = open_source(path) if dist.get_rank() == 0 else None
+            return source.path if isinstance(source, CheckpointSource) else path
+
+        chosen = together(control, choose)[0]
+        assert chosen is not None
+        parts = model_parts(engine)
+
+        def read() -> None:
+            source = open_source(chosen, is_checked=True)
+            aliases = {meta.fqn: meta.aliases for meta in engine.graph.tensors}
+            with torch.no_grad():
+                missing = fill(parts, aliases, source)
+            needed = [
+                part.holding.meta
+                for part in missing
+                if part.holding.meta.kind == "param" or engine.is_empty(part.holding.meta.fqn)
+            ]
+            if needed:
+                raise PlanError(
+                    f"{path} has no {needed[0].fqn}, nor {len(needed) - 1} others of the model; "
+                    "give weights of this model, with the names of its state dict"
+                )
+
+        together(control, read)
+        finish_parts(engine, parts)
 
     def _first_whole(self, found: Sequence[Path], *, is_named: bool) -> Path:
         """Return the first checkpoint without damage; ranks deal the files to check."""

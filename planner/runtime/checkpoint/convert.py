@@ -64,8 +64,15 @@ class Converted:
     nbytes: int
 
 
-def kind_of(source: MappedSource | CheckpointSource, target: Path, wanted: str | None) -> Kind:
-    """Return what to write: as the target's suffix says; a folder is what the source is not.
+def kind_of(
+    source: MappedSource | CheckpointSource,
+    target: Path,
+    wanted: str | None,
+    *,
+    has_plan: bool = False,
+) -> Kind:
+    """Return what to write: as the target's suffix says; a folder is what the source is not, or
+    a checkpoint, which alone a plan cuts.
 
     Raises PlanError for an unknown kind, or one that the suffix speaks against.
     """
@@ -87,7 +94,8 @@ def kind_of(source: MappedSource | CheckpointSource, target: Path, wanted: str |
         raise PlanError(f"kind {wanted!r} is unknown; use {', '.join(kinds)}")
     if by_suffix is not None:
         return by_suffix
-    return "safetensors" if isinstance(source, CheckpointSource) else "checkpoint"
+    is_checkpoint = isinstance(source, CheckpointSource)
+    return "safetensors" if is_checkpoint and not has_plan else "checkpoint"
 
 
 def convert(
@@ -106,7 +114,7 @@ def convert(
     Raises PlanError where the source is damaged or of another model than the plan's `graph`.
     """
     found = open_source(source)
-    chosen = kind_of(found, target, kind)
+    chosen = kind_of(found, target, kind, has_plan=plan is not None)
     if plan is not None and chosen != "checkpoint":
         raise PlanError(f"a plan cuts a checkpoint, and {target} becomes {chosen}; leave it out")
     report = progress or _say_nothing

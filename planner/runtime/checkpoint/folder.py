@@ -81,8 +81,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is one checkpoint."""
-    return (folder / MANIFEST).is_file()
+    """Whether a folder is one checkpoint, by its name or by its manifest."""
+    return _NAME.fullmatch(folder.name) is not None or (folder / MANIFEST).is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -69,9 +69,10 @@ class MappedSource:
 class CheckpointSource:
     """The model of a checkpoint. Raises PlanError for one that is damaged."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, *, is_checked: bool = False) -> None:
         self.path, self.manifest = checkpoint, folders.read_manifest(checkpoint)
-        wrong = folders.what_is_wrong(checkpoint, self.manifest.files.items(), file_checksum)
+        files = () if is_checked else self.manifest.files.items()
+        wrong = folders.what_is_wrong(checkpoint, files, file_checksum)
         if wrong:
             raise PlanError(f"{checkpoint}: {wrong}; use another checkpoint")
         self.stored = Stored(checkpoint)
@@ -95,10 +96,11 @@ class CheckpointSource:
         return tensor
 
 
-def open_source(path: Path) -> MappedSource | CheckpointSource:
+def open_source(path: Path, *, is_checked: bool = False) -> MappedSource | CheckpointSource:
     """Return what a path holds; of a folder of checkpoints, the newest whole one.
 
-    Raises PlanError where it holds nothing of these kinds, or is damaged.
+    A checkpoint that `is_checked` is taken for whole. Raises PlanError where it holds nothing of
+    these kinds, or is damaged.
     """
     if not path.exists():
         raise PlanError(f"{path} does not exist; give a checkpoint, safetensors or a .pt file")
@@ -114,7 +116,7 @@ def open_source(path: Path) -> MappedSource | CheckpointSource:
     if (path / INDEX).is_file() or (path / SINGLE).is_file():
         return MappedSource(read_folder(path))
     if folders.is_checkpoint(path):
-        return CheckpointSource(path)
+        return CheckpointSource(path, is_checked=is_checked)
     return _newest(folders.checkpoints_in(path))
 
 

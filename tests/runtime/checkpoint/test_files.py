@@ -161,6 +161,7 @@ def test_schedulers_scalers_and_generators_are_saved(engine, tmp_path):
     rates = [group["lr"] for group in engine.optimizer.param_groups]
     engine.step(mlp_batch(2))
     scheduler.step()
+    engine.wait_for_save()
     other = make_engine()
     again = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, gamma=0.1)
     other.load(tmp_path, extra={"scheduler": again})
