@@ -45,6 +45,8 @@ def main(args: list[str]) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             _fail(code, error.code)
+        if code == 0:  # as at the script's end: a checkpoint may be under way
+            _leave()
         _end(code)
     except KeyboardInterrupt:  # the launcher was interrupted and tells
         _end(128 + signal.SIGINT)

@@ -25,7 +25,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "plain-sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
     "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, eps=1e-3),
-    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2, eps=1e-3),
 }
 
 
