@@ -1,10 +1,11 @@
 """What saving a checkpoint costs the training.
 
-A GPT is trained on this CPU's ranks, in turns of a fixed number of steps: one with a save at its
-start, the next without. A turn's time is that of the slowest rank; medians are reported, the
-share that a save adds to its turn, and how long `engine.save` itself took. The turn should be longer
-than a save takes: then what is told is all that a save costs, in CPU time that the ranks miss,
-copies and waiting. (With a GPU the writing has the host's cores for itself.)
+Transformer layers are trained on this CPU's ranks, one thread each, in turns of so many steps:
+one with a save at its start, the next without. A turn's time is that of the slowest rank; medians
+are reported, the share that a save adds to its turn, and how long `engine.save` itself took. The
+turn should be longer than a save takes: then what is told is all that a save costs, in CPU time
+that the ranks miss, copies and waiting. The CPU time is told apart: it is of use on a machine that
+does other things as well. (With a GPU the writing has the host's cores for itself.)
 
     python benchmarks/checkpoints.py [--ranks 1] [--zero 0] [--steps 20] [--turns 8] [--hidden 256]
 """
@@ -38,12 +39,16 @@ SEQUENCE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds: of a turn with a save and without, of the call of `save`, until files are there."""
+    """Seconds of a turn with a save and without, by the clock and of a rank's CPU.
+
+    `call` is that of `engine.save` alone; `nbytes` are those of a checkpoint.
+    """
 
     with_save: float
     without: float
+    cpu_with_save: float
+    cpu_without: float
     call: float
-    written: float
     nbytes: int
 
 
@@ -68,11 +73,12 @@ def measure(options: Any, folder: str) -> Times:
     engine.save(folder)
     engine.wait_for_save()
     turns: dict[bool, list[float]] = {True: [], False: []}
-    calls, written = [], []
+    cpu: dict[bool, list[float]] = {True: [], False: []}
+    calls = []
     for turn in range(2 * options.turns):
         saves = turn % 2 == 0
         dist.barrier()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         if saves:
             engine.save(folder, keep=1)
             calls.append(time.perf_counter() - began)
@@ -80,14 +86,14 @@ def measure(options: Any, folder: str) -> Times:
             engine.step(batch)
         turns[saves].append(_slowest(time.perf_counter() - began))
         engine.wait_for_save()
-        if saves:
-            written.append(time.perf_counter() - began)
+        cpu[saves].append(_slowest(time.process_time() - cpu_began))
     (newest, *_) = checkpoints_in(Path(folder))
     return Times(
         with_save=statistics.median(turns[True]),
         without=statistics.median(turns[False]),
+        cpu_with_save=statistics.median(cpu[True]),
+        cpu_without=statistics.median(cpu[False]),
         call=statistics.median(calls),
-        written=min(written),
         nbytes=sum(path.stat().st_size for path in newest.iterdir()),
     )
 
@@ -114,10 +120,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         times = run_ranks(measure, options.ranks, options, folder)[0]
     added = times.with_save - times.without
+    cpu = times.cpu_with_save - times.cpu_without
     print(
         f"checkpoint of {times.nbytes / 1e6:.0f} MB, {options.steps} steps a turn\n"
         f"turn without a save {times.without:.3f} s, with one {times.with_save:.3f} s: "
         f"{added:+.3f} s, {added / times.without:+.1%}\n"
+        f"CPU time {times.cpu_without:.3f} s and {times.cpu_with_save:.3f} s: {cpu:+.3f} s, "
+        f"{cpu / times.cpu_without:+.1%}\n"
         f"engine.save returned after {times.call * 1e3:.1f} ms"
     )
 
