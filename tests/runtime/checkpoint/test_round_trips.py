@@ -108,7 +108,8 @@ def test_random_pairs_of_plans(tmp_path: Path):
     choose = random.Random(25)
     cases = []
     for number in range(60):
-        name = choose.choice(["gpt", "tied-gpt", "deep-gpt", "encoder-decoder", "hf-llama"])
+        # (Not those of Hugging Face: their norms compute in fp32, whatever the model's dtype.)
+        name = choose.choice(["gpt", "tied-gpt", "deep-gpt", "encoder-decoder", "vit"])
         saved, loaded = (random_plan(choose, name, choose.choice([1, 2, 4]), 8) for _ in range(2))
         optimizer = choose.choice(["adamw", "adamw", "sgd", "rmsprop", "nadam"])
         cases.append(Case(name, saved, loaded, str(tmp_path / str(number)), optimizer))
