@@ -132,7 +132,8 @@ class Checkpoints:
         scratch = together(group, lambda: folders.begin(folder) if is_first else None)[0]
         assert scratch is not None
         # (What the script gave may be large, and is alike on all ranks: rank 0's is stored.)
-        merged = _merge(together(group, lambda: replace(notes, extra={})))
+        small = replace(notes, extra={}, optimizer=notes.optimizer.on_cpu())
+        merged = _merge(together(group, lambda: small))
         merged.extra = notes.extra
         writer = StreamWriter(scratch)
         data: dict[MetadataIndex, Tensor | io.BytesIO] = {

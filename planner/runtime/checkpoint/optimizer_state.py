@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.utils._pytree import tree_map_only
 
 from planner.errors import PlanError
 from planner.runtime.checkpoint.parts import Part, local
@@ -43,6 +44,11 @@ class OptimizerNotes:
     groups: list[dict[str, Any]] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     states: set[str] = field(default_factory=set)
+
+    def on_cpu(self) -> OptimizerNotes:
+        """Return the same with all tensors on the CPU: another rank has no use for this device."""
+        groups, values = tree_map_only(Tensor, lambda t: t.cpu(), (self.groups, self.values))
+        return OptimizerNotes(groups, values, self.states)
 
     def merge(self, other: OptimizerNotes) -> None:
         """Take in those of another rank: the same groups over other parameters."""
@@ -71,7 +77,8 @@ def take_apart(
         part = parts[fqn]
         for name, value in states[0].items() if states else ():
             if not isinstance(value, Tensor) or value.dim() == 0:
-                notes.values.setdefault(fqn, {})[name] = copy.deepcopy(value)
+                kept = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                notes.values.setdefault(fqn, {})[name] = kept
                 continue
             tensors = tuple(local(state[name]) for state in states)
             notes.states.add(name)

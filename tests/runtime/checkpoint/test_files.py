@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
@@ -15,7 +16,8 @@ from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint import checkpoints as module
 from planner.runtime.checkpoint.checkpoints import CheckpointWarning
 from planner.runtime.step.engine import Engine
-from tests.builders import mlp_batch
+from tests.builders import PlainMLP, mlp_batch
+from tests.captures import capture_module
 from tests.runtime.scenarios import build, capture
 
 
@@ -193,3 +195,36 @@ def test_a_checkpoint_of_another_model_is_refused(engine, tmp_path):
     other = planner.apply(default_plan(capture("gpt")), network)
     with pytest.raises(PlanError, match=r"the checkpoint has no model\.\S+; load a checkpoint of"):
         other.load(tmp_path)
+
+
+class Dropped(PlainMLP):
+    def forward(self, x, target):
+        return F.mse_loss(F.dropout(super().forward(x), 0.5), target)
+
+
+def make_dropping(seed: int) -> Engine:
+    torch.manual_seed(seed)
+    network = Dropped()
+    graph = capture_module(network, mlp_batch(2), mlp_batch(3))
+    return planner.apply(default_plan(graph, num_microbatches=2), network)
+
+
+def test_dropout_goes_on_to_the_last_bit(tmp_path):
+    """And begins anew, from seed and step, where a plan has other streams."""
+    engine = make_dropping(0)
+    for _ in range(2):
+        engine.step(mlp_batch(2))
+    engine.save(tmp_path)
+    losses = [engine.step(mlp_batch(2)).item() for _ in range(3)]
+    assert len(set(losses)) == 3
+    engine.wait_for_save()
+    other = make_dropping(1)
+    other.load(tmp_path)
+    assert [other.step(mlp_batch(2)).item() for _ in range(3)] == losses
+    stream = other._random
+    drawn = []
+    for step in (2, 2, 3):
+        stream.restore(7, {0: stream.state(), 1: stream.state()}, step)
+        with stream.drawn():
+            drawn.append(torch.rand(()).item())
+    assert drawn[0] == drawn[1] != drawn[2]
