@@ -466,6 +466,7 @@ class Engine:
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
         With precision "bf16" the values are the fp32 copies that the optimizer trains.
         """
+        self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
         whole = self._unused | held

@@ -113,6 +113,10 @@ def train_and_save(cases: list[Case]) -> list[tuple[Moment, Moment]]:
         for step in range(STEPS):
             loss = engine.step(batch_of(case.model, case.saved, step)).item()
         now = moment(engine, loss)
+        engine.evaluate(batch_of(case.model, case.saved, 0))  # leaves ZeRO's weights gathered
+        for name, tensor in engine.full_state_dict().items():
+            assert torch.equal(tensor, now.state[name]), name
+        engine.evaluate(batch_of(case.model, case.saved, 0))
         engine.save(case.folder)
         after = engine.step(batch_of(case.model, case.saved, STEPS)).item()
         found.append((now, moment(engine, after)))
