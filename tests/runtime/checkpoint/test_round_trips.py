@@ -83,7 +83,7 @@ def test_between_plans(tmp_path):
         "tied-gpt", **batch, pp=2, vpp=2, schedule="interleaved_1f1b", microbatch_size=4
     )
     host = plan_for("tied-gpt", **batch, cp=2, zero_stage=1, microbatch_size=4, on_host=True)
-    pairs = [(one, zero3), (zero3, own), (own, interleaved), (interleaved, host), (host, one)]
+    pairs = [(zero3, own), (own, host), (interleaved, one)]
     check([Case("tied-gpt", a, b, str(tmp_path / str(n))) for n, (a, b) in enumerate(pairs)])
 
 
