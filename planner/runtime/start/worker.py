@@ -80,6 +80,9 @@ def _leave() -> None:
     """What the interpreter would do at a good end, but for taking itself apart."""
     import torch.distributed as dist
 
+    # Pools first, as the interpreter does: their threads wait for work until they are told to end.
+    for end in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+        end()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
