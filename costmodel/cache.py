@@ -62,6 +62,16 @@ class CostCache:
         """How the graph's blocks hang together."""
         return find_links(self.graph)
 
+    def polls(self, degrees: Degrees, *, pp: int) -> bool:
+        """Whether hosts that poll for messages between stages are late for collectives.
+
+        `degrees` are of the whole mesh: pipelines that stay in a node send over its own links.
+        """
+        profile = self.profile
+        if not isinstance(profile, ExecutedProfile) or not profile.execution.polled_late_s:
+            return False
+        return profile.cluster.spans_nodes(pp, stride=degrees.num_ranks)
+
     def bound(self, class_index: int, microbatch_size: int) -> Program:
         """Return a class's program at a microbatch size."""
         key = class_index, microbatch_size
@@ -108,14 +118,15 @@ class CostCache:
         layouts: tuple[ClassLayout, ...] = (),
         *,
         recomputed: tuple[str, ...] | None = None,
+        polls: bool = False,
     ) -> ProgramCost:
         """Return the price of one block of a class.
 
         `recomputed` names the ops that selective recomputation runs again (None: the
-        default choice).
+        default choice); `polls` is as in `Split`.
         """
         degrees = degrees or Degrees()
-        key = *_key(class_index, microbatch_size, degrees, layouts), recomputed
+        key = *_key(class_index, microbatch_size, degrees, layouts), recomputed, polls
         if key not in self._blocks:
             local = self.local(class_index, microbatch_size, degrees, layouts)
             whole = self.bound(class_index, microbatch_size)
@@ -125,6 +136,7 @@ class CostCache:
                 axes=lowered_groups(self.profile.cluster, degrees),
                 remade=ops_made_again(whole, local, recomputed),
                 kernels=self.kernels,
+                polls=polls,
             )
         return self._blocks[key]
 

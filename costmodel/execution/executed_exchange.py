@@ -1,7 +1,8 @@
 """What a runtime's replicas exchange, before compute hides any of it.
 
     ZeRO 0      gradients are summed: beside the last backward, or after it
-    ZeRO 1, 2   gradients are reduce-scattered, weights gathered for the next step's first forward
+    ZeRO 1, 2   gradients are reduce-scattered, weights gathered for the next step's first forward;
+                some runtimes sum gradients on all replicas instead
     ZeRO 3      weights are gathered for each forward and each backward, gradients scattered
 
 What a runtime does not overlap comes after the last job, or in the way of each.
@@ -25,6 +26,7 @@ def executed_exchange(
     *,
     param_bytes: float,
     num_blocks: int,
+    num_tensors: int,
     frozen_bytes: float = 0.0,
     frozen_backward_bytes: float = 0.0,
 ) -> DataParallelSeconds:
@@ -50,15 +52,18 @@ def executed_exchange(
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
     gather_s = seconds("all_gather", param_bytes)
     if replication.zero_stage == 0:
-        sum_s = seconds("all_reduce", reduced)
-        if execution.overlaps_dp:
+        count = max(1, num_tensors) if execution.sums_tensors else 1
+        sum_s = count * profile.collective_seconds("all_reduce", reduced / count, group).seconds
+        if execution.overlaps_sums:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
-    scatter_s = seconds("reduce_scatter", reduced)
     if replication.zero_stage < 3:
+        gather_s += execution.unpack_s * num_tensors * group.size
+        scatter_s = seconds("reduce_scatter" if execution.scatters else "all_reduce", reduced)
         if execution.overlaps_dp:
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
+    scatter_s = seconds("reduce_scatter", reduced)
     gather_s = seconds("all_gather", param_bytes + frozen_bytes)
     again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.

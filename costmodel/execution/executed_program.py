@@ -22,6 +22,7 @@ from costmodel.execution.executed_kernels import (
     products_of_head,
 )
 from costmodel.execution.execution import Execution
+from costmodel.execution.host import host_seconds
 from costmodel.memory.saved import SavedTensors
 from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
 from costmodel.time.program_times import ProgramTimes, Spent
@@ -32,10 +33,6 @@ from planner.ops.families.products.attention import RING
 from planner.ops.record import family_of, packet_of
 from profiles.lookup.families import ATTENTION
 
-HOST_SHARPNESS = 4
-"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
-as slow, it takes 2 ** (1/4) times as long as either."""
-
 
 def executed_times(
     local: Program,
@@ -44,8 +41,12 @@ def executed_times(
     axes: Mapping[str, Axis],
     saved: SavedTensors,
     recomputed: frozenset[str],
+    polls: bool = False,
 ) -> ProgramTimes:
-    """Return the times of a bound program that was lowered on `axes`."""
+    """Return the times of a bound program that was lowered on `axes`.
+
+    `polls` says that messages between stages cross nodes (`Execution.polled_late_s`).
+    """
     execution, rates = profile.execution, profile.rates
     forward_s = backward_s = weight_s = recomputed_s = 0.0
     forward_flop = backward_flop = 0.0
@@ -79,12 +80,16 @@ def executed_times(
     issued = _host_ops(local, execution, kernels) + comm.kernels + unfused
     if recomputed and not is_whole and execution.selective_skips_layers:
         recomputed_s = forward_s / 2
-    forward_host = issued * (rates.host_op_s + wait)
-    forward_wait_s = _waited(execution, forward_s + comm.forward_s, forward_host)
-    backward_host = 2 * issued * (rates.host_backward_op_s + wait)
+    # Every host of a group reaches a collective late at times, and all wait for the last.
+    polled_s = polls * execution.polled_late_s * comm.kernels * comm.size
+    forward_host = issued * (rates.host_op_s + wait) + polled_s
+    forward_wait_s = host_seconds(execution, forward_s + comm.forward_s, forward_host)
+    backward_host = 2 * issued * (rates.host_backward_op_s + wait) + polled_s
     return ProgramTimes(
         forward=Spent(forward_s, forward_wait_s),
-        backward=Spent(backward_s, _waited(execution, backward_s + comm.backward_s, backward_host)),
+        backward=Spent(
+            backward_s, host_seconds(execution, backward_s + comm.backward_s, backward_host)
+        ),
         recomputed=Spent(
             recomputed_s, forward_wait_s + comm.forward_s + comm.skew_s if is_whole else 0.0
         ),
@@ -94,21 +99,6 @@ def executed_times(
         forward_flop=forward_flop,
         backward_flop=backward_flop,
     )
-
-
-def _waited(execution: Execution, busy_s: float, needed_s: float) -> float:
-    """Return what the host adds to a phase in which the device is busy and the host is needed.
-
-    Some kernels last longer than the launch of the next, others do not, and only so much can be
-    queued: near the point where both take as long, device and host wait for each other in turn.
-    """
-    if execution.launches_block:
-        return needed_s
-    slower = max(busy_s, needed_s)
-    if not slower:
-        return 0.0
-    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
-    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s
 
 
 def _host_ops(local: Program, execution: Execution, kernels: int) -> int:
@@ -126,6 +116,7 @@ class _Comm:
     backward_s: float
     skew_s: float
     kernels: int
+    size: int
 
 
 def _exposed(
@@ -178,4 +169,5 @@ def _exposed(
         backward_s=back_s,
         skew_s=sums * profile.skew_seconds(size),
         kernels=count,
+        size=size,
     )

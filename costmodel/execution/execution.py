@@ -68,7 +68,16 @@ class Execution:
     overlaps_gathers: bool
     """Gathers of ZeRO's sharded weights do."""
     overlaps_dp: bool
-    """Reductions of gradients do."""
+    """Reductions of gradients to ZeRO's shards do."""
+    overlaps_sums: bool
+    """Sums of gradients over replicas without ZeRO do."""
+    sums_tensors: bool
+    """Each of these is a message of its own; else they go in buckets as good as one."""
+    scatters: bool
+    """ZeRO 1 and 2 reduce each gradient to its shard alone; else all replicas get whole sums."""
+    unpack_s: float
+    """Seconds to copy one replica's part of one tensor out of the weights that ZeRO 1 and 2
+    gathered; 0 where they are gathered in place."""
     overlaps_pp: bool
     """Transfers between interleaved stages do."""
     sends_ahead: bool
@@ -76,6 +85,10 @@ class Execution:
     else after the whole backward."""
     uses_all_links: bool
     """Gathers and scatters of ZeRO 3 go over all links of a node, not one."""
+    polled_late_s: float
+    """Seconds that the hosts of two tp ranks wait for each other at a collective, and again for
+    each doubling of their number, while messages between stages cross nodes: the threads that poll
+    for these take their cores."""
     launches_block: bool
     """The host waits for the end of each kernel that it starts."""
     selective_skips_layers: bool

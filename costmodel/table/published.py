@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from math import ceil, log2
 
 from costmodel.execution import Execution
+from costmodel.execution.host import host_seconds
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rows.run_row import RowError, RunRow, parse_row
 from costmodel.table.run_exchange import (
@@ -41,10 +42,6 @@ __all__ = ["RowError", "RunEstimate", "RunRow", "estimate_run", "estimate_run_me
 
 TP_COLLECTIVES = 2
 """Tensor-parallel collectives of a layer's forward, and of its backward."""
-
-HOST_SHARPNESS = 4
-"""How sharply a phase turns from waiting for the device to waiting for the host: where both are
-as slow, it takes 2 ** (1/4) times as long as either."""
 
 EMBEDDING_KERNELS = 3
 """Launches of the lookup in a forward."""
@@ -182,7 +179,7 @@ def _microbatch(
             forward_s=phases[0][0] + head_s,
             backward_s=phases[1][0] + phases[2][0],
         ),
-        host_s=sum(_host_seconds(run.stack, busy, needed) for busy, needed in phases),
+        host_s=sum(host_seconds(run.stack, busy, needed) for busy, needed in phases),
         hop_s=_hops(run) * hop,
     )
 
@@ -196,21 +193,6 @@ def _hops(run: RunRow) -> int:
     if run.hides_hops:
         return 0
     return 2 if run.schedule.startswith("zb") else 2 * run.vpp
-
-
-def _host_seconds(stack: Execution, busy_s: float, needed_s: float) -> float:
-    """Return what the host adds to a phase in which the device is busy and the host is needed.
-
-    Some kernels last longer than the launch of the next, others do not, and only so much can be
-    queued: near the point where both take as long, device and host wait for each other in turn.
-    """
-    if stack.launches_block:
-        return needed_s
-    slower = max(busy_s, needed_s)
-    if not slower:
-        return 0.0
-    parts = (busy_s / slower) ** HOST_SHARPNESS + (needed_s / slower) ** HOST_SHARPNESS
-    return slower * parts ** (1 / HOST_SHARPNESS) - busy_s
 
 
 def _sharded_seconds(

@@ -124,6 +124,7 @@ def _costs_by_tp(plan: Plan, costs: CostCache) -> dict[int, StageCosts]:
                     and plan.degrees.with_own(layout.own_sizes)["tp"] == tp
                 ),
                 recomputed=tuple((choice.class_index, choice.ops) for choice in plan.recomputed),
+                polls=costs.polls(plan.degrees, pp=plan.pp),
             )
             by_tp[tp] = StageCosts(
                 runs=cut_runs(chain_costs(costs, split), cuts), replication=Replication.of(plan, s)

@@ -77,12 +77,14 @@ def price_program(
     axes: Mapping[str, Axis],
     remade: frozenset[str] = frozenset(),
     kernels: Kernels = "eager",
+    polls: bool = False,
 ) -> ProgramCost:
     """Price a bound program that `planner.layout.lowering.lower` made local.
 
     `axes` are those it was lowered on; `remade` names the ops that run again under selective
     recomputation. Collectives run on the compute stream's time, as the
     runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
+    `polls`: as in `Split`.
     """
     tensor = local.tensor
     has_backward = any(tensor[name].requires_grad for name in local.outputs)
@@ -93,7 +95,9 @@ def price_program(
     accumulate_s = accumulate_seconds(local, profile)
     saved = saved_tensors(local, device_type=profile.cluster.device_type)
     if isinstance(profile, ExecutedProfile):
-        times = executed_times(local, profile, axes=axes, saved=saved, recomputed=remade)
+        times = executed_times(
+            local, profile, axes=axes, saved=saved, recomputed=remade, polls=polls
+        )
     else:
         times = _program_times(local, profile, axes, remade, kernels, products)
     forward_peak, backward_peak = peak_bytes(saved, products)

@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +17,7 @@ def accuracy():
         pytest.skip("needs ../shared/data/published/measured.csv, which is not part of the project")
     spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/accuracy.py")
     accuracy = sys.modules["accuracy"] = importlib.util.module_from_spec(spec)
+    sys.path.append(str(ROOT / "benchmarks"))  # as where it is run
     spec.loader.exec_module(accuracy)
     return accuracy
 
@@ -42,6 +44,15 @@ def test_the_estimate_that_picks_plans_is_as_near(accuracy):
     kept, errors = accuracy.estimated_errors(cases[::10])
     assert len(kept) == len(cases[::10])
     assert abs(errors).mean() < 0.065
+
+
+def test_runs_of_nanotron_up_to_eight_nodes(accuracy):
+    """M16: the Ultra-Scale Playbook's runs with tp in a node, a fifth of them."""
+    cases, _ = accuracy.load_cases(ROWS.parent / "ultrascale_playbook.csv")
+    chosen = [case for case in cases if case.ran and case.nodes <= 8 and case.run.tp <= 8][::5]
+    assert len(chosen) > 60
+    _, errors = accuracy.estimated_errors(chosen)
+    assert np.median(abs(errors)) < 0.1
 
 
 def test_ranking_and_memory(lines):

@@ -41,6 +41,8 @@ class Split:
     """Layouts on these axes; on an axis where a class has none it is replicated."""
     recomputed: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """Ops that selective recomputation runs again, by class (no entry: the default choice)."""
+    polls: bool = False
+    """Hosts poll for messages that cross nodes, and reach collectives late (`CostCache.polls`)."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,6 +83,7 @@ class ChainCosts:
                 split.degrees,
                 tuple(layout for layout in split.layouts if layout.class_index == index),
                 recomputed=recomputed.get(index),
+                polls=split.polls,
             )
             for index in {block.class_index for block in self.graph.blocks}
         }

@@ -90,6 +90,7 @@ class ReplicaPrices:
                     self._replication,
                     param_bytes=param_bytes,
                     num_blocks=int(num_blocks),
+                    num_tensors=int(num_params),
                     **frozen,
                 )
             else:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costmodel.estimate import Estimate, cost_cache, estimate
-from costmodel.execution import execution_names, find_execution
+from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
 from planner.errors import PlannerError
 from planner.plan import Plan
@@ -163,3 +163,19 @@ def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
         for copies in (True, False)
     ]
     assert peaks[0] > peaks[1]
+
+
+def test_hosts_that_poll_between_nodes_are_late_for_collectives(h100: Profile) -> None:
+    """Ranks 0 .. 7 share a node: pp 4 of tp 2 stays in it, pp 4 of tp 4 does not."""
+    nanotron = find_execution("nanotron")
+    patient = replace(nanotron, polled_late_s=0.0)
+
+    def host_s(execution: Execution, **sizes: int) -> float:
+        return estimate(GRAPH, h100, plan_of(**sizes), execution=execution).time.host_s
+
+    assert host_s(nanotron, pp=4, tp=2) == host_s(patient, pp=4, tp=2)
+    assert host_s(nanotron, dp=16, tp=4) == host_s(patient, dp=16, tp=4)
+    assert host_s(nanotron, pp=4, tp=4) > host_s(patient, pp=4, tp=4)
+    # Each host of a group is late by itself, so twice as many make the others wait twice as long.
+    more = [host_s(nanotron, pp=4, tp=tp) - host_s(patient, pp=4, tp=tp) for tp in (4, 8)]
+    assert 1.7 < more[1] / more[0] < 2.5
