@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from commands.compare import compare
+from commands.convert import convert
 from commands.dryrun import dryrun
 from commands.estimate import estimate
 from commands.launch import launch
@@ -55,6 +56,7 @@ app.command(
 )(launch)
 app.command()(timeline)
 app.command()(compare)
+app.command()(convert)
 
 
 def main() -> None:

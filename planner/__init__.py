@@ -31,6 +31,7 @@ def apply(
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
     loss_weight: Callable[[Any], float] | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -45,7 +46,9 @@ def apply(
     each microbatch is normalised by its own; a plan that cuts the batch of such a model warns
     without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
     something else than samples: from a part of the batch to how much of it counts, such as
-    ``planner.count_tokens("labels")``. Raises PlanError or ModelError when plan, model and
+    ``planner.count_tokens("labels")``. `weights` is a path to take the model's values from
+    (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
+    the model may be built on the meta device. Raises PlanError or ModelError when plan, model and
     processes do not belong together.
     """
     from planner.runtime.start.apply import apply_plan
@@ -58,4 +61,5 @@ def apply(
         max_grad_norm=max_grad_norm,
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
+        weights=weights,
     )

@@ -48,10 +48,21 @@ class ShardedSampler:
         self._num_samples, self._batch_size = num_samples, batch_size
         self._num_shards, self._shard_id = num_shards, shard_id
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
+        self._first = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next pass; without it every pass has the same."""
-        self._epoch = epoch
+        self._epoch, self._first = epoch, 0
+
+    def start_at(self, samples: int) -> int:
+        """Begin the next pass where so many samples were trained on (`Engine.samples`, counted
+        over all shards and passes); return its epoch.
+
+        It holds for any number of shards, if batches over all shards are of one size.
+        """
+        self._epoch, done = divmod(samples, len(self) * self._num_shards)
+        self._first = done // self._num_shards
+        return self._epoch
 
     def __len__(self) -> int:
         """Samples of one pass over this shard."""
@@ -63,5 +74,6 @@ class ShardedSampler:
         order = list(range(self._num_samples))
         if self._shuffle:
             random.Random(f"{self._seed} {self._epoch}").shuffle(order)
-        for turn in range(len(self)):
+        first, self._first = self._first, 0
+        for turn in range(first, len(self)):
             yield order[(turn * self._num_shards + self._shard_id) % self._num_samples]

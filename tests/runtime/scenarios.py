@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch.utils._pytree import tree_map
 
 import planner
 from planner.graph import ModelGraph
@@ -45,7 +46,7 @@ def capture(name: str, dtype: torch.dtype = torch.float32) -> ModelGraph:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        two, three = ({k: _cast(v, dtype) for k, v in tiny.batch(n).items()} for n in (2, 3))
+        two, three = (tree_map(lambda t: _cast(t, dtype), tiny.batch(n)) for n in (2, 3))
         return capture_module(tiny.build(), two, three, loss=tiny.loss, name=name)
     finally:
         torch.set_default_dtype(before)

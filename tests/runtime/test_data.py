@@ -95,3 +95,28 @@ def test_ranks_load_alike_and_stages_take_what_they_need():
     assert on_pp[1] == ["ids"]
     assert peer_on_pp[1] == ["labels"]
     assert on_pp[2] == peer_on_pp[2] == pytest.approx(on_tp[2], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_a_pass_goes_on_where_training_was(num_shards):
+    """On another number of shards than before: 12 of 4 + 20 samples in batches of 4."""
+
+    def passes(shards: int, start: int, epochs: int) -> list[int]:
+        samplers = [
+            ShardedSampler(18, batch_size=4 // shards, num_shards=shards, shard_id=at)
+            for at in range(shards)
+        ]
+        found = []
+        first = {sampler.start_at(start) for sampler in samplers}.pop()
+        for epoch in range(first, epochs):
+            if epoch > first:
+                for sampler in samplers:
+                    sampler.set_epoch(epoch)
+            rounds = zip(*samplers, strict=True)
+            found += [index for each in rounds for index in each]
+        return found
+
+    whole = passes(1, 0, 3)
+    assert len(whole) == 3 * 20
+    assert passes(num_shards, 12, 3) == whole[12:]
+    assert passes(num_shards, 32, 3) == whole[32:]

@@ -30,6 +30,7 @@ def apply_plan(
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
     loss_weight: LossWeight | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
@@ -53,7 +54,10 @@ def apply_plan(
         max_grad_norm=max_grad_norm,
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
+        may_be_empty=weights is not None,
     )
+    if weights is not None:
+        engine.load_weights(weights)
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     engine.watch(model)

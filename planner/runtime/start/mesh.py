@@ -89,10 +89,11 @@ class Mesh:
 
     def first_of_samples(self) -> int:
         """Return the global rank that is the first of those with this rank's samples."""
-        own = self.own
-        cuts = {axis.name for axis in batch_axes()}
-        place = zip(own.axes, own.coordinate(self.global_rank), strict=True)
-        return own.rank_at(tuple(at if axis in cuts else 0 for axis, at in place))
+        return _first_of_samples(self.own, self.global_rank)
+
+    def firsts_of_samples(self) -> set[int]:
+        """Return those of all ranks."""
+        return {_first_of_samples(each, rank) for each in self.meshes for rank in each.ranks}
 
     def first_of_samples_in_data(self) -> list[int]:
         """Return which numbers in the "data" group are the first with their samples."""
@@ -128,6 +129,13 @@ class Mesh:
         put_socket_threads_last()
         return mine
 
+    def open_host_group(self) -> dist.ProcessGroup:
+        """Make a group of all ranks for host messages beside those of `control`."""
+        group = dist.new_group(backend="gloo")
+        self._opened.append(group)
+        put_socket_threads_last()
+        return group
+
     def device_mesh(self) -> DeviceMesh:
         """Return the axes "data" and those of parameters' pieces as PyTorch has them, for FSDP2."""
         # Not a tensor: on fake tensors (`dryrun`) ranks could not be looked up in it.
@@ -150,6 +158,12 @@ class Mesh:
             dist.destroy_process_group(group)
         self._opened.clear()
         self._lines.clear()
+
+
+def _first_of_samples(mesh: ProcessMesh, rank: int) -> int:
+    cuts = {axis.name for axis in batch_axes()}
+    place = zip(mesh.axes, mesh.coordinate(rank), strict=True)
+    return mesh.rank_at(tuple(at if axis in cuts else 0 for axis, at in place))
 
 
 def coordinate_of(plan: Plan, rank: int) -> tuple[int, ...]:

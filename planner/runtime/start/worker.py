@@ -45,6 +45,8 @@ def main(args: list[str]) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
             _fail(code, error.code)
+        if code == 0:  # as at the script's end: a checkpoint may be under way
+            _leave()
         _end(code)
     except KeyboardInterrupt:  # the launcher was interrupted and tells
         _end(128 + signal.SIGINT)
@@ -78,6 +80,9 @@ def _leave() -> None:
     """What the interpreter would do at a good end, but for taking itself apart."""
     import torch.distributed as dist
 
+    # Pools first, as the interpreter does: their threads wait for work until they are told to end.
+    for end in reversed(threading._threading_atexits):  # type: ignore[attr-defined]
+        end()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

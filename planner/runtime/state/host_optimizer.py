@@ -74,6 +74,12 @@ class HostMasters:
         """Return the copies, and the parameters that do not train, by name."""
         return self._named | {fqn: member.master for fqn, member in self.trained.items()}
 
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Bring the copies' values to the weights on the device, at once."""
+        for member in self.trained.values():
+            member.weight.copy_(member.master)
+
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:

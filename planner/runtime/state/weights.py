@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ def local_piece(
     )
 
 
-def module_tensor(module: nn.Module, meta: TensorMeta) -> Tensor:
+def module_tensor(module: nn.Module, meta: TensorMeta, *, may_be_empty: bool = False) -> Tensor:
     """Return the user's tensor a graph tensor stands for."""
     if meta.data is not None:
         shape = [size for size in meta.shape if isinstance(size, int)]
@@ -59,12 +59,26 @@ def module_tensor(module: nn.Module, meta: TensorMeta) -> Tensor:
             f"the model has no {meta.kind} {meta.fqn!r}; "
             "apply the plan to the model it was made for"
         ) from None
-    if found.is_meta:
+    if found.is_meta and not may_be_empty:
         raise ModelError(
             f"{meta.kind} {meta.fqn!r} is on the meta device and has no values; "
-            "build the model on the CPU before applying a plan"
+            "build the model on the CPU before applying a plan, or give `weights` to take them from"
         )
     return found.detach()
+
+
+def empty_tensors(module: nn.Module) -> frozenset[str]:
+    """Return the names of parameters and buffers on the meta device, tied ones by each name."""
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return frozenset(name for name, tensor in named if tensor.is_meta)
+
+
+def materialized(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor, or memory for what has no values yet."""
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
 def synced_tensors(
@@ -74,6 +88,7 @@ def synced_tensors(
     wanted: Iterable[str],
     *,
     precision: Precision = "model",
+    empty: Set[str] = frozenset(),
 ) -> Mapping[str, Tensor]:
     """Return the `wanted` tensors of the model with rank 0's values, on the mesh's device.
 
@@ -81,11 +96,17 @@ def synced_tensors(
     model's own values.
 
     Every rank takes part in the broadcast of every tensor, so that replicas start equal
-    however the script seeded its processes; what a rank does not want is dropped.
+    however the script seeded its processes; what a rank does not want is dropped. Of those that
+    are `empty` (by the user's names) there are no values: they stay on the meta device.
     """
     keep = frozenset(wanted)
     metas = [t for t in graph.tensors if t.kind in ("param", "buffer", "constant")]
-    kept: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {
+        meta.name: module_tensor(module, meta, may_be_empty=True).to(rest_dtype(meta, precision))
+        for meta in metas
+        if meta.fqn in empty and meta.name in keep
+    }
+    metas = [meta for meta in metas if meta.fqn not in empty]
     for bucket in _buckets(metas, precision):
         tensors = [
             module_tensor(module, meta).to(mesh.device, rest_dtype(meta, precision))

@@ -122,6 +122,13 @@ def end_without_backward(stage: nn.Module) -> None:
         stage.reset_iter_state()
 
 
+def rest(stage: nn.Module) -> None:
+    """Let go of weights that are gathered, as they are after an evaluation: shards remain."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _as_dtensors(
     stage: StageModule,
     mesh: DeviceMesh,

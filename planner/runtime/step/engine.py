@@ -7,10 +7,12 @@ the same path.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,12 @@ from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams, cast_params
 from planner.runtime.state.untouched import Untouched
-from planner.runtime.state.weights import own_piece, synced_tensors
+from planner.runtime.state.weights import (
+    empty_tensors,
+    materialized,
+    own_piece,
+    synced_tensors,
+)
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble, cut_batch
@@ -53,6 +60,9 @@ from planner.runtime.step.wiring import (
     wire_stage,
 )
 from planner.schedule import schedule_of
+
+if TYPE_CHECKING:
+    from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
 
 
 class Engine:
@@ -75,9 +85,11 @@ class Engine:
         deferred_batch_norm: bool = False,
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
+        may_be_empty: bool = False,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
-        what the plan puts there (None: this machine's memory).
+        what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
+        tensors on the meta device, whose values are loaded afterwards.
         """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
@@ -92,8 +104,14 @@ class Engine:
         self.plan, self.graph, self.mesh = plan, graph, mesh
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
+        self.steps = self.samples = 0
         # What no block uses (the preamble's buffers) no step changes.
-        self._unused = {n: t.cpu() for n, t in model.state_dict().items() if n not in held}
+        self._empty = empty_tensors(model) if may_be_empty else frozenset()
+        self._unused = {
+            n: torch.empty_like(t, device="cpu") if n in self._empty else t.cpu()
+            for n, t in model.state_dict().items()
+            if n not in held
+        }
         self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
         self.schedule = schedule_of(plan)
         own_stages = self.schedule.stages_of(mesh.rank("pp"))
@@ -144,6 +162,7 @@ class Engine:
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
+        self._checkpoints: Checkpoints | None = None
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
@@ -163,14 +182,17 @@ class Engine:
         mine = self.schedule.stages_of(mesh.rank("pp"))
         names = stage_params(graph, plan)
         wanted = {n for s in mine for n in names[s]}
-        whole = synced_tensors(graph, model, mesh, wanted, precision=plan.precision)
+        whole = synced_tensors(
+            graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
+        )
         programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
             pieces = {
-                meta.name: own_piece(
-                    whole[meta.name], self._param_placements[meta.name], mesh, meta.fqn
+                meta.name: materialized(
+                    own_piece(whole[meta.name], self._param_placements[meta.name], mesh, meta.fqn),
+                    mesh.device,
                 )
                 for meta in metas
             }
@@ -218,7 +240,8 @@ class Engine:
 
     def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
         graph, mesh = self.graph, self.mesh
-        tensors = synced_tensors(graph, model, mesh, graph.preamble.params)
+        tensors = synced_tensors(graph, model, mesh, graph.preamble.params, empty=self._empty)
+        tensors = {name: materialized(t, mesh.device) for name, t in tensors.items()}
         return {
             index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()
@@ -256,7 +279,11 @@ class Engine:
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
+            if self._checkpoints is not None:
+                self._checkpoints.hold()
             self._trained.step(self.optimizer)
+        self.steps += 1
+        self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
         if self._recorder is not None:
@@ -354,8 +381,82 @@ class Engine:
         return intermediates(self, batch, names)
 
     def close(self) -> None:
-        """Give the process groups made for this engine back; all ranks call it, last."""
+        """Give the process groups made for this engine back; all ranks call it, last.
+
+        Waits for a save under way, and raises what it failed with.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         self.mesh.close()
+
+    # -- checkpoints --------------------------------------------------------------------
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Begin to save all of the training as a new checkpoint in `folder`, and return.
+
+        Every rank calls it after the same step. Files are written beside the steps that follow;
+        the next `save`, `load`, `wait_for_save` or `close` waits for them and raises PlanError
+        where they could not be written. `folder` is one that all ranks reach; in it the newest
+        `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
+        `state_dict` and a `load_state_dict`: schedulers, scalers.
+        """
+        self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
+
+    def wait_for_save(self) -> None:
+        """Return when the last save is on the disk. Raises PlanError where it could not be."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def load(
+        self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] | None = None
+    ) -> Loaded:
+        """Take up the training that was saved, under whatever plan; every rank calls it.
+
+        `path` is a folder that `save` wrote to, of which the newest whole checkpoint is taken, or
+        one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
+        checkpoint is whole, or is of another model.
+        """
+        return self._own_checkpoints().load(Path(path), extra=extra or {})
+
+    def _own_checkpoints(self) -> Checkpoints:
+        if self._checkpoints is None:
+            from planner.runtime.checkpoint.checkpoints import Checkpoints
+
+            self._checkpoints = Checkpoints(self)
+        return self._checkpoints
+
+    def load_weights(self, path: str | os.PathLike[str]) -> None:
+        """Take the model's parameters and buffers from files; each rank reads its pieces alone.
+
+        `path` is safetensors (a file, or a folder with an index as Hugging Face has it), a
+        ``.pt`` file with a `state_dict`, or a checkpoint. Buffers that are not there stay. Every
+        rank calls it. Raises PlanError where a parameter is not there, or has another shape.
+        """
+        self._own_checkpoints().load_weights(Path(path))
+
+    def is_empty(self, fqn: str) -> bool:
+        """Whether a tensor was on the meta device when the plan was applied: without values."""
+        return fqn in self._empty
+
+    def rest(self) -> None:
+        """Hold parameters as they are between steps: as shards, where ZeRO shards them."""
+        if self._zero_stage:
+            for stage in self.stages.values():
+                zero.rest(stage)
+
+    def take_values(self) -> None:
+        """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
+        self._trained.write_back()
+        names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
+        values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
+        for preamble in self._preambles.values():
+            preamble.take_values(values)
 
     # -- what it holds ------------------------------------------------------------------
 
@@ -365,6 +466,7 @@ class Engine:
         Every rank calls it. Names are the user's, a tied parameter under each of its names.
         With precision "bf16" the values are the fp32 copies that the optimizer trains.
         """
+        self.rest()
         wanted = [t for t in self.graph.tensors if t.kind in ("param", "buffer")]
         held = gather(self.graph, self.plan, self.mesh, wanted, self._piece)
         whole = self._unused | held

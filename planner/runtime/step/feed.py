@@ -173,6 +173,13 @@ class Preamble:
             values |= moving(microbatch)
         return values
 
+    def take_values(self, values: Mapping[str, Tensor]) -> None:
+        """Take other values for its tensors, by their names in the graph."""
+        for name, tensor in self._tensors.items():
+            if name in values:
+                tensor.copy_(values[name])
+        self._parts.clear()
+
     def _build(self, num_samples: int) -> tuple[dict[str, Tensor], _Part | None]:
         program = self._preamble.bind(num_samples)
         fixed = tuple(n for n in self._made if not program.only((n,)).inputs)

@@ -8,7 +8,8 @@ may use to choose equal batches on every rank, is saved before a step and restor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,11 +26,31 @@ class RandomStream:
     def __init__(self, seed: int, mesh: Mesh) -> None:
         """`seed` is the same on every rank."""
         # A global rank, since pp ranks may cut the batch differently.
-        place = mesh.first_of_samples()
+        self.seed, self.place = seed, mesh.first_of_samples()
+        self._places = mesh.firsts_of_samples()
         self._device = mesh.device
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
         with torch.random.fork_rng(devices=_gpus(self._device)):
-            torch.manual_seed((seed + _PRIME * place) % 2**63)
+            torch.manual_seed((seed + _PRIME * self.place) % 2**63)
             self._state = read_generators(self._device)
+
+    def state(self) -> list[Tensor]:
+        """Return where the stream is."""
+        return [state.clone() for state in self._state]
+
+    def restore(self, seed: int, states: Mapping[int, list[Tensor]], step: int) -> None:
+        """Go on where streams were, given by place, after so many steps.
+
+        Other places, or another kind of device, have no such streams: theirs begin anew, from the
+        seed and the step, so that no number is drawn twice.
+        """
+        self.seed = seed
+        if set(states) == self._places and len(states[self.place]) == len(self._state):
+            self._state = [state.clone() for state in states[self.place]]
+        else:
+            self._begin(random.Random(f"{seed} {step}").getrandbits(63))
 
     @contextmanager
     def drawn(self) -> Iterator[None]:

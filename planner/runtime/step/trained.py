@@ -135,6 +135,12 @@ class TrainedParams:
                     copies *= 1 if is_piece else self._mesh.size(axis.name)
                 yield param, is_first_copy / copies
 
+    def write_back(self) -> None:
+        """Bring the parameters of the stages to the values of what the optimizer steps on."""
+        for owner in self._owners.values():
+            if not isinstance(owner, StageModule):
+                owner.write_back()
+
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Let the optimizer step, and bring the parameters of the stages to what was trained."""
         if self._updates is not None:

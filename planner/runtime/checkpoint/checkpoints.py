@@ -1,0 +1,344 @@
+"""Saving an engine beside its training, and loading one: what `Engine.save` and `load` do."""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from planner.errors import PlanError
+from planner.runtime.checkpoint import folder as folders
+from planner.runtime.checkpoint.folder import Manifest
+from planner.runtime.checkpoint.optimizer_state import Assembly
+from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts
+from planner.runtime.checkpoint.snapshot import Notes, check_extra, describe, restore, take
+from planner.runtime.checkpoint.sources import CheckpointSource, fill, open_source
+from planner.runtime.checkpoint.staging import Copies, Staging
+from planner.runtime.checkpoint.storage import (
+    NOTES,
+    ReadPlanner,
+    Stored,
+    StreamWriter,
+    WritePlanner,
+    bytes_item,
+    file_checksum,
+    stored_tensor,
+    targets_of,
+    tensor_item,
+)
+from planner.runtime.checkpoint.together import together, told_plainly
+
+if TYPE_CHECKING:
+    from planner.runtime.step.engine import Engine
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged and the one before it was taken, or values were rounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What was loaded: from which checkpoint, and where training goes on.
+
+    Attributes:
+        path: the checkpoint.
+        step: optimizer steps done.
+        samples: samples trained on.
+        casts: what was saved in another dtype than it has here, in words.
+    """
+
+    path: Path
+    step: int
+    samples: int
+    casts: tuple[str, ...]
+
+
+class Checkpoints:
+    """The checkpoints of one engine. Mutable: a save under way, host memory for it, a group."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._staging = Staging(engine.mesh.device)
+        self._group: dist.ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._copies: Copies | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, folder: Path, *, keep: int, extra: Mapping[str, Any]) -> None:
+        """Begin to save; every rank calls it after the same step. See `Engine.save`."""
+        if keep < 1:
+            raise PlanError(f"keep={keep} must be at least 1: the checkpoint just written")
+        self.wait()
+        if self._group is None:
+            # Its own: its messages go beside those of the training.
+            self._group = self._engine.mesh.open_host_group()
+        self._engine.rest()
+        parts, notes = take(self._engine, extra)
+        items, sources = _to_write(parts)
+        self._copies = self._staging.begin(sources)
+        write = partial(
+            self._write, folder, keep, items, self._copies, notes, describe(self._engine)
+        )
+        # Not a daemon: a script that ends waits for it, as `planner launch` does.
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
+        self._thread.start()
+
+    def hold(self) -> None:
+        """Let weights and optimizer state change only after they were copied."""
+        if self._copies is not None:
+            self._copies.hold()
+            self._copies = None
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises what the last one failed with."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _run(self, write: partial[None]) -> None:
+        try:
+            if self._engine.mesh.device.type == "cuda":
+                torch.cuda.set_device(self._engine.mesh.device)
+            write()
+        except BaseException as error:  # told in training's thread
+            self._failure = error
+
+    def _write(
+        self,
+        folder: Path,
+        keep: int,
+        items: Sequence[WriteItem],
+        copies: Copies,
+        notes: Notes,
+        manifest: Manifest,
+    ) -> None:
+        group, is_first = self._group, dist.get_rank() == 0
+        together(group, copies.finish)
+        scratch = together(group, lambda: folders.begin(folder) if is_first else None)[0]
+        assert scratch is not None
+        # (What the script gave may be large, and is alike on all ranks: rank 0's is stored.)
+        small = replace(notes, extra={}, optimizer=notes.optimizer.on_cpu())
+        merged = _merge(together(group, lambda: small))
+        merged.extra = notes.extra
+        writer = StreamWriter(scratch)
+        data: dict[MetadataIndex, Tensor | io.BytesIO] = {
+            item.index: tensor for item, tensor in zip(items, copies.tensors, strict=True)
+        }
+        own = list(items)
+        if is_first:
+            stream = io.BytesIO()
+            torch.save(merged, stream)
+            own.append(bytes_item(NOTES, stream.getvalue()))
+            data[MetadataIndex(NOTES)] = stream
+
+        def resolve(item: WriteItem) -> Tensor | io.BytesIO:
+            # (The index has got a hint of its place among all.)
+            return data[replace(item.index, index=None)]
+
+        def write() -> None:
+            planner = WritePlanner(own, resolve)
+            with told_plainly():
+                dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+
+        together(group, write)
+        checksums = together(group, lambda: writer.checksums)
+
+        def commit() -> None:
+            if is_first:
+                files = {name: found for each in checksums for name, found in each.items()}
+                files[".metadata"] = file_checksum(scratch / ".metadata")
+                folders.commit(scratch, replace(manifest, files=files))
+                folders.keep_newest(folder, keep)
+
+        together(group, commit)
+
+    # -- loading ------------------------------------------------------------------------
+
+    def load(self, path: Path, *, extra: Mapping[str, Any]) -> Loaded:
+        """Load a checkpoint, or the newest whole one in a folder. See `Engine.load`."""
+        engine, control = self._engine, self._engine.mesh.control
+        self.wait()
+        engine.rest()
+        found = together(control, lambda: _candidates(path) if dist.get_rank() == 0 else None)[0]
+        assert found is not None
+        checkpoint = self._first_whole(found, is_named=folders.is_checkpoint(path))
+
+        def read() -> tuple[Manifest, Notes, Metadata]:
+            stored = Stored(checkpoint)
+            return folders.read_manifest(checkpoint), stored.notes(), stored.metadata
+
+        manifest, notes, metadata = _of_own(control, read)
+        _of_own(control, lambda: check_extra(extra, notes))
+        parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
+        planner = _of_own(
+            control,
+            lambda: ReadPlanner(
+                (t for part in parts for t in targets_of(part, metadata)), metadata
+            ),
+        )
+        reader = Stored(checkpoint).reader
+        with told_plainly():
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=control)
+        finish_parts(engine, parts)
+        if assembly is not None:
+            assembly.finish()
+        casts = self._casts(parts, metadata, manifest)
+        restore(engine, notes, extra)
+        return Loaded(path=checkpoint, step=notes.step, samples=notes.samples, casts=casts)
+
+    def load_weights(self, path: Path) -> None:
+        """Take the model's values alone. See `Engine.load_weights`."""
+        engine, control = self._engine, self._engine.mesh.control
+        self.wait()
+        engine.rest()
+
+        def choose() -> Path | None:
+            source = open_source(path) if dist.get_rank() == 0 else None
+            return source.path if isinstance(source, CheckpointSource) else path
+
+        chosen = together(control, choose)[0]
+        assert chosen is not None
+        parts = model_parts(engine)
+
+        def read() -> None:
+            source = open_source(chosen, is_checked=True)
+            aliases = {meta.fqn: meta.aliases for meta in engine.graph.tensors}
+            with torch.no_grad():
+                missing = fill(parts, aliases, source)
+            needed = [
+                part.holding.meta
+                for part in missing
+                if part.holding.meta.kind == "param" or engine.is_empty(part.holding.meta.fqn)
+            ]
+            if needed:
+                raise PlanError(
+                    f"{path} has no {needed[0].fqn}, nor {len(needed) - 1} others of the model; "
+                    "give weights of this model, with the names of its state dict"
+                )
+
+        together(control, read)
+        finish_parts(engine, parts)
+
+    def _first_whole(self, found: Sequence[Path], *, is_named: bool) -> Path:
+        """Return the first checkpoint without damage; ranks deal the files to check."""
+        control, rank = self._engine.mesh.control, dist.get_rank()
+        for number, checkpoint in enumerate(found):
+
+            def check(checkpoint: Path = checkpoint) -> str:
+                try:
+                    files = sorted(folders.read_manifest(checkpoint).files.items())
+                except PlanError as error:
+                    return str(error)
+                own = files[rank :: dist.get_world_size()]
+                return folders.what_is_wrong(checkpoint, own, file_checksum)
+
+            wrong = next(filter(None, together(control, check)), "")
+            if not wrong:
+                return checkpoint
+            if is_named:
+                raise PlanError(f"{checkpoint}: {wrong}; load another checkpoint")
+            if number + 1 == len(found):
+                raise PlanError(f"{checkpoint}: {wrong}; no other checkpoint is whole")
+            if rank == 0:
+                warnings.warn(
+                    CheckpointWarning(f"{checkpoint}: {wrong}; taking the checkpoint before it"),
+                    stacklevel=4,
+                )
+        raise AssertionError("a folder without checkpoints was refused")
+
+    def _targets(self, notes: Notes, metadata: Metadata) -> tuple[list[Part], Assembly | None]:
+        engine = self._engine
+        parts = [
+            part
+            for part in model_parts(engine)
+            # A buffer outside the state dict was stored if steps move it; else the model has it.
+            if part.holding.meta.fqn in engine._state_dtypes
+            or part.holding.meta.kind == "param"
+            or part.key in metadata.state_dict_metadata
+        ]
+        if engine.optimizer is None:
+            return parts, None
+        by_fqn = {p.holding.meta.fqn: p for p in parts if p.holding.meta.kind == "param"}
+        assembly = Assembly(
+            engine.optimizer, engine._trained.stepped_by_name(), by_fqn, notes.optimizer, metadata
+        )
+        return parts + assembly.parts, assembly
+
+    def _casts(
+        self, parts: Sequence[Part], metadata: Metadata, manifest: Manifest
+    ) -> tuple[str, ...]:
+        own: dict[tuple[str, str], set[str]] = {}
+        for part in parts:
+            if 0 in part.piece.shape:
+                continue
+            saved = stored_tensor(metadata, part).properties.dtype
+            here = part.tensors[0].dtype
+            if saved != here:
+                own.setdefault((dtype_name(saved), dtype_name(here)), set()).add(part.key)
+        everywhere: dict[tuple[str, str], set[str]] = {}
+        for each in together(self._engine.mesh.control, lambda: own):
+            for dtypes, keys in each.items():
+                everywhere.setdefault(dtypes, set()).update(keys)
+        casts = tuple(
+            f"{len(keys)} tensors saved in {saved} (precision {manifest.precision!r}) are {here} "
+            f"here (precision {self._engine.plan.precision!r}), such as {min(keys)}"
+            for (saved, here), keys in sorted(everywhere.items())
+        )
+        if casts and dist.get_rank() == 0:
+            warnings.warn(CheckpointWarning("; ".join(casts)), stacklevel=4)
+        return casts
+
+
+def finish_parts(engine: Engine, parts: Sequence[Part]) -> None:
+    """Bring what was read to all places that hold the same."""
+    with torch.no_grad():
+        for part in parts:
+            for copy in part.tensors[1:]:
+                copy.copy_(part.tensors[0])
+    engine.take_values()
+
+
+def _to_write(parts: Sequence[Part]) -> tuple[list[WriteItem], list[Tensor]]:
+    """Return the items this rank writes, and the tensors they are of."""
+    items, sources = [], []
+    for part in parts:
+        tensor = part.tensors[0]
+        held = tuple((0, size) for size in tensor.shape)
+        for chunk in part.written():
+            items.append(tensor_item(part.key, part.piece.shape, tensor.dtype, chunk.box))
+            source = tensor[tuple(slice(a, b) for a, b in chunk.local)] if held else tensor
+            sources.append(source.clone() if part.moves else source)
+    return items, sources
+
+
+def _merge(all_notes: Sequence[Notes]) -> Notes:
+    first, *others = all_notes
+    for other in others:
+        first.merge(other)
+    return first
+
+
+def _candidates(path: Path) -> list[Path]:
+    return [path] if folders.is_checkpoint(path) else folders.checkpoints_in(path)
+
+
+def _of_own(group: dist.ProcessGroup, work: Any) -> Any:
+    """Return what `work` returns here; fail on all ranks where it fails on one."""
+    kept = []
+    together(group, lambda: kept.append(work()))
+    return kept[0]

@@ -1,0 +1,315 @@
+"""From one kind of file to another, offline: checkpoint, safetensors, single-device state dict.
+
+Everything is read and written tensor by tensor, or chunk by chunk, in one process: it needs the
+memory of the largest tensor, whatever the model's size. Between checkpoints all of the training
+is carried; other kinds hold the model alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from planner.errors import PlanError
+from planner.graph import ModelGraph
+from planner.layout.layout import Box, Shape
+from planner.plan import Plan
+from planner.runtime.checkpoint import folder as folders
+from planner.runtime.checkpoint.folder import Manifest
+from planner.runtime.checkpoint.optimizer_state import OptimizerNotes
+from planner.runtime.checkpoint.parts import dtype_name
+from planner.runtime.checkpoint.pieces import Piece, holdings, model_key
+from planner.runtime.checkpoint.safetensors_files import Named, read_file, write_file, write_folder
+from planner.runtime.checkpoint.snapshot import Notes, versions
+from planner.runtime.checkpoint.sources import (
+    STATE_DICT_SUFFIXES,
+    CheckpointSource,
+    MappedSource,
+    open_source,
+)
+from planner.runtime.checkpoint.storage import (
+    NOTES,
+    StreamWriter,
+    WritePlanner,
+    bytes_item,
+    file_checksum,
+    tensor_item,
+)
+
+Progress = Callable[[float, str], None]
+"""Called with the fraction done (0..1) and what is being done."""
+
+Kind = Literal["checkpoint", "safetensors", "state-dict"]
+"""What a conversion writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What was written: which kind, where, from where, and how much of what."""
+
+    kind: Kind
+    path: Path
+    source: Path
+    num_tensors: int
+    nbytes: int
+
+
+def kind_of(
+    source: MappedSource | CheckpointSource,
+    target: Path,
+    wanted: str | None,
+    *,
+    has_plan: bool = False,
+) -> Kind:
+    """Return what to write: as the target's suffix says; a folder is what the source is not, or
+    a checkpoint, which alone a plan cuts.
+
+    Raises PlanError for an unknown kind, or one that the suffix speaks against.
+    """
+    by_suffix: Kind | None = None
+    if target.suffix == ".safetensors":
+        by_suffix = "safetensors"
+    elif target.suffix in STATE_DICT_SUFFIXES:
+        by_suffix = "state-dict"
+    kinds: tuple[Kind, ...] = ("checkpoint", "safetensors", "state-dict")
+    for kind in kinds:
+        if wanted == kind:
+            if (by_suffix or kind) != kind or (kind == "state-dict" and by_suffix is None):
+                raise PlanError(
+                    f"{target} can't be a {kind}; a state-dict ends in .pt, a single file of "
+                    "safetensors in .safetensors, and a folder in neither"
+                )
+            return kind
+    if wanted is not None:
+        raise PlanError(f"kind {wanted!r} is unknown; use {', '.join(kinds)}")
+    if by_suffix is not None:
+        return by_suffix
+    is_checkpoint = isinstance(source, CheckpointSource)
+    return "safetensors" if is_checkpoint and not has_plan else "checkpoint"
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    kind: str | None = None,
+    plan: Plan | None = None,
+    graph: ModelGraph | None = None,
+    shard_bytes: int = 5 * 10**9,
+    progress: Progress | None = None,
+) -> Converted:
+    """Convert `source` to `target`; with a `plan` a checkpoint is cut as its ranks would write it.
+
+    A checkpoint is added to the folder `target`, as `Engine.save` does; others must not exist yet.
+    Raises PlanError where the source is damaged or of another model than the plan's `graph`.
+    """
+    found = open_source(source)
+    chosen = kind_of(found, target, kind, has_plan=plan is not None)
+    if plan is not None and chosen != "checkpoint":
+        raise PlanError(f"a plan cuts a checkpoint, and {target} becomes {chosen}; leave it out")
+    report = progress or _say_nothing
+    if chosen == "checkpoint":
+        path, keys = _to_checkpoint(found, target, plan, graph, report)
+        return Converted(
+            kind=chosen,
+            path=path,
+            source=found.path if isinstance(found, CheckpointSource) else source,
+            num_tensors=len(keys),
+            nbytes=sum(each.nbytes for each in keys),
+        )
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise PlanError(f"{target} exists; name a file or folder that does not")
+    named = list(_named(found, chosen, report))
+    _write_weights(named, _same_names(found), target, chosen, shard_bytes)
+    return Converted(
+        kind=chosen,
+        path=target,
+        source=found.path if isinstance(found, CheckpointSource) else source,
+        num_tensors=len(named),
+        nbytes=sum(each.nbytes for each in named),
+    )
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+def _named(
+    source: MappedSource | CheckpointSource, kind: Kind, progress: Progress
+) -> Iterator[Named]:
+    """Yield each tensor once: of tied ones the first, as Hugging Face stores them."""
+    kept: set[str] = set()
+    wanted = {}
+    for name, known in source.tensors.items():
+        if known.same not in kept:
+            kept.add(known.same)
+            wanted[name] = known
+    for number, (name, known) in enumerate(wanted.items()):
+
+        def read(name: str = name, shape: Shape = known.shape, number: int = number) -> Tensor:
+            progress(number / len(wanted), name)
+            return source.read(name, _all(shape))
+
+        yield Named(name, known.shape, known.dtype, read)
+
+
+def _same_names(source: MappedSource | CheckpointSource) -> dict[str, str]:
+    """For each name the first of those with the same values."""
+    first: dict[str, str] = {}
+    return {name: first.setdefault(known.same, name) for name, known in source.tensors.items()}
+
+
+def _write_weights(
+    named: list[Named], same: Mapping[str, str], target: Path, kind: Kind, shard_bytes: int
+) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "safetensors" and target.suffix != ".safetensors":
+        write_folder(target, named, shard_bytes)
+        return
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        written = Path(scratch) / "model.safetensors"
+        write_file(written, named)
+        if kind == "state-dict":
+            # PyTorch writes storages from memory: mapped, they are in the file's pages only.
+            mapped = read_file(written)
+            written = Path(scratch) / "model.pt"
+            torch.save({name: mapped[first] for name, first in same.items()}, written)
+        os.replace(written, target)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor on its way from checkpoint or weights to a checkpoint."""
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    name: str
+    """In the source."""
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def _to_checkpoint(
+    source: MappedSource | CheckpointSource,
+    target: Path,
+    plan: Plan | None,
+    graph: ModelGraph | None,
+    progress: Progress,
+) -> tuple[Path, list[_Stored]]:
+    if isinstance(source, CheckpointSource):
+        notes, manifest = source.stored.notes(), source.manifest
+        tensors = [
+            _Stored(key, tuple(known.size), known.properties.dtype, key)
+            for key, known in source.stored.metadata.state_dict_metadata.items()
+            if isinstance(known, TensorStorageMetadata)
+        ]
+        read: Callable[[str, Box], Tensor] = source.read_key
+    else:
+        # The first of tied names is the one that is stored, as `Engine` names them.
+        same = _same_names(source)
+        notes = Notes(0, 0, OptimizerNotes())
+        manifest = Manifest(
+            step=0,
+            samples=0,
+            precision="model",
+            ranks="",
+            model="",
+            fingerprint="",
+            state={
+                name: (same[name], dtype_name(known.dtype))
+                for name, known in source.tensors.items()
+            },
+        )
+        tensors = [
+            _Stored(model_key(name), known.shape, known.dtype, name)
+            for name, known in source.tensors.items()
+            if same[name] == name
+        ]
+        read = source.read
+    items = _items_by_rank(tensors, plan, graph)
+    by_key = {each.key: each for each in tensors}
+    total = sum(map(len, items)) or 1
+    done = 0
+    stream = io.BytesIO()
+    torch.save(notes, stream)
+    items[0].append(bytes_item(NOTES, stream.getvalue()))
+
+    def resolve(item: WriteItem) -> Tensor | io.BytesIO:
+        nonlocal done
+        if item.tensor_data is None:
+            return stream
+        progress(done / total, item.index.fqn)
+        done += 1
+        chunk = item.tensor_data.chunk
+        box = tuple((a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        return read(by_key[item.index.fqn].name, box)
+
+    scratch = folders.begin(target)
+    writer = StreamWriter(scratch)
+    planner = WritePlanner((), resolve)
+    plans, metadata = planner.create_global_plan([SavePlan(each) for each in items])
+    plans = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(each, planner).value() for each in plans])
+    files = {**writer.checksums, ".metadata": file_checksum(scratch / ".metadata")}
+    manifest = replace(manifest, files=files, versions=versions())
+    return folders.commit(scratch, manifest), tensors
+
+
+def _items_by_rank(
+    tensors: list[_Stored], plan: Plan | None, graph: ModelGraph | None
+) -> list[list[WriteItem]]:
+    """Return what each rank of a plan would write; a single one without a plan."""
+    items: list[list[WriteItem]] = [[] for _ in range(1 if plan is None else plan.world_size)]
+    left = {each.key: each for each in tensors}
+    if plan is not None:
+        assert graph is not None, "a plan's pieces are those of its model's graph"
+        by_fqn: dict[str, list[_Stored]] = {}
+        for each in tensors:
+            by_fqn.setdefault(_fqn(each.key), []).append(each)
+        for rank in range(plan.world_size):
+            for held in holdings(graph, plan, rank).values():
+                for each in by_fqn.get(held.meta.fqn, ()):
+                    # What replicas move each for itself is stored whole, replica by replica.
+                    if each.shape != held.piece.shape or held.replica is not None:
+                        continue
+                    left.pop(each.key, None)
+                    for at, chunk in enumerate(held.piece.chunks(each.dtype.itemsize)):
+                        if held.writes(each.key, at):
+                            items[rank].append(_item(each, chunk.box))
+    for each in left.values():
+        for chunk in Piece.whole(each.shape).chunks(each.dtype.itemsize):
+            items[0].append(_item(each, chunk.box))
+    return items
+
+
+def _fqn(key: str) -> str:
+    """The parameter or buffer that a stored tensor belongs to; of a replica's own, none."""
+    kind, _, rest = key.partition(".")
+    return {"model": rest, "optim": rest.partition(".")[2]}.get(kind, "")
+
+
+def _item(each: _Stored, box: Box) -> WriteItem:
+    return tensor_item(each.key, each.shape, each.dtype, box)
+
+
+def _all(shape: Shape) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def _say_nothing(fraction: float, doing: str) -> None:
+    del fraction, doing

@@ -1,0 +1,114 @@
+"""What a rank has of an engine's tensors, by their names in a checkpoint.
+
+model.FQN              a parameter or buffer, in the dtype it rests in: with precision "bf16"
+                       the fp32 copy that the optimizer trains (the bf16 weight is that, rounded)
+replica.IofN.FQN       a buffer that replica I of N has moved by its own samples (I > 0)
+optim.STATE.FQN        the optimizer's state of a parameter, shaped like it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from planner.graph import TensorMeta
+from planner.runtime.checkpoint.pieces import Chunk, Holding, Piece, holdings, model_key
+
+if TYPE_CHECKING:
+    from planner.runtime.step.engine import Engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A rank's part of a stored tensor.
+
+    Attributes:
+        key: its name in the checkpoint.
+        piece: which part of the whole it is.
+        tensors: local tensors with these values: several where stages of a rank share a parameter.
+        holding: what decides which of its chunks this rank writes.
+        moves: whether a forward changes it, so that a copy can't wait until the optimizer steps.
+        fallback: the name to read where the checkpoint has no `key`.
+    """
+
+    key: str
+    piece: Piece
+    tensors: tuple[Tensor, ...]
+    holding: Holding
+    moves: bool = False
+    fallback: str = ""
+
+    def __post_init__(self) -> None:
+        """A piece that is not the tensor's would be stored in the wrong place."""
+        for tensor in self.tensors:
+            assert tuple(tensor.shape) == self.piece.local_shape, (self.key, tensor.shape)
+
+    def chunks(self) -> Iterator[tuple[int, Chunk]]:
+        """Yield the chunks of the piece with their numbers."""
+        return enumerate(self.piece.chunks(self.tensors[0].element_size()))
+
+    def written(self) -> Iterator[Chunk]:
+        """Yield the chunks that this rank writes."""
+        return (chunk for at, chunk in self.chunks() if self.holding.writes(self.key, at))
+
+
+def model_parts(engine: Engine) -> list[Part]:
+    """Return this rank's parts of parameters and buffers."""
+    params = engine._trained.stepped_by_name()
+    parts = []
+    for name, held in holdings(engine.graph, engine.plan, dist.get_rank()).items():
+        fqn = held.meta.fqn
+        if held.meta.kind == "param":
+            tensors = tuple(map(local, params[fqn]))
+        else:
+            tensors = tuple(s.passed[name] for s in engine.stages.values() if name in s.passed)
+        key, fallback = held.key, ""
+        if held.replica is not None and held.replica[0] > 0:
+            key, fallback = f"replica.{held.replica[0]}of{held.replica[1]}.{fqn}", key
+        parts.append(
+            Part(
+                key=key,
+                piece=held.piece,
+                tensors=tensors,
+                holding=held,
+                moves=held.meta.kind == "buffer",
+                fallback=fallback,
+            )
+        )
+    # What no block uses each rank has whole, on the CPU.
+    is_first = dist.get_rank() == 0
+    return parts + [
+        whole_part(model_key(fqn), tensor, is_written=is_first)
+        for fqn, tensor in engine._unused.items()
+    ]
+
+
+def whole_part(key: str, tensor: Tensor, *, is_written: bool = True) -> Part:
+    """Return the part that is all of a tensor."""
+    meta = TensorMeta(
+        name=key,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        kind="buffer",
+        fqn=key.partition(".")[2],
+    )
+    piece = Piece.whole(tensor.shape)
+    held = Holding(meta=meta, piece=piece, copies=1, copy=0 if is_written else None)
+    return Part(key=key, piece=piece, tensors=(tensor,), holding=held)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, outside autograd."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as files have it: ``float32``."""
+    return str(dtype).removeprefix("torch.")

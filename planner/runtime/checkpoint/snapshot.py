@@ -1,0 +1,172 @@
+"""All of a training run at one moment: a rank's parts, and what is small.
+
+The *notes* are what is no part of a tensor: counts, random states, param groups, numbers that an
+optimizer keeps, and the state of what the script gave beside (schedulers, scalers). Each rank has
+its own; merged they are stored once.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from planner.errors import PlanError
+from planner.runtime.checkpoint.folder import Manifest
+from planner.runtime.checkpoint.optimizer_state import OptimizerNotes, take_apart
+from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts
+from planner.runtime.step.randomness import read_generators, write_generators
+
+if TYPE_CHECKING:
+    from planner.runtime.step.engine import Engine
+
+
+@dataclass(slots=True)
+class Notes:
+    """What is small of a run.
+
+    Attributes:
+        step: optimizer steps done.
+        samples: samples trained on.
+        optimizer: its param groups and numbers.
+        seed: of the streams of random numbers, None where no op draws.
+        streams: states of those streams, by the place of the ranks that draw from one.
+        generators: states of the script's own generators, by rank.
+        extra: state dicts of what the script gave, by its names.
+    """
+
+    step: int
+    samples: int
+    optimizer: OptimizerNotes
+    seed: int | None = None
+    streams: dict[int, list[Tensor]] = field(default_factory=dict)
+    generators: dict[int, dict[str, Any]] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def merge(self, other: Notes) -> None:
+        """Take in those of another rank."""
+        self.optimizer.merge(other.optimizer)
+        for place, state in other.streams.items():
+            self.streams.setdefault(place, state)
+        self.generators |= other.generators
+
+
+def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
+    """Return what this rank has of a run. Raises PlanError for an extra without a state dict."""
+    rank = dist.get_rank()
+    parts = model_parts(engine)
+    optimizer = OptimizerNotes()
+    if engine.optimizer is not None:
+        params = engine._trained.stepped_by_name()
+        by_fqn = {p.holding.meta.fqn: p for p in parts if p.holding.meta.kind == "param"}
+        states, optimizer = take_apart(engine.optimizer, params, by_fqn)
+        parts += states
+    notes = Notes(engine.steps, engine.samples, optimizer)
+    stream = engine._random
+    if stream is not None:
+        notes.seed = stream.seed
+        if stream.place == rank:
+            notes.streams = {rank: stream.state()}
+    notes.generators = {rank: _generators(engine.mesh.device)}
+    for name, kept in extra.items():
+        _check_stateful(name, kept)
+        if rank == 0:
+            notes.extra[name] = copy.deepcopy(kept.state_dict())
+    return parts, notes
+
+
+def describe(engine: Engine) -> Manifest:
+    """Return what a checkpoint says of itself, but for its files."""
+    plan, graph = engine.plan, engine.graph
+    stored = {
+        name: tensor.fqn
+        for tensor in graph.tensors
+        if tensor.kind in ("param", "buffer")
+        for name in (tensor.fqn, *tensor.aliases)
+    }
+    return Manifest(
+        step=engine.steps,
+        samples=engine.samples,
+        precision=plan.precision,
+        ranks=f"pp={plan.pp} vpp={plan.vpp} {plan.degrees} zero_stage={plan.zero_stage}",
+        model=plan.model.name,
+        fingerprint=plan.model.fingerprint,
+        state={
+            name: (stored.get(name, name), dtype_name(dtype))
+            for name, dtype in engine._state_dtypes.items()
+        },
+        versions=versions(),
+    )
+
+
+def restore(engine: Engine, notes: Notes, extra: Mapping[str, Any]) -> None:
+    """Put back counts, random states and extras."""
+    engine.steps, engine.samples = notes.step, notes.samples
+    if engine._random is not None and notes.seed is not None:
+        engine._random.restore(notes.seed, notes.streams, notes.step)
+    own = notes.generators.get(dist.get_rank())
+    if own is None or len(notes.generators) != dist.get_world_size():
+        # Of another number of ranks: all go on with those of rank 0, as they do where every rank
+        # chooses the same batches.
+        own = notes.generators.get(0)
+    if own is not None:
+        _set_generators(engine.mesh.device, own)
+    for name, kept in extra.items():
+        kept.load_state_dict(notes.extra[name])
+
+
+def check_extra(extra: Mapping[str, Any], notes: Notes) -> None:
+    """Raise PlanError for an extra that is not stored, or can't be loaded."""
+    for name, kept in extra.items():
+        _check_stateful(name, kept)
+        if name not in notes.extra:
+            held = ", ".join(notes.extra) or "none"
+            raise PlanError(
+                f"the checkpoint has no extra {name!r} (it has {held}); give load what save was "
+                "given"
+            )
+
+
+def _check_stateful(name: str, kept: Any) -> None:
+    if not hasattr(kept, "state_dict") or not hasattr(kept, "load_state_dict"):
+        raise PlanError(
+            f"extra {name!r} is a {type(kept).__name__}, without state_dict and load_state_dict; "
+            "give a scheduler, a scaler, a sampler or another object that has both"
+        )
+
+
+def _generators(device: torch.device) -> dict[str, Any]:
+    """States of the script's generators."""
+    found: dict[str, Any] = {"torch": read_generators(device), "python": random.getstate()}
+    if "numpy" in sys.modules:
+        found["numpy"] = sys.modules["numpy"].random.get_state()
+    return found
+
+
+def _set_generators(device: torch.device, states: Mapping[str, Any]) -> None:
+    if len(states["torch"]) == len(read_generators(device)):
+        write_generators(device, states["torch"])
+    else:  # saved beside a GPU and loaded without, or the other way
+        torch.set_rng_state(states["torch"][0])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+def versions() -> dict[str, str]:
+    """Return what writes a checkpoint; planner has no version in a tree that is not installed."""
+    found = {"torch": str(torch.__version__)}
+    with suppress(metadata.PackageNotFoundError):
+        found["planner"] = metadata.version("planner")
+    return found

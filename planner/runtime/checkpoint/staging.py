@@ -1,0 +1,97 @@
+"""Copies in host memory of what is to be written, made beside the next forward and backward.
+
+Weights and optimizer state change only when the optimizer steps. So a save returns at once, and
+the copies have the time until then:
+
+    save | forward and backward of the next step          | optimizer steps
+         | device to host on a stream, host to host in a thread | hold()
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+SLAB_BYTES = 2**28
+"""Of pinned memory, in one piece: PyTorch rounds such pieces up to powers of two."""
+
+_ALIGNMENT = 64
+"""Of a copy in a slab, in bytes: a cache line, and a multiple of any element."""
+
+
+class Staging:
+    """Host memory that is used again from save to save. Mutable."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._slabs: list[Tensor] = []
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+
+    def begin(self, sources: Sequence[Tensor]) -> Copies:
+        """Begin to copy tensors; the copies before are no longer used."""
+        targets = self._places(sources)
+        pairs = list(zip(sources, targets, strict=True))
+        later = [pair for pair in pairs if pair[0].device.type == "cpu"]
+        event = None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream), torch.no_grad():
+                for source, target in pairs:
+                    if source.device.type != "cpu":
+                        target.copy_(source, non_blocking=True)
+            event = self._stream.record_event()
+        return Copies(targets, later, event)
+
+    def _places(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """Deal slabs of host memory to tensors, in order."""
+        slab, filled = 0, 0
+        places = []
+        for source in sources:
+            size = prod(source.shape) * source.element_size()
+            if slab < len(self._slabs) and filled + size > self._slabs[slab].numel():
+                slab, filled = slab + 1, 0
+            while slab < len(self._slabs) and size > self._slabs[slab].numel():
+                slab += 1
+            if slab == len(self._slabs):
+                shape = max(size, SLAB_BYTES)
+                self._slabs.append(torch.empty(shape, dtype=torch.uint8, pin_memory=self._on_gpu))
+            place = self._slabs[slab][filled : filled + size]
+            places.append(place.view(source.dtype).view(source.shape))
+            filled += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return places
+
+
+class Copies:
+    """Copies under way. `tensors` are what they are of, in order, once `finish` has returned."""
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        later: list[tuple[Tensor, Tensor]],
+        event: torch.cuda.Event | None,
+    ) -> None:
+        self.tensors = tensors
+        self._later, self._event = later, event
+        self._is_done = threading.Event()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy what is on the host, wait for what comes from the device; beside the training."""
+        try:
+            for source, target in self._later:
+                target.copy_(source)
+        finally:
+            self._later = []
+            self._is_done.set()
+        if self._event is not None:
+            self._event.synchronize()
+
+    def hold(self) -> None:
+        """Let sources change only after their copies: waits here, or lets the device wait."""
+        self._is_done.wait()
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)

@@ -1,0 +1,83 @@
+"""Boxes of a tensor that a rank holds: against the cuts that the runtime makes of real tensors."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import pytest
+import torch
+
+from planner.layout.placement import Shard
+from planner.plan.defaults import default_plan
+from planner.runtime.checkpoint.pieces import Piece, holdings
+from planner.runtime.state.weights import local_piece
+from tests.runtime.scenarios import capture
+
+
+def put_together(piece: Piece, whole: torch.Tensor, most_bytes: int) -> torch.Tensor:
+    """The local tensor, chunk by chunk from the whole."""
+    local = torch.full(piece.local_shape, -1)
+    for chunk in piece.chunks(whole.element_size(), most_bytes):
+        assert prod(b - a for a, b in chunk.box) > 0
+        source = whole[tuple(slice(a, b) for a, b in chunk.box)]
+        local[tuple(slice(a, b) for a, b in chunk.local)] = source
+    return local
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_are_what_the_runtime_cuts(seed):
+    """Segments, two axes on one dim, FSDP2's uneven chunks; in chunks of any size."""
+    draw = random.Random(seed)
+    shape = [draw.choice([12, 24]) for _ in range(draw.choice([1, 2, 3]))]
+    whole = torch.arange(prod(shape)).reshape(shape)
+    local, piece = whole, Piece.whole(shape)
+    for _ in range(draw.choice([0, 1, 2])):
+        dim = draw.randrange(len(shape))
+        fitting = [s for s in (1, 2, 3) if local.shape[dim] % (2 * s) == 0]
+        placement, number = Shard(dim, draw.choice(fitting)), draw.randrange(2)
+        local = local_piece(local, placement, "tp", 2, number, "w")
+        piece = piece.cut(placement, 2, number)
+    if draw.random() < 0.5:
+        parts, number = draw.choice([2, 5, 7]), draw.randrange(2)
+        chunks = local.chunk(parts, 0)
+        local = chunks[number] if number < len(chunks) else local[:0]
+        piece = piece.chunk(parts, number)
+    assert piece.local_shape == tuple(local.shape)
+    assert torch.equal(put_together(piece, whole, draw.choice([8, 100, 10**6])), local)
+
+
+def test_a_number_is_one_chunk():
+    (chunk,) = Piece.whole(()).chunks(4)
+    assert chunk.box == chunk.local == ()
+    assert list(Piece.whole((0, 3)).chunks(4)) == []
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"dp": 4},
+        {"dp": 2, "tp": 2, "zero_stage": 3},
+        {"cp": 2, "tp": 2},
+        {"pp": 2, "tp": 2, "by_stage": {"tp": (2, 1)}, "microbatch_size": 2},
+        {"pp": 2, "vpp": 2, "dp": 2, "schedule": "interleaved_1f1b", "num_microbatches": 2},
+    ],
+)
+def test_each_element_is_written_by_one_rank(choices):
+    """However many ranks hold it; replicas share the writing."""
+    graph = capture("tied-gpt", torch.float64)
+    plan = default_plan(graph, **choices)
+    written: dict[str, torch.Tensor] = {}
+    chunks_of_rank = []
+    for rank in range(plan.world_size):
+        count = 0
+        for held in holdings(graph, plan, rank).values():
+            counts = written.setdefault(held.key, torch.zeros(held.meta.shape_at(1)))
+            for at, chunk in enumerate(held.piece.chunks(8, 256)):
+                if held.writes(held.key, at):
+                    counts[tuple(slice(a, b) for a, b in chunk.box)] += 1
+                    count += 1
+        chunks_of_rank.append(count)
+    assert written
+    assert all((counts == 1).all() for counts in written.values())
+    assert min(chunks_of_rank) > 0.4 * max(chunks_of_rank)
