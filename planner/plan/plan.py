@@ -9,6 +9,7 @@ then numbers its ranks by these.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -226,4 +227,10 @@ class Plan(Record):
             if stage.pp_rank >= self.pp:
                 raise ValueError(f"stage {index} is on pp rank {stage.pp_rank} of {self.pp}")
             expected = stage.last_block + 1
+        held = Counter(stage.pp_rank for stage in self.stages)
+        for rank in range(self.pp):
+            if held[rank] != self.vpp:
+                raise ValueError(
+                    f"pp rank {rank} holds {held[rank]} stages; each holds vpp={self.vpp}"
+                )
         return self

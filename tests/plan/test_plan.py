@@ -64,6 +64,10 @@ def test_a_stage_with_a_tp_of_its_own_has_more_replicas_of_fewer_samples():
         ({"stages": stages()[:1]}, "1 stages given; pp\\*vpp=2 needed"),
         ({"stages": stages()[::-1]}, "stages must cover every block once, in order"),
         ({"stages": (stages()[0], StagePlan(pp_rank=2, first_block=1, last_block=1))}, "pp rank 2"),
+        (
+            {"stages": tuple(s.model_copy(update={"pp_rank": 1}) for s in stages())},
+            "pp rank 0 holds 0 stages; each holds vpp=1",
+        ),
         ({"stages": stages((), (("tp", 1),))}, "which does not divide them"),
         ({"dp": 2**20}, "it has 4194304 ranks"),
         ({"estimate": {"step_s": 1.0}}, "estimate"),
