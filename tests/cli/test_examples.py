@@ -48,6 +48,8 @@ def test_hugging_face_example_is_planned_for_64_gpus(planner):
 
 
 @pytest.mark.slow
+# peft reads it.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_adapters_are_planned_verified_and_trained(planner, tmp_path):
     """N18 in short: LoRA through peft, from a search to training on two ranks."""
     pytest.importorskip("peft")
