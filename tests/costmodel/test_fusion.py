@@ -3,6 +3,7 @@
 import pytest
 
 from costmodel import CostCache, estimate
+from costmodel.execution import find_execution
 from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
 from costmodel.time.compute import op_seconds
 from planner.graph import Op, Program, Ref, TensorMeta
@@ -86,7 +87,7 @@ def test_fused_plans_take_less_time_and_the_same_memory(name):
     graph = capture_module(model.build(), model.batch(2), model.batch(3), name=name)
     profile, plan = load_profile("h100-sxm5-80gb"), make_plan(graph, dp=2)
     eager = estimate(graph, profile, plan)
-    cache = CostCache(graph, profile, kernels="fused")
+    cache = CostCache(graph, profile, execution=find_execution("ours-compiled"))
     fused = estimate(graph, profile, plan, costs=cache)
     assert 0.3 * eager.time.compute_s < fused.time.compute_s < eager.time.compute_s
     assert fused.time.host_s <= eager.time.host_s
@@ -108,5 +109,7 @@ def test_measured_compiled_blocks_say_it_all():
         )
     )
     block = CostCache(graph, halved).block(0, 1, Degrees(tp=2))
-    compiled = CostCache(graph, halved, kernels="fused").block(0, 1, Degrees(tp=2))
+    compiled = CostCache(graph, halved, execution=find_execution("ours-compiled")).block(
+        0, 1, Degrees(tp=2)
+    )
     assert compiled.forward_s == pytest.approx(0.5 * block.forward_s)

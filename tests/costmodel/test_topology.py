@@ -26,6 +26,7 @@ def test_each_axis_is_as_far_apart_as_those_inside_it():
     assert {name: axis.size for name, axis in lowered_groups(cluster, degrees).items()} == {
         "tp": 2,
         "cp": 2,
+        "ep": 1,
     }
 
 
