@@ -40,7 +40,12 @@ def executed_exchange(
     execution = profile.execution
     if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
-    pieces = max(1, num_blocks) if replication.zero_stage == 3 else 1
+    # ZeRO 3 sends block by block; sums go tensor by tensor, or in buckets as good as one message.
+    pieces = 1
+    if replication.zero_stage == 3:
+        pieces = max(1, num_blocks)
+    elif replication.zero_stage == 0 and execution.sums_tensors:
+        pieces = max(1, num_tensors)
 
     def seconds(kind: str, num_bytes: float) -> float:
         if not num_bytes:
@@ -50,14 +55,13 @@ def executed_exchange(
     # Of bf16 weights the record says how wide gradients travel; others travel as they are.
     is_cast = replication.gradient_factor > 1
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
-    gather_s = seconds("all_gather", param_bytes)
     if replication.zero_stage == 0:
-        count = max(1, num_tensors) if execution.sums_tensors else 1
-        sum_s = count * profile.collective_seconds("all_reduce", reduced / count, group).seconds
+        sum_s = seconds("all_reduce", reduced)
         if execution.overlaps_sums:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
     if replication.zero_stage < 3:
+        gather_s = seconds("all_gather", param_bytes)
         gather_s += execution.unpack_s * num_tensors * group.size
         scatter_s = seconds("reduce_scatter" if execution.scatters else "all_reduce", reduced)
         if execution.overlaps_dp:
