@@ -97,9 +97,9 @@ NUM_PARTS = 25
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_fingerprints_of_the_matrix_are_equal_in_five_processes(tmp_path, part):
-    """N2: the whole matrix; each process also captures what it has captured and trained."""
-    ways = ["search,launch", "dryrun,launch", "verify,launch", "launch", "launch,search"]
+def test_fingerprints_of_the_matrix_are_equal_in_three_processes(tmp_path, part):
+    """N2: the whole matrix, each command and seed; two also capture what they have trained."""
+    ways = ["search,launch", "dryrun", "verify,launch"]
     check(fingerprints(tmp_path, capturable()[part::NUM_PARTS], ways), ways)
 
 
