@@ -40,6 +40,8 @@ SPELLINGS = {
     "profile": "--profile",
     "measure": "--measure",
     "device": "--device",
+    "devices": "--devices",
+    "plugin": "planner --plugin",
     "timeline": "--timeline",
     "out": "--out",
     "budget_s": "--budget",

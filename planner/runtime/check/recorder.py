@@ -20,6 +20,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from planner.runtime.start import device as devices
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.start.workers import TIMELINE_DIR
 from planner.schedule.jobs import Job
@@ -42,7 +43,7 @@ def job_name(job: Job, kind: str | None = None) -> str:
     return f"{kind or job.kind}{job.stage_index}.{job.microbatch_index}"
 
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Events = tuple[torch.Event, torch.Event]
 _What = tuple[str, str, int, int, int]
 """Kind, name, step, stage, microbatch."""
 
@@ -56,12 +57,13 @@ class Recorder:
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.on_gpu = mesh.device.type == "cuda"
+        self.device = mesh.device
+        self.on_gpu = devices.is_accelerator(mesh.device)
         self.ended: deque[_Ended] = deque()
         self.memory_bytes = _memory_counter(mesh.device)
         self.step = 0
         offset = _clock_offset_s(mesh)
-        self._device_clock = DeviceClock() if self.on_gpu else None
+        self._device_clock = DeviceClock(mesh.device) if self.on_gpu else None
         path = rank_file(folder, dist.get_rank())
         with path.open("w") as file:
             write_header(file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset)
@@ -85,7 +87,7 @@ class Recorder:
             self._write(len(self.ended))
             return
         if clock.age_s() > _CLOCK_AGE_S:
-            torch.cuda.synchronize()
+            devices.synchronize(self.device)
             self._write(len(self.ended))
             clock.set()
             return
@@ -99,7 +101,7 @@ class Recorder:
         if self._file.closed:
             return
         if self.on_gpu:
-            torch.cuda.synchronize()
+            devices.synchronize(self.device)
         self._write(len(self.ended))
         self._file.close()
 
@@ -119,14 +121,17 @@ def _has_happened(span: _Ended) -> bool:
 
 
 class DeviceClock:
-    """Says when CUDA events happened, on the host's clock. Mutable: it is set now and then."""
+    """Says when events of a device happened, on the host's clock. Mutable: it is set now and
+    then.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._module = devices.of(device)
         self.set()
 
     def set(self) -> None:
         """Take an event that both clocks know, which events to come are counted from."""
-        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero = self._module.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
         self._zero_s = perf_counter()
@@ -135,7 +140,7 @@ class DeviceClock:
         """How long ago it was set."""
         return perf_counter() - self._zero_s
 
-    def seconds(self, event: torch.cuda.Event) -> float:
+    def seconds(self, event: torch.Event) -> float:
         """When an event happened, that has, and was recorded since the clock was set."""
         return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
@@ -167,7 +172,8 @@ class _OpenByEvents:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
-        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        event = devices.of(self._recorder.device).Event
+        self._events = event(enable_timing=True), event(enable_timing=True)
         self._events[0].record()
         self._start_s = perf_counter()
 
@@ -188,9 +194,9 @@ def _memory_counter(device: torch.device) -> Callable[[float], int]:
     """Return what tells, at a time, the bytes a device holds for this process; on a CPU its
     resident set.
     """
-    if device.type == "cuda":
+    if devices.is_accelerator(device):
         # (`memory_allocated` is this after flattening all statistics: ten times as long.)
-        stats = torch.cuda.memory_stats_as_nested_dict
+        stats = devices.of(device).memory_stats_as_nested_dict
         return lambda _: int(stats(device)["allocated_bytes"]["all"]["current"])
     if sys.platform != "linux":
         return lambda _: 0
