@@ -27,6 +27,7 @@ from planner.plan.batch_statistics import batch_norms, deferred
 from planner.plan.replication import Replication
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
@@ -144,6 +145,7 @@ class Engine:
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
+        collectives.record(None if self._recorder is None else self._recorder.collective)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -387,6 +389,7 @@ class Engine:
         """
         if self._checkpoints is not None:
             self._checkpoints.wait()
+        collectives.record(None)
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------
