@@ -63,6 +63,8 @@ from planner.runtime.step.wiring import (
 from planner.schedule import schedule_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
 
 
@@ -381,6 +383,14 @@ class Engine:
         from planner.runtime.check.intermediates import intermediates
 
         return intermediates(self, batch, names)
+
+    def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
+        """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
+        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.user_tensors`.
+        """
+        from planner.runtime.state.user_tensors import shard_tensor
+
+        return shard_tensor(tensor, self.mesh, dims)
 
     def close(self) -> None:
         """Give the process groups made for this engine back; all ranks call it, last.
