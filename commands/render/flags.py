@@ -33,6 +33,7 @@ SPELLINGS = {
     "receive_ahead": "--receive-ahead",
     "clip_gradients": "--clip-gradients",
     "balance": "--balance",
+    "split_rank": "--split-rank",
     "offload": "--offload",
     "meshes": "--meshes",
     "num_best": "--measure",
