@@ -2,12 +2,11 @@
 
     python benchmarks/mixed_runs.py [rows.csv] [--json]
 
-Each row of `hetero_runs.csv` becomes a plan with the stages it names, and is priced by `estimate` as
-Megatron-DeepSpeed of these years without fused attention ran it. Left out, as the cost model cannot
-say it: pipelines of RTX 3090, RTX 2080 and Titan RTX together (an estimate is of one kind of device),
-replicas of a stage on several kinds, and rows whose step time is the copy of another cell. What rows
-do not tell is the dtype, the recomputation and the version of the code, so that ranks are of more
-worth than errors.
+Each row of `hetero_runs.csv` becomes a plan with the stages it names, and is priced by `estimate`
+as Megatron-DeepSpeed without fused attention. Left out, as the cost model cannot say it: pipelines
+of RTX 3090, RTX 2080 and Titan RTX together (an estimate is of one kind of device), replicas of a
+stage on several kinds, and rows whose step time is the copy of another cell. Rows do not tell the
+dtype, the recomputation and the version of the code, so ranks are of more worth than errors.
 """
 
 from __future__ import annotations
