@@ -20,6 +20,7 @@ import typer
 from commands.compare import compare
 from commands.convert import convert
 from commands.dryrun import dryrun
+from commands.emit import emit
 from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
@@ -54,6 +55,7 @@ app.command()(verify)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(launch)
+app.command()(emit)
 app.command()(timeline)
 app.command()(compare)
 app.command()(convert)
