@@ -17,6 +17,7 @@ from typing import Any
 
 import typer
 
+from commands.check import check
 from commands.compare import compare
 from commands.convert import convert
 from commands.dryrun import dryrun
@@ -56,6 +57,7 @@ app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(launch)
 app.command()(emit)
+app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS begin with --
 app.command()(timeline)
 app.command()(compare)
 app.command()(convert)

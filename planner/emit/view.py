@@ -120,24 +120,8 @@ class PlanView:
 
     @cached_property
     def layer_of_block(self) -> tuple[int | None, ...]:
-        """The number of the layer that each block belongs to; None before and behind the layers.
-
-        Raises PlanError for a model that is no chain of numbered layers.
-        """
-        graph = self.model("the cuts of the plan")
-        found = [_LAYER.match(block.name) for block in graph.blocks]
-        roots = {match[1] for match in found if match}
-        numbers = tuple(int(match[2]) if match else None for match in found)
-        inside = [n for n in numbers if n is not None]
-        first = next((at for at, n in enumerate(numbers) if n is not None), 0)
-        inner = numbers[first : first + len(inside)]
-        if len(roots) != 1 or None in inner or sorted(set(inside)) != list(range(max(inside) + 1)):
-            raise PlanError(
-                f"{graph.name} is no chain of numbered layers between an embedding and a head "
-                f"(its blocks: {', '.join(block.name for block in graph.blocks[:4])}, ...), which "
-                "systems for such models need; emit a launch script for this runtime instead"
-            )
-        return numbers
+        """The number of the layer that each block belongs to (`layer_of_block`)."""
+        return layer_of_block(self.model("the cuts of the plan"))
 
     @property
     def num_layers(self) -> int:
@@ -280,19 +264,7 @@ class PlanView:
     @cached_property
     def sizes(self) -> Sizes | None:
         """Sizes of the model, None without its graph."""
-        if self.graph is None:
-            return None
-        program = self.graph.classes[self.layer_classes[0]]
-        stream = program.tensor[program.outputs[0]].shape
-        attention = next((op for op in program.ops if "scaled_dot_product" in op.target), None)
-        heads = program.tensor[attention.inputs[0]].shape[1] if attention else 0
-        return Sizes(
-            layers=self.num_layers,
-            hidden=stream[-1] if isinstance(stream[-1], int) else 0,
-            seq_len=self.seq_len,
-            heads=heads if isinstance(heads, int) else 0,
-            tied=bool(self.graph.shared_params.keys() & set(self.graph.blocks[0].params)),
-        )
+        return None if self.graph is None else sizes_of(self.graph)
 
     @property
     def seq_len(self) -> int:
@@ -300,6 +272,52 @@ class PlanView:
         sizes = {shape[1] for _, _, shape in self.plan.model.inputs if len(shape) == 2}
         found = sizes.pop() if len(sizes) == 1 else 0
         return found if isinstance(found, int) else 0
+
+
+def layer_of_block(graph: ModelGraph) -> tuple[int | None, ...]:
+    """Return the number of the layer that each block belongs to; None before and behind them.
+
+    Raises PlanError for a model that is no chain of numbered layers.
+    """
+    found = [_LAYER.match(block.name) for block in graph.blocks]
+    roots = {match[1] for match in found if match}
+    numbers = tuple(int(match[2]) if match else None for match in found)
+    inside = [n for n in numbers if n is not None]
+    first = next((at for at, n in enumerate(numbers) if n is not None), 0)
+    inner = numbers[first : first + len(inside)]
+    if len(roots) != 1 or None in inner or inside != sorted(inside) or inside[0]:
+        raise PlanError(
+            f"{graph.name} is no chain of numbered layers between an embedding and a head "
+            f"(its blocks: {', '.join(block.name for block in graph.blocks[:4])}, ...), which "
+            "systems for such models need; emit a launch script for this runtime instead"
+        )
+    return numbers
+
+
+def sizes_of(graph: ModelGraph) -> Sizes:
+    """Return the sizes of a transformer, as far as its graph tells them.
+
+    Raises PlanError for a model that is no chain of numbered layers.
+    """
+    of_block = layer_of_block(graph)
+    layer = next(block for block in graph.blocks if of_block[block.index] is not None)
+    program = graph.classes[layer.class_index]
+    width = program.tensor[program.outputs[0]].shape[-1]
+    attention = next((op for op in program.ops if "scaled_dot_product" in op.target), None)
+    heads = program.tensor[attention.inputs[0]].shape[1] if attention else 0
+    lengths = {
+        shape[1]
+        for shape in (graph.tensor[name].shape for name in graph.batch_inputs)
+        if len(shape) == 2
+    }
+    length = lengths.pop() if len(lengths) == 1 else 0
+    return Sizes(
+        layers=1 + max(n for n in of_block if n is not None),
+        hidden=width if isinstance(width, int) else 0,
+        seq_len=length if isinstance(length, int) else 0,
+        heads=heads if isinstance(heads, int) else 0,
+        tied=bool(graph.shared_params.keys() & set(graph.blocks[0].params)),
+    )
 
 
 def _routes(program: Program) -> bool:

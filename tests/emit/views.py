@@ -43,5 +43,6 @@ def changed(view: PlanView, **fields: Any) -> PlanView:
 
 def assert_golden(files: dict[str, str], folder: str) -> None:
     """Hold emitted files to those in ``golden/FOLDER``."""
-    expected = {path.name: path.read_text() for path in (GOLDEN / folder).iterdir()}
+    found = (GOLDEN / folder).iterdir()
+    expected = {path.name.removesuffix(".golden"): path.read_text() for path in found}
     assert dict(files) == expected
