@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
-from planner.emit.torchrun import NODE_SETTINGS, headline, torchrun_lines
+from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView, StageParts
 from planner.schedule import build_schedule
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
-from planner.emit.torchrun import NODE_SETTINGS, headline, torchrun_lines
+from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.view import PlanView
 from planner.schedule import Schedule, fold_placement, loop_placement
 
