@@ -112,6 +112,10 @@ def _columns_of_file(path: Path) -> dict[str, int]:
         "layers": sizes.layers,
         "hidden": sizes.hidden,
         "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "ffn_hidden": sizes.ffn_hidden,
+        "gated_ffn": int(sizes.gated),
+        "vocab": sizes.vocab,
         "seq_len": sizes.seq_len,
     }
     return {name: size for name, size in columns.items() if size}

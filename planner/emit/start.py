@@ -83,7 +83,7 @@ def torchrun_script(view: PlanView) -> str:
     if view.num_nodes == 1:
         lines += [
             "# A rank that fails ends the run. MAX_RESTARTS starts all ranks again: they go on",
-            "# from a checkpoint where the script loads it (engine.load), and begin anew where not.",
+            "# from a checkpoint where the script loads it (engine.load), else they begin anew.",
         ]
     words = [shlex.quote(launch.script), *map(shlex.quote, launch.arguments), '"$@"']
     lines += torchrun_lines(view, " ".join(words), restarts=view.num_nodes == 1)

@@ -14,7 +14,7 @@ from math import ceil
 from typing import Literal
 
 from planner.errors import PlanError
-from planner.graph import ModelGraph, Op, Program
+from planner.graph import ModelGraph, Op, Program, Size
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan
@@ -66,6 +66,14 @@ class Sizes:
     """Tokens of a sample."""
     heads: int
     """Attention heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    ffn_hidden: int
+    """Width of a feed-forward without experts."""
+    gated: bool
+    """Whether the feed-forward has three matrices."""
+    vocab: int
+    """Entries of the vocabulary."""
     tied: bool
     """Whether the head's matrix is the embedding's."""
 
@@ -303,8 +311,14 @@ def sizes_of(graph: ModelGraph) -> Sizes:
     layer = next(block for block in graph.blocks if of_block[block.index] is not None)
     program = graph.classes[layer.class_index]
     width = program.tensor[program.outputs[0]].shape[-1]
-    attention = next((op for op in program.ops if "scaled_dot_product" in op.target), None)
-    heads = program.tensor[attention.inputs[0]].shape[1] if attention else 0
+    heads, head_dim, before, behind = _products(program)
+    kv_heads, ffn_hidden, gated = 0, 0, False
+    if head_dim and len(before) in (1, 3):  # queries, keys and values as one product or as three
+        rows = [rows for rows, _ in before]
+        kv_heads = (rows[1] if len(before) == 3 else (rows[0] - heads * head_dim) // 2) // head_dim
+    if len(behind) > 2 or (len(behind) == 2 and not _routes(program)):
+        ffn_hidden = behind[-1][1]
+        gated = len(behind) == 3 or behind[0][0] == 2 * ffn_hidden
     lengths = {
         shape[1]
         for shape in (graph.tensor[name].shape for name in graph.batch_inputs)
@@ -313,11 +327,43 @@ def sizes_of(graph: ModelGraph) -> Sizes:
     length = lengths.pop() if len(lengths) == 1 else 0
     return Sizes(
         layers=1 + max(n for n in of_block if n is not None),
-        hidden=width if isinstance(width, int) else 0,
-        seq_len=length if isinstance(length, int) else 0,
-        heads=heads if isinstance(heads, int) else 0,
+        hidden=_number(width),
+        seq_len=_number(length),
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_hidden=ffn_hidden,
+        gated=gated,
+        vocab=_vocab(graph),
         tied=bool(graph.shared_params.keys() & set(graph.blocks[0].params)),
     )
+
+
+def _products(
+    program: Program,
+) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return a layer's heads and their width, and (rows, columns) of the weights of its products:
+    of those that make queries, keys and values, and of those of its feed-forward.
+    """
+    heads = head_dim = 0
+    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for op in program.ops:
+        if "scaled_dot_product" in op.target:
+            shape = program.tensor[op.inputs[0]].shape
+            heads, head_dim = _number(shape[1]), _number(shape[3])
+        elif op.target.startswith("aten.linear"):
+            rows, columns = (_number(size) for size in program.tensor[op.inputs[1]].shape)
+            found[bool(heads)].append((rows, columns))
+    return heads, head_dim, found[0], found[1][1:]  # the first behind attention joins its heads
+
+
+def _vocab(graph: ModelGraph) -> int:
+    program = graph.classes[graph.blocks[0].class_index]
+    lookups = (op for op in program.ops if op.target.startswith("aten.embedding"))
+    return max((_number(program.tensor[op.inputs[0]].shape[0]) for op in lookups), default=0)
+
+
+def _number(size: Size) -> int:
+    return size if isinstance(size, int) else 0
 
 
 def _routes(program: Program) -> bool:

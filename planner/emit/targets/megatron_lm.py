@@ -76,12 +76,17 @@ def _sizes(view: PlanView) -> dict[str, str]:
     found = {
         "num-layers": sizes.layers,
         "hidden-size": sizes.hidden,
+        "ffn-hidden-size": sizes.ffn_hidden,
         "num-attention-heads": sizes.heads,
         "seq-length": sizes.seq_len,
         "max-position-embeddings": sizes.seq_len,
     }
-    untied = {} if sizes.tied else {"untie-embeddings-and-output-weights": ""}
-    return {name: str(size) for name, size in found.items() if size} | untied
+    flags = {name: str(size) for name, size in found.items() if size}
+    if 0 < sizes.kv_heads < sizes.heads:
+        flags |= {"group-query-attention": "", "num-query-groups": str(sizes.kv_heads)}
+    if not sizes.tied:
+        flags["untie-embeddings-and-output-weights"] = ""
+    return flags
 
 
 def _data_parallel(view: PlanView) -> dict[str, str]:
@@ -194,8 +199,8 @@ def _write(view: PlanView) -> Emitted:
         notes.append("no model was given, so its sizes are left to you: --num-layers and the rest")
     else:
         notes.append(
-            "what else describes the model is left to you: --ffn-hidden-size, --num-query-groups, "
-            "--normalization, --position-embedding-type, the tokenizer"
+            "what else describes the model is left to you: --swiglu, --normalization, "
+            "--position-embedding-type, experts, the tokenizer"
         )
     lines = ["#!/usr/bin/env bash", *headline(view, "Megatron-LM")]
     lines += [f"# {note}" for note in notes]
