@@ -1,5 +1,7 @@
 """What emitters ask of a plan: sizes, cuts, placements."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.emit import PlanView
@@ -57,9 +59,7 @@ def test_a_model_that_is_no_chain_of_layers_is_refused():
     graph = build_transformer(
         Transformer(layers=1, hidden=64, heads=8, kv_heads=8, ffn_hidden=96, vocab=512, seq_len=32)
     )
-    named = [b for b in graph.blocks]
-    from dataclasses import replace
-
-    other = replace(graph, blocks=tuple(replace(b, name=f"part {b.index}") for b in named))
+    blocks = tuple(replace(block, name=f"part {block.index}") for block in graph.blocks)
+    other = replace(graph, blocks=blocks)
     with pytest.raises(PlanError, match="no chain of numbered layers"):
         _ = PlanView(plan=default_plan(other), graph=other).parts
