@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -34,6 +35,7 @@ from commands.timeline import timeline
 from commands.verify import verify
 from commands.why import why
 from planner.errors import PlannerError
+from planner.plugins import load_plugins, name_files
 
 _BRIEF = 300
 """Characters of an unexpected error that its line shows."""
@@ -45,6 +47,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback()
+def load(
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A Python file that adds schedules of your own; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Load what others add, before any command."""
+    name_files(plugin or ())
+    load_plugins()
+
+
 app.command()(profile)
 app.command()(search)
 app.command()(show)

@@ -39,6 +39,7 @@ from planner.runtime.checkpoint.storage import (
     tensor_item,
 )
 from planner.runtime.checkpoint.together import together, told_plainly
+from planner.runtime.start import device as devices
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -112,8 +113,7 @@ class Checkpoints:
 
     def _run(self, write: partial[None]) -> None:
         try:
-            if self._engine.mesh.device.type == "cuda":
-                torch.cuda.set_device(self._engine.mesh.device)
+            devices.prepare(self._engine.mesh.device)
             write()
         except BaseException as error:  # told in training's thread
             self._failure = error

@@ -43,6 +43,7 @@ from planner.layout.placement import Placement, Shard
 from planner.layout.placements import Placements
 from planner.plan import Precision
 from planner.runtime.stage.stage import BlockModule, StageModule
+from planner.runtime.start import device as devices
 from planner.runtime.start.mesh import Mesh
 
 
@@ -80,7 +81,9 @@ def shard_stage(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=devices.is_accelerator(mesh.device))
+        if on_host
+        else OffloadPolicy()
     )
     policies: dict[str, Any] = {
         "mp_policy": policy,

@@ -27,6 +27,7 @@ from planner.plan.batch_statistics import batch_norms, deferred
 from planner.plan.replication import Replication
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
@@ -62,6 +63,8 @@ from planner.runtime.step.wiring import (
 from planner.schedule import schedule_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
 
 
@@ -144,6 +147,7 @@ class Engine:
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
+        collectives.record(None if self._recorder is None else self._recorder.collective)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -380,6 +384,14 @@ class Engine:
 
         return intermediates(self, batch, names)
 
+    def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
+        """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
+        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.user_tensors`.
+        """
+        from planner.runtime.state.user_tensors import shard_tensor
+
+        return shard_tensor(tensor, self.mesh, dims)
+
     def close(self) -> None:
         """Give the process groups made for this engine back; all ranks call it, last.
 
@@ -387,6 +399,7 @@ class Engine:
         """
         if self._checkpoints is not None:
             self._checkpoints.wait()
+        collectives.record(None)
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------
