@@ -11,6 +11,7 @@ import typer
 from commands.common.inputs import graph_of_plan
 from commands.common.options import PlanFile
 from commands.render.console import check_writable, show_note
+from commands.render.flags import with_flags
 
 
 def emit(
@@ -57,7 +58,8 @@ def emit(
     )
     refused = refusals(view, emitter)
     for refusal in refused:
-        print(f"planner: {emitter.name} can't express {refusal}", file=sys.stderr)
+        line = with_flags(f"{emitter.name} can't express {refusal}")
+        print(f"planner: {line}", file=sys.stderr)
     if refused:
         return 2
     emitted = emit_plan(view, emitter)

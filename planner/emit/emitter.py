@@ -45,7 +45,7 @@ class Emitter:
     """A system that plans can be written for."""
 
     name: str
-    """As in `planner emit --to NAME`."""
+    """As the command line names it."""
     summary: str
     """One line for people: what is written."""
     expresses: Mapping[str, str | Rule]
@@ -70,7 +70,7 @@ class Refusal:
     """What the system would do, where that may be accepted."""
 
     def __str__(self) -> str:
-        accept = f"; --accept {self.feature} has {self.instead} instead" if self.instead else ""
+        accept = f"; `accept` {self.feature} has {self.instead} instead" if self.instead else ""
         return f"{self.feature}: the plan has {self.used}; {self.why}{accept}"
 
 
@@ -114,7 +114,7 @@ def refusals(view: PlanView, emitter: Emitter) -> tuple[Refusal, ...]:
     for name in view.accepted:
         if name not in may_be:
             raise PlanError(
-                f"--accept {name} was given; {emitter.name} "
+                f"`accept` {name} was given; {emitter.name} "
                 + (f"has this of its own: {', '.join(sorted(may_be))}" if may_be else "differs")
                 + ("" if may_be else " from this plan in nothing that may be accepted")
             )
@@ -154,8 +154,8 @@ def _own_notes(view: PlanView, emitter: Emitter) -> Iterable[str]:
     priced_for = view.plan.execution
     if emitter.executions and priced_for not in emitter.executions:
         yield (
-            f"the plan is priced for {priced_for or OURS}; `planner search --execution "
-            f"{emitter.executions[0]}` finds the best plan for this system"
+            f"the plan is priced for {priced_for or OURS}; a search with `execution` "
+            f"{emitter.executions[0]} finds the best plan for this system"
         )
 
 

@@ -19,7 +19,7 @@ class Feature:
     """A decision that a plan may hold."""
 
     name: str
-    """As emitters, messages and `--accept` call it."""
+    """As emitters and messages call it."""
     fields: tuple[str, ...]
     """Fields of `Plan` and `StagePlan` that it accounts for."""
     used: Callable[[Plan], str]

@@ -83,7 +83,7 @@ def test_recomputation_of_single_ops_is_refused_or_accepted():
     view = view_of(vpp=1, recompute="selective")
     only = ClassRecompute(class_index=1, ops=(view.graph.classes[1].ops[0].name,))
     other = changed(view, recomputed=(only,))
-    assert "--accept recompute has selective" in refused(other)["recompute"]
+    assert "`accept` recompute has selective" in refused(other)["recompute"]
     accepted = view_of(vpp=1, recompute="selective", accepted=("recompute",))
     emitted = emit(changed(accepted, recomputed=(only,)), MEGATRON)
     assert "--recompute-modules core_attn" in emitted.files["megatron-lm.sh"]
@@ -96,4 +96,4 @@ def test_placements_unlike_megatrons_are_refused():
     embedding = view.plan.layouts[0]
     by_width = ClassLayout.model_validate(embedding.model_dump() | {"params": ("S(1)",)})
     other = changed(view, layouts=(by_width, *view.plan.layouts[1:]))
-    assert "lies as S(1) where it has S(0); --accept layouts" in refused(other)["layouts"]
+    assert "lies as S(1) where it has S(0); `accept` layouts" in refused(other)["layouts"]

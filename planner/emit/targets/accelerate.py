@@ -21,7 +21,7 @@ def _why_not_zero(view: PlanView) -> str:
 
 
 def _why_not_inner(view: PlanView) -> str:
-    return "" if _is_sharded(view) else "accelerate has this beside FSDP2 (--zero 2 or 3) alone"
+    return "" if _is_sharded(view) else "accelerate has this beside FSDP2 (`zero` 2 or 3) alone"
 
 
 def _why_not_cp(view: PlanView) -> str:
@@ -33,7 +33,7 @@ def _why_not_cp(view: PlanView) -> str:
 def _why_not_recompute(view: PlanView) -> str:
     if set(view.recomputed) != {"full"}:
         return "accelerate recomputes whole layers, or none"
-    return "" if _is_sharded(view) else "accelerate recomputes beside FSDP2 (--zero 2 or 3) alone"
+    return "" if _is_sharded(view) else "accelerate recomputes beside FSDP2 (`zero` 2 or 3) alone"
 
 
 def _why_not_precision(view: PlanView) -> str:

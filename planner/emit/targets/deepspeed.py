@@ -28,7 +28,7 @@ def _why_not_host(view: PlanView) -> str:
 def _why_not_precision(view: PlanView) -> str:
     if view.plan.precision == "bf16" or view.trained_dtype == "float32":
         return ""
-    return f"DeepSpeed trains {view.trained_dtype} with fp32 master weights (--precision bf16)"
+    return f"DeepSpeed trains {view.trained_dtype} with fp32 master weights (`precision` bf16)"
 
 
 def _write(view: PlanView) -> Emitted:

@@ -141,7 +141,7 @@ def _why_not_schedule(view: PlanView) -> str:
 def _why_not_precision(view: PlanView) -> str:
     if view.plan.precision == "bf16" or view.trained_dtype == "float32":
         return ""
-    return f"Megatron-LM trains {view.trained_dtype} with fp32 master weights (--precision bf16)"
+    return f"Megatron-LM trains {view.trained_dtype} with fp32 master weights (`precision` bf16)"
 
 
 def _why_not_cp(view: PlanView) -> str:

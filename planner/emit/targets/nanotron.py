@@ -80,7 +80,7 @@ def _why_not_recompute(view: PlanView) -> str:
 def _why_not_precision(view: PlanView) -> str:
     if view.plan.precision == "bf16" or view.trained_dtype == "float32":
         return ""
-    return f"nanotron sums gradients of {view.trained_dtype} in fp32 (--precision bf16)"
+    return f"nanotron sums gradients of {view.trained_dtype} in fp32 (`precision` bf16)"
 
 
 def _why_not_cp(view: PlanView) -> str:
