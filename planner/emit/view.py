@@ -241,6 +241,12 @@ class PlanView:
             return f"layers hand on {' and '.join(sorted(handed))}, and it has R or S(1) in all"
         return ""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer sends its tokens to experts."""
+        graph = self.model("whether the model has experts")
+        return any(_routes(graph.classes[index]) for index in self.layer_classes)
+
     def cp_kind(self) -> Literal["gathered", "heads", "other"]:
         """How attention is computed on sequences split over cp: keys gathered, or heads dealt."""
         graph = self.model("how cp splits attention")
@@ -367,6 +373,7 @@ def _number(size: Size) -> int:
 
 
 def _routes(program: Program) -> bool:
+    """Whether a block sends its tokens to experts."""
     return any("topk" in op.target for op in program.ops)
 
 

@@ -3,8 +3,10 @@
 import json
 import stat
 
+from planner.emit import EMITTERS
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from planner.plugins import PLUGIN_FILES
 from tests.emit.views import view_of
 
 
@@ -43,6 +45,33 @@ def test_a_model_is_read_where_it_is_needed(planner, tmp_path, write_model):
     both = planner("emit", "plan.json", "model.py", "--to", "deepspeed")
     assert both.code == 0, both.stderr
     assert json.loads((tmp_path / "deepspeed.json").read_text())["zero_optimization"]["stage"] == 2
+
+
+PLUGIN = """
+from planner.emit import Emitted, Emitter, register_emitter
+
+register_emitter(
+    Emitter(
+        name="plugged",
+        summary="a line",
+        expresses={"pp": "the number", "cuts": "-", "microbatches": "-", "precision": "-"}
+        | dict.fromkeys(("dp", "tp", "vpp", "schedule", "zero", "layouts"), "-"),
+        write=lambda view: Emitted(files={"plugged.txt": f"{view.plan.pp}"}),
+    )
+)
+"""
+
+
+def test_a_plugin_adds_a_system(planner, tmp_path, monkeypatch):
+    monkeypatch.setenv(PLUGIN_FILES, "")
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    save_plan(view_of().plan, tmp_path / "plan.json")
+    try:
+        done = planner("--plugin", "plugin.py", "emit", "plan.json", "--to", "plugged")
+        assert done.stdout == "wrote plugged.txt\n", done.stderr
+        assert (tmp_path / "plugged.txt").read_text() == "4"
+    finally:
+        EMITTERS.pop("plugged", None)
 
 
 def test_targets_are_listed_and_suggested(planner, tmp_path):

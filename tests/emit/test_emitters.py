@@ -1,9 +1,12 @@
 """V12, X11: what all emitters share. The recipe of docs/contributing.md is performed here."""
 
+from pathlib import Path
+
 import pytest
 
 from planner.emit import EMITTERS, Emitted, Emitter, emit, find_emitter, refusals, register_emitter
 from planner.emit.features import DECIDES_NOTHING, plan_features, used_features
+from planner.emit.start import runs_by_apply
 from planner.errors import PlanError
 from planner.plan import Plan, StagePlan
 from tests.emit.views import changed, view_of
@@ -75,3 +78,26 @@ def test_a_name_is_known_or_the_nearest_is_told(toy):
 def test_only_what_a_system_does_of_its_own_may_be_accepted(toy):
     with pytest.raises(PlanError, match="toy differs from this plan in nothing that may be"):
         refusals(view_of(accepted=("pp",)), toy)
+
+
+def test_the_documentation_has_every_emitter_and_what_it_expresses():
+    text = (Path(__file__).parents[2] / "docs" / "emit.md").read_text()
+    for name, emitter in EMITTERS.items():
+        if emitter.expresses == runs_by_apply():
+            assert name in text.partition("## Where it runs: ")[2].splitlines()[0]
+            continue
+        section = text.partition(f"### {name}\n")[2].partition("\n##")[0]
+        assert emitter.summary[1:] in section, name
+        if emitter.expresses == find_emitter("megatron-lm").expresses and name != "megatron-lm":
+            assert "what megatron-lm does" in section
+            continue
+        for feature, rule in emitter.expresses.items():
+            how, instead = (rule, "") if isinstance(rule, str) else (rule.how, rule.instead)
+            assert f"| {feature} | {how} | {instead} |" in section, (name, feature)
+
+
+def test_the_documentation_lists_every_feature():
+    text = (Path(__file__).parents[2] / "docs" / "emit.md").read_text()
+    listed = text.partition("(`planner/emit/features.py`): ")[2].partition(".")[0]
+    silent = {"receive-ahead"}  # written for no system
+    assert set(listed.replace("\n", " ").split(", ")) == {f.name for f in plan_features()} - silent

@@ -90,6 +90,11 @@ def test_recomputation_of_single_ops_is_refused_or_accepted():
     assert emitted.notes[0].startswith("recompute differs from the plan, as accepted")
 
 
+def test_experts_on_tp_need_sequence_parallelism():
+    view = view_of(model="mixtral-8x7b", ep=2, sp=0)
+    assert "trains experts on tp with --sequence-parallel alone" in refused(view)["layouts"]
+
+
 def test_placements_unlike_megatrons_are_refused():
     view = view_of()
     assert not view.differs_from_usual_tp()

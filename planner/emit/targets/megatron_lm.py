@@ -152,6 +152,12 @@ def _why_not_cp(view: PlanView) -> str:
     return ""
 
 
+def _why_not_layouts(view: PlanView) -> str:
+    if view.plan.tp > 1 and view.has_experts and not view.sequence_parallel:
+        return "Megatron-LM trains experts on tp with --sequence-parallel alone"
+    return view.differs_from_usual_tp()
+
+
 def _why_not_expert_parts(view: PlanView) -> str:
     return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
 
@@ -185,7 +191,7 @@ MEGATRON_EXPRESSES: dict[str, str | Rule] = {
     "optimizer-on-host": "--optimizer-cpu-offload",
     "layouts": Rule(
         how="its own, --sequence-parallel",
-        unless=PlanView.differs_from_usual_tp,
+        unless=_why_not_layouts,
         instead="its own placements",
     ),
 }
