@@ -41,6 +41,7 @@ SPELLINGS = {
     "profile": "--profile",
     "measure": "--measure",
     "device": "--device",
+    "accept": "--accept",
     "devices": "--devices",
     "plugin": "planner --plugin",
     "timeline": "--timeline",
