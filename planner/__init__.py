@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from planner.data import ShardedSampler
+from planner.data import OwnPart, ShardedSampler
 from planner.loss_weight import count_tokens
 
 if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.runtime.step.engine import Engine
 
-__all__ = ["ShardedSampler", "apply", "count_tokens"]
+__all__ = ["OwnPart", "ShardedSampler", "apply", "count_tokens"]
 
 
 def apply(

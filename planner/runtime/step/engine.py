@@ -1,8 +1,8 @@
 """Engine: a model trained as its plan says, from the outside like one device.
 
-Every rank builds the engine with the same model and calls `step` with the same global
-batch; the engine takes its part of both. One device is the plan with all sizes one and takes
-the same path.
+Every rank builds the engine with the same model and calls `step` with the same global batch, of
+which the engine takes its part, or with that part alone. One device is the plan with all sizes
+one and takes the same path.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from planner.runtime.state.weights import (
 )
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.feed import Feed, Preamble, cut_batch
+from planner.runtime.step.feed import Feed, Preamble
+from planner.runtime.step.feeder import Feeder
 from planner.runtime.step.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.p2p import Post
 from planner.runtime.step.randomness import RandomStream
@@ -167,11 +168,18 @@ class Engine:
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
-        self._loss_weights = LossWeights(
+        self._feeder = Feeder(
+            graph,
+            plan,
             mesh,
-            dtype=self._loss_dtype,
-            has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
-            count=loss_weight,
+            preambles=self._preambles,
+            side_inputs={s: stage.wiring.side_inputs for s, stage in self.stages.items()},
+            loss_weights=LossWeights(
+                mesh,
+                dtype=self._loss_dtype,
+                has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+                count=loss_weight,
+            ),
         )
 
     # -- building -----------------------------------------------------------------------
@@ -249,6 +257,21 @@ class Engine:
 
     # -- running ------------------------------------------------------------------------
 
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts this rank's stages cut the batch."""
+        return self.mesh.size("batch")
+
+    @property
+    def replica(self) -> int:
+        """Which of them is this rank's own."""
+        return self.mesh.rank("batch")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of the batch's tensors that this rank needs; an `OwnPart` may lack the others."""
+        return self._feeder.reads
+
     def watch(self, module: nn.Module) -> None:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
@@ -256,10 +279,11 @@ class Engine:
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
-        It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
-        and replica; each counts the same, however unevenly they are cut. Raises ModelError
-        for a batch that the plan can't take, PlanError when the module that the plan was applied
-        to was changed since (a parameter frozen, a hook set, evaluation mode).
+        Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
+        be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
+        replica; each counts the same, however unevenly they are cut. Raises ModelError for a
+        batch that the plan can't take, PlanError when the module that the plan was applied to
+        was changed since (a parameter frozen, a hook set, evaluation mode).
         """
         if self._untouched is not None:
             self._untouched.check()
@@ -316,34 +340,7 @@ class Engine:
         return nullcontext() if self._random is None else self._random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
-        cut = cut_batch(batch, self.graph, self.plan)
-        count, number = self.mesh.size("batch"), self.mesh.rank("batch")
-        parts = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
-        wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
-        metas = [self.graph.tensor[name] for name in sorted(wanted)]
-        microbatches = [
-            {
-                meta.name: cut.tensor(meta.fqn, samples).to(
-                    self.mesh.device, getattr(torch, meta.dtype), non_blocking=True
-                )
-                for meta in metas
-            }
-            for samples in parts
-        ]
-
-        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
-            names = self.stages[stage_index].wiring.side_inputs
-            values = self._preambles[stage_index](
-                microbatches[microbatch_index], len(parts[microbatch_index])
-            )
-            return tuple(values[name] for name in names)
-
-        return Feed(
-            split=cut.split,
-            num_samples=tuple(map(len, parts)),
-            side_inputs=side_inputs,
-            loss_weights=self._loss_weights.of(cut),
-        )
+        return self._feeder.feed(batch)
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         if self._zero_stage and not self._has_backward(stage_index):

@@ -75,7 +75,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """How messages of one edge, direction and size go from pp rank `source` to `target`.
+    """How messages of one edge, direction and cut go from pp rank `source` to `target`.
 
     `shape` is what this rank has or needs of the tensor.
     """
@@ -135,10 +135,10 @@ class Post:
         self._here, self._rank = mesh.rank("pp"), dist.get_rank()
         self._home = schedule.stage_to_pp_rank
         self._routes = Routes(plan=plan)
-        self._full = BatchSplit(
-            num_samples=plan.global_batch, num_microbatches=plan.num_microbatches
+        self._full = BatchSplit.even(
+            plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
         )
-        self._sizes: tuple[int, ...] = ()
+        self._cuts: tuple[tuple[int, ...], ...] = ()
         self._groups = _p2p_groups(mesh, edges, self._home, self._routes)
         self._taken_at: dict[Message, int] = {}
         self._made_at: dict[Message, int] = {}
@@ -152,7 +152,7 @@ class Post:
         self._sending: deque[Sending] = deque()
         self._local: dict[Message, Tensor] = {}
         self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
-        self._crossings: dict[tuple[int, bool, int], Crossing] = {}
+        self._crossings: dict[tuple[int, bool, tuple[int, ...]], Crossing] = {}
         self.waiting_for: Message | None = None
         self.bytes_sent = 0
         self._sent: Counter[int] = Counter()
@@ -180,19 +180,19 @@ class Post:
         return ends[::-1] if message.is_grad else ends
 
     def _crossing(self, message: Message) -> Crossing:
-        """Return how a message of this step goes, worked out once for each size."""
+        """Return how a message of this step goes, worked out once for each cut."""
         edge, microbatch, is_grad = message
-        key = (edge, is_grad, self._sizes[microbatch])
+        key = (edge, is_grad, self._cuts[microbatch])
         if key not in self._crossings:
             self._crossings[key] = self._find_crossing(*key)
         return self._crossings[key]
 
-    def _find_crossing(self, edge_index: int, is_grad: bool, num_samples: int) -> Crossing:
+    def _find_crossing(self, edge_index: int, is_grad: bool, cut: tuple[int, ...]) -> Crossing:
         edge = self._edges[edge_index]
         source, target = self._ends(Message(edge_index, 0, is_grad))
-        held = self._routes.box(edge, num_samples, self._rank)
+        held = self._routes.box(edge, cut, self._rank)
         legs = []
-        for a, b, box in self._routes.parts(edge, num_samples, is_grad=is_grad):
+        for a, b, box in self._routes.parts(edge, cut, is_grad=is_grad):
             if source == target or self._rank not in (a, b):
                 continue
             other, group = (b if a == self._rank else a), self._groups[source, target]
@@ -206,8 +206,7 @@ class Post:
 
         `split` is how the step's batch is cut; None for the plan's full batch.
         """
-        split = split or self._full
-        self._sizes = tuple(len(split.microbatch(m)) for m in range(split.num_microbatches))
+        self._cuts = (split or self._full).sizes
         self._waiting = {
             source: deque(m for m in order if with_grads or not m.is_grad)
             for source, order in self._orders.items()
