@@ -38,6 +38,7 @@ class Said:
         has_ended: whether its data have come to an end; None where it read none.
         counted: what the user's loss weight counts in it; None where others say it.
         marks: a checksum of some elements of each tensor, by path.
+        progress: samples read so far of the shards it is made of.
     """
 
     parts: int
@@ -47,14 +48,18 @@ class Said:
     has_ended: bool | None = None
     counted: float | None = None
     marks: Mapping[str, int] = field(default_factory=dict)
+    progress: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks know of a batch: its cut, and what the loss weight counts in all of it."""
+    """What all ranks know of a batch: its cut, what the loss weight counts in all of it, and how
+    far shards of the data were read for it.
+    """
 
     split: BatchSplit
     counted: float | None
+    progress: Mapping[int, int]
 
 
 def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
@@ -88,7 +93,8 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
             "loss_weight counts nothing in any part of the batch, so it has no mean loss; give "
             "batches in which something counts"
         )
-    return Agreed(split=split, counted=sum(counts) if counts else None)
+    progress = {shard: place for each in said for shard, place in each.progress.items()}
+    return Agreed(split=split, counted=sum(counts) if counts else None, progress=progress)
 
 
 def _check_peers(said: Sequence[Said]) -> None:

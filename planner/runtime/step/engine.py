@@ -8,7 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +64,8 @@ from planner.schedule import schedule_of
 
 if TYPE_CHECKING:
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.data.loader import Loader
+    from planner.runtime.data.order import AtEnd
 
 
 class Engine:
@@ -271,6 +273,42 @@ class Engine:
     def reads(self) -> frozenset[str]:
         """Paths of the batch's tensors that this rank needs; an `OwnPart` may lack the others."""
         return self._feeder.reads
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        at_end: AtEnd | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> Loader:
+        """Return what deals a dataset to the ranks, for each step the own part of this replica.
+
+        `data` is a map-style dataset, an iterable of samples that begins anew at each `iter`, a
+        stream of shards (`datasets`), or a DataLoader, whose dataset, order, collate_fn and workers
+        are taken; all ranks give the same. `at_end` says what becomes of the last samples of a
+        pass, fewer than a batch: "wrap" fills up from the front, "drop" leaves them out, "short"
+        trains on a smaller batch (None: "wrap", or as the DataLoader drops). `shuffle` draws an
+        order for each pass from `seed`. The rest is as a DataLoader takes it; memory is pinned
+        where there is a GPU. Raises ModelError for data that can't be dealt like this.
+        """
+        from planner.runtime.data.loader import Loader
+
+        return Loader(
+            self,
+            data,
+            shuffle=shuffle,
+            seed=seed,
+            at_end=at_end,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
 
     def watch(self, module: nn.Module) -> None:
         """Refuse steps from now on when the user's module is no longer what it is."""

@@ -111,7 +111,8 @@ class Feeder:
             if self._weights.reads_batch and self._mesh.is_first_of_samples:
                 cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=self._metas)
                 counted = sum(self._weights.count(cut, runs))
-        more = {"marks": marks_of(leaves)} | more
+        if "marks" not in more:
+            more["marks"] = marks_of(leaves)
         return Said(
             parts=count, number=number, samples=samples, whole=whole, counted=counted, **more
         )
