@@ -60,7 +60,9 @@ class Loader:
             raise ModelError(f"at_end={at_end!r} is none of {', '.join(map(repr, _ENDS))}")
         self._data, self._at_end, self._seed = data, at_end, seed
         self._options = _options(given, num_workers, prefetch_factor, pin_memory, mesh.device)
-        self._collate = Collate(make=collate_fn or _collate_of(given), reads=engine.reads)
+        self._collate = Collate(
+            make=collate_fn or _collate_of(given), reads=engine.reads, pad=engine._feeder.pad
+        )
         self._split = BatchSplit.even(
             plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
         )

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from planner.errors import ModelError
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.runtime.data.order import seed_of
 from planner.runtime.step.agreement import marks_of
+from planner.runtime.step.feed import filled
 
 
 @contextmanager
@@ -75,16 +77,21 @@ class Collate:
     """Makes a part of samples, in the worker: what the rank does not read goes no farther.
 
     Attributes:
-        make: from a list of samples to a batch; None for torch's own.
+        make: from a list of samples to a batch; None for torch's own, or `fill_up`.
         reads: paths of the tensors to keep.
+        pad: what samples of different shapes are filled up with, by path.
     """
 
     make: Callable[[list[Any]], Any] | None
     reads: frozenset[str]
+    pad: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, samples: list[Any]) -> Loaded:
         """Return the part of some samples."""
-        batch = (self.make or default_collate)(samples)
+        if self.make is not None:
+            batch = self.make(samples)
+        else:
+            batch = fill_up(samples, self.pad) if self.pad else default_collate(samples)
         leaves, tree = flatten_batch(batch)
         kept = {path: leaf if path in self.reads else None for path, leaf in leaves.items()}
         return Loaded(batch=unflatten_batch(tree, kept), marks=marks_of(leaves))
@@ -126,6 +133,34 @@ class MapParts(Dataset[Loaded]):
         # A collate_fn may draw, too: masks of language models.
         with drawing(self._seed, key.epoch, key.places[0], len(key.places)):
             return replace(self._collate(samples), whole=key.whole)
+
+
+def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:
+    """Return samples as a batch, each tensor filled up to the largest of them.
+
+    Lists of numbers are taken as tensors. Raises ModelError for one of several shapes for which
+    `pad` has no value.
+    """
+    flat = [flatten_batch(_as_tensors(sample)) for sample in samples]
+    leaves = {}
+    for path in flat[0][0]:
+        tensors = [each[path] for each, _ in flat]
+        shape = tuple(max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True))
+        if path not in pad and any(tuple(t.shape) != shape for t in tensors):
+            raise ModelError(
+                f"samples have {path} of several shapes, such as {tuple(tensors[0].shape)} and "
+                f"{shape}; planner.apply(..., pad=) says what to fill it up with"
+            )
+        leaves[path] = torch.stack([filled(t, shape, pad.get(path, 0)) for t in tensors])
+    return unflatten_batch(flat[0][1], leaves)
+
+
+def _as_tensors(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _as_tensors(value) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(_as_tensors(value) for value in sample)
+    return sample if sample is None or isinstance(sample, str) else torch.as_tensor(sample)
 
 
 def as_it_is(part: Loaded) -> Loaded:

@@ -33,6 +33,8 @@ class Said:
         parts: into how many its stages cut the batch.
         number: which of these is its own.
         samples: how many it has; None where it read none.
+        fits: which of the plan's shapes it may be filled up to, the smallest first; None where it
+            read none.
         whole: samples of the whole batch, where samples are dealt as those of a batch that lies
             together; None where each replica has its own.
         has_ended: whether its data have come to an end; None where it read none.
@@ -44,6 +46,7 @@ class Said:
     parts: int
     number: int
     samples: int | None = None
+    fits: tuple[int, ...] | None = None
     whole: int | None = None
     has_ended: bool | None = None
     counted: float | None = None
@@ -53,11 +56,12 @@ class Said:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What all ranks know of a batch: its cut, what the loss weight counts in all of it, and how
-    far shards of the data were read for it.
+    """What all ranks know of a batch: its cut, which of the plan's shapes it has, what the loss
+    weight counts in all of it, and how far shards of the data were read for it.
     """
 
     split: BatchSplit
+    bucket: int
     counted: float | None
     progress: Mapping[int, int]
 
@@ -94,7 +98,26 @@ def agree(mesh: Mesh, plan: Plan, say: Callable[[], Said]) -> Agreed | None:
             "batches in which something counts"
         )
     progress = {shard: place for each in said for shard, place in each.progress.items()}
-    return Agreed(split=split, counted=sum(counts) if counts else None, progress=progress)
+    return Agreed(
+        split=split,
+        bucket=_common_shape(said),
+        counted=sum(counts) if counts else None,
+        progress=progress,
+    )
+
+
+def _common_shape(said: Sequence[Said]) -> int:
+    """Return the smallest shape that the parts of all ranks may be filled up to."""
+    known = [each.fits for each in said if each.fits is not None]
+    if not known:
+        return 0
+    common = [shape for shape in known[0] if all(shape in fits for fits in known)]
+    if not common:
+        raise ModelError(
+            'ranks have batches of different shapes; planner.apply(..., pad={"PATH": VALUE}) fills '
+            "them up to one, with a value for each tensor that is shorter"
+        )
+    return common[0]
 
 
 def _check_peers(said: Sequence[Said]) -> None:

@@ -48,7 +48,7 @@ from planner.runtime.state.weights import (
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble
-from planner.runtime.step.feeder import Feeder
+from planner.runtime.step.feeder import Feeder, Shaped
 from planner.runtime.step.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.p2p import Post
 from planner.runtime.step.randomness import RandomStream
@@ -57,6 +57,7 @@ from planner.runtime.step.wiring import (
     block_placements,
     build_edges,
     param_placements,
+    shaped_edges,
     stage_params,
     wire_stage,
 )
@@ -89,11 +90,19 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        buckets: tuple[ModelGraph, ...] = (),
+        pad: Mapping[str, float] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
-        tensors on the meta device, whose values are loaded afterwards.
+        tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
+        on the other shapes of the plan, and `pad` fills batches up to them.
         """
+        if buckets and deferred_batch_norm:
+            raise PlanError(
+                "deferred_batch_norm merges statistics of one shape, and the plan's batches may "
+                "have several; leave it out, or search without --lengths"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
@@ -129,8 +138,12 @@ class Engine:
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
+        self._programs = Programs(
+            (graph, *buckets), plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
         owners = self._build_stages(model, edges)
-        self._preambles = self._build_preambles(model)
+        preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
+        self._preambles = preambles[0]
         self._trained = TrainedParams(
             graph,
             plan,
@@ -152,7 +165,13 @@ class Engine:
             pp_rank=mesh.rank("pp"),
             stages=self.stages,
             edges=edges,
-            post=Post(mesh, self.schedule, edges, plan),
+            post=Post(
+                mesh,
+                self.schedule,
+                edges,
+                plan,
+                buckets=[shaped_edges(edges, bucket) for bucket in buckets],
+            ),
             weight_queue=self._weight_queue,
             lookahead=plan.receive_ahead,
             recorder=self._recorder,
@@ -171,10 +190,10 @@ class Engine:
         self._has_modes = random or bool(batch_norms(captured))
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._feeder = Feeder(
-            graph,
+            [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
             plan,
             mesh,
-            preambles=self._preambles,
+            pad=pad or {},
             side_inputs={s: stage.wiring.side_inputs for s, stage in self.stages.items()},
             loss_weights=LossWeights(
                 mesh,
@@ -195,7 +214,6 @@ class Engine:
         whole = synced_tensors(
             graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
         )
-        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -213,7 +231,7 @@ class Engine:
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
-                programs=programs,
+                programs=self._programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
@@ -248,8 +266,8 @@ class Engine:
             return None
         return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
 
-    def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
-        graph, mesh = self.graph, self.mesh
+    def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
+        mesh = self.mesh
         tensors = synced_tensors(graph, model, mesh, graph.preamble.params, empty=self._empty)
         tensors = {name: materialized(t, mesh.device) for name, t in tensors.items()}
         return {
@@ -378,7 +396,9 @@ class Engine:
         return nullcontext() if self._random is None else self._random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
-        return self._feeder.feed(batch)
+        feed = self._feeder.feed(batch)
+        self._programs.bucket = feed.bucket
+        return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         if self._zero_stage and not self._has_backward(stage_index):
@@ -490,7 +510,7 @@ class Engine:
         self._trained.write_back()
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
-        for preamble in self._preambles.values():
+        for preamble in self._feeder.preambles:
             preamble.take_values(values)
 
     # -- what it holds ------------------------------------------------------------------

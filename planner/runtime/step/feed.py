@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph, TensorMeta
@@ -24,15 +26,17 @@ SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 class Feed:
     """One step's batch as this rank takes it.
 
-    `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
-    mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
-    all microbatches and parts of them they sum to one.
+    `bucket` says which of the plan's shapes it has (0: its own). `num_samples` counts the samples
+    it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
+    batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
+    to one.
     """
 
     split: BatchSplit
     num_samples: tuple[int, ...]
     side_inputs: SideInputs
     loss_weights: Sequence[Tensor]
+    bucket: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +129,15 @@ def check_structure(
             )
 
 
-def count_samples(leaves: Mapping[str, Tensor], metas: Mapping[str, TensorMeta]) -> int:
+def count_samples(
+    leaves: Mapping[str, Tensor],
+    metas: Mapping[str, TensorMeta],
+    *,
+    filled_up: Mapping[str, frozenset[int]] = MappingProxyType({}),
+) -> int:
     """Return the number of samples that the shapes of all tensors agree on.
 
-    Raises ModelError where they do not, or no tensor counts samples.
+    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others.
     """
     first, found = "", 0
     for path, tensor in leaves.items():
@@ -138,11 +147,15 @@ def count_samples(leaves: Mapping[str, Tensor], metas: Mapping[str, TensorMeta])
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
     for path, tensor in leaves.items():
         shape, meta = tuple(tensor.shape), metas[path]
-        if shape != meta.shape_at(found):
+        wanted, may_differ = meta.shape_at(found), filled_up.get(path, frozenset())
+        if len(shape) != len(wanted) or any(
+            have > want or (have < want and dim not in may_differ)
+            for dim, (have, want) in enumerate(zip(shape, wanted, strict=True))
+        ):
             raise ModelError(
                 f"batch tensor {path} has shape {shape}; for {found} samples"
                 f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
-                f"{meta.shape_at(found)}"
+                f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
     return found
 
@@ -159,6 +172,14 @@ def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
                 dim, size.per_sample * samples.start, size.per_sample * len(samples)
             )
     return tensor
+
+
+def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    """Return a tensor filled up to a shape, at the end of each dim."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    behind = [(0, want - have) for have, want in zip(tensor.shape, shape, strict=True)]
+    return F.pad(tensor, [n for pair in reversed(behind) for n in pair], value=value)
 
 
 def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:

@@ -13,7 +13,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.data.loader import Loader
 from planner.runtime.step import agreement
-from planner.runtime.step.feeder import Feeder
+from planner.runtime.step.feeder import Feeder, Shaped
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts
 
@@ -114,11 +114,12 @@ def run(
             is_first_of_samples=True,
         )
         weights: Any = SimpleNamespace(reads_batch=False)
+        preamble: Any = SimpleNamespace(inputs=graph.batch_inputs)
         feeder = Feeder(
-            graph,
+            [Shaped(graph, {0: preamble})],
             plan,
             mesh,
-            preambles={0: SimpleNamespace(inputs=graph.batch_inputs)},  # type: ignore[dict-item]
+            pad={},
             side_inputs={},
             loss_weights=weights,
         )
