@@ -1,14 +1,14 @@
 """Engine: a model trained as its plan says, from the outside like one device.
 
-Every rank builds the engine with the same model and calls `step` with the same global
-batch; the engine takes its part of both. One device is the plan with all sizes one and takes
-the same path.
+Every rank builds the engine with the same model and calls `step` with the same global batch, of
+which the engine takes its part, or with that part alone. One device is the plan with all sizes
+one and takes the same path.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,8 @@ from planner.runtime.state.weights import (
 )
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.feed import Feed, Preamble, cut_batch
+from planner.runtime.step.feed import Feed, Preamble
+from planner.runtime.step.feeder import Feeder, Shaped
 from planner.runtime.step.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.p2p import Post
 from planner.runtime.step.randomness import RandomStream
@@ -57,6 +58,7 @@ from planner.runtime.step.wiring import (
     block_placements,
     build_edges,
     param_placements,
+    shaped_edges,
     stage_params,
     wire_stage,
 )
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.data.loader import Loader
+    from planner.runtime.data.order import AtEnd
 
 
 class Engine:
@@ -89,11 +93,19 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        buckets: tuple[ModelGraph, ...] = (),
+        pad: Mapping[str, float] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
-        tensors on the meta device, whose values are loaded afterwards.
+        tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
+        on the other shapes of the plan, and `pad` fills batches up to them.
         """
+        if buckets and deferred_batch_norm:
+            raise PlanError(
+                "deferred_batch_norm merges statistics of one shape, and the plan's batches may "
+                "have several; leave it out, or search without --lengths"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
@@ -129,8 +141,12 @@ class Engine:
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
+        self._programs = Programs(
+            (graph, *buckets), plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
         owners = self._build_stages(model, edges)
-        self._preambles = self._build_preambles(model)
+        preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
+        self._preambles = preambles[0]
         self._trained = TrainedParams(
             graph,
             plan,
@@ -153,7 +169,13 @@ class Engine:
             pp_rank=mesh.rank("pp"),
             stages=self.stages,
             edges=edges,
-            post=Post(mesh, self.schedule, edges, plan),
+            post=Post(
+                mesh,
+                self.schedule,
+                edges,
+                plan,
+                buckets=[shaped_edges(edges, bucket) for bucket in buckets],
+            ),
             weight_queue=self._weight_queue,
             lookahead=plan.receive_ahead,
             recorder=self._recorder,
@@ -171,11 +193,18 @@ class Engine:
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
-        self._loss_weights = LossWeights(
+        self._feeder = Feeder(
+            [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
+            plan,
             mesh,
-            dtype=self._loss_dtype,
-            has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
-            count=loss_weight,
+            pad=pad or {},
+            side_inputs={s: stage.wiring.side_inputs for s, stage in self.stages.items()},
+            loss_weights=LossWeights(
+                mesh,
+                dtype=self._loss_dtype,
+                has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+                count=loss_weight,
+            ),
         )
 
     # -- building -----------------------------------------------------------------------
@@ -189,7 +218,6 @@ class Engine:
         whole = synced_tensors(
             graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
         )
-        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -207,7 +235,7 @@ class Engine:
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
-                programs=programs,
+                programs=self._programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
@@ -242,8 +270,8 @@ class Engine:
             return None
         return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
 
-    def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
-        graph, mesh = self.graph, self.mesh
+    def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
+        mesh = self.mesh
         tensors = synced_tensors(graph, model, mesh, graph.preamble.params, empty=self._empty)
         tensors = {name: materialized(t, mesh.device) for name, t in tensors.items()}
         return {
@@ -253,6 +281,57 @@ class Engine:
 
     # -- running ------------------------------------------------------------------------
 
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts this rank's stages cut the batch."""
+        return self.mesh.size("batch")
+
+    @property
+    def replica(self) -> int:
+        """Which of them is this rank's own."""
+        return self.mesh.rank("batch")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of the batch's tensors that this rank needs; an `OwnPart` may lack the others."""
+        return self._feeder.reads
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        at_end: AtEnd | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> Loader:
+        """Return what deals a dataset to the ranks, for each step the own part of this replica.
+
+        `data` is a map-style dataset, an iterable of samples that begins anew at each `iter`, a
+        stream of shards (`datasets`), or a DataLoader, whose dataset, order, collate_fn and workers
+        are taken; all ranks give the same. `at_end` says what becomes of the last samples of a
+        pass, fewer than a batch: "wrap" fills up from the front, "drop" leaves them out, "short"
+        trains on a smaller batch (None: "wrap", or as the DataLoader drops). `shuffle` draws an
+        order for each pass from `seed`. The rest is as a DataLoader takes it; memory is pinned
+        where there is a GPU. Raises ModelError for data that can't be dealt like this.
+        """
+        from planner.runtime.data.loader import Loader
+
+        return Loader(
+            self,
+            data,
+            shuffle=shuffle,
+            seed=seed,
+            at_end=at_end,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
+
     def watch(self, module: nn.Module) -> None:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
@@ -260,10 +339,11 @@ class Engine:
     def step(self, batch: Any) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
-        It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
-        and replica; each counts the same, however unevenly they are cut. Raises ModelError
-        for a batch that the plan can't take, PlanError when the module that the plan was applied
-        to was changed since (a parameter frozen, a hook set, evaluation mode).
+        Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
+        be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
+        replica; each counts the same, however unevenly they are cut. Raises ModelError for a
+        batch that the plan can't take, PlanError when the module that the plan was applied to
+        was changed since (a parameter frozen, a hook set, evaluation mode).
         """
         if self._untouched is not None:
             self._untouched.check()
@@ -320,34 +400,9 @@ class Engine:
         return nullcontext() if self._random is None else self._random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
-        cut = cut_batch(batch, self.graph, self.plan)
-        count, number = self.mesh.size("batch"), self.mesh.rank("batch")
-        parts = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
-        wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
-        metas = [self.graph.tensor[name] for name in sorted(wanted)]
-        microbatches = [
-            {
-                meta.name: cut.tensor(meta.fqn, samples).to(
-                    self.mesh.device, getattr(torch, meta.dtype), non_blocking=True
-                )
-                for meta in metas
-            }
-            for samples in parts
-        ]
-
-        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
-            names = self.stages[stage_index].wiring.side_inputs
-            values = self._preambles[stage_index](
-                microbatches[microbatch_index], len(parts[microbatch_index])
-            )
-            return tuple(values[name] for name in names)
-
-        return Feed(
-            split=cut.split,
-            num_samples=tuple(map(len, parts)),
-            side_inputs=side_inputs,
-            loss_weights=self._loss_weights.of(cut),
-        )
+        feed = self._feeder.feed(batch)
+        self._programs.bucket = feed.bucket
+        return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         if self._zero_stage and not self._has_backward(stage_index):
@@ -468,7 +523,7 @@ class Engine:
         self._trained.write_back()
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
-        for preamble in self._preambles.values():
+        for preamble in self._feeder.preambles:
             preamble.take_values(values)
 
     # -- what it holds ------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Executor:
         order = list(positions)
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
-        self._post.open(with_grads=with_grads, split=feed.split)
+        self._post.open(with_grads=with_grads, split=feed.split, bucket=feed.bucket)
         # Receives are posted early, so that a message travels while earlier jobs compute.
         for position in islice(ahead, self._lookahead):
             self._post.expect(self._taken[position])
