@@ -42,7 +42,8 @@ def apply_plan(
             graph,
             plan,
             deferred_batch_norm=deferred_batch_norm,
-            weighted_loss=loss_weight is not None,
+            weighted_loss=callable(loss_weight),
+            summed_loss=loss_weight == "sum",
         ):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
     engine = Engine(
