@@ -75,7 +75,7 @@ class Order:
             yield start, samples
             start += self.batch
 
-    def _order(self, epoch: int) -> Sequence[Any]:
+    def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
         if self.sampler is not None:
             _set_epoch(self.sampler, epoch)
             return list(self.sampler)

@@ -82,7 +82,7 @@ class Collate:
     make: Callable[[list[Any]], Any] | None
     reads: frozenset[str]
 
-    def __call__(self, samples: Sequence[Any]) -> Loaded:
+    def __call__(self, samples: list[Any]) -> Loaded:
         """Return the part of some samples."""
         batch = (self.make or default_collate)(samples)
         leaves, tree = flatten_batch(batch)
