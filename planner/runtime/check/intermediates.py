@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.layout.axes import lowered_axes
-from planner.layout.lowering import local_program, made_as
+from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
 from planner.runtime.stage.collectives import run_step
-from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.programs import Run
 from planner.runtime.step.wiring import stage_of
 from planner.schedule.jobs import JobKind
@@ -56,29 +55,67 @@ def intermediate_names(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return named values of one forward pass over a global batch, whole, on rank 0's CPU.
+    """Return named values of one forward pass over a global batch, as `gathered` does.
+
+    Raises PlanError for a name that `intermediate_names` does not list.
+    """
+    with watching(engine, names) as seen:
+        engine.evaluate(batch)
+    return gathered(engine, seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What this rank's blocks made of `wanted`: by name and microbatch, pieces on its device."""
+
+    wanted: tuple[Watched, ...]
+    pieces: dict[tuple[str, int], Tensor]
+
+
+@contextmanager
+def watching(engine: Engine, names: Iterable[str]) -> Iterator[Seen]:
+    """Inside, blocks with these tensors run by programs that hand those out too, detached.
+
+    Raises PlanError for a name that `intermediate_names` does not list.
+    """
+    seen = Seen(tuple(_find(engine.graph, name) for name in dict.fromkeys(names)), {})
+    by_block: dict[int, list[Watched]] = {}
+    for watched in seen.wanted:
+        by_block.setdefault(watched.block, []).append(watched)
+    changed: list[tuple[BlockModule, Callable[..., Any]]] = []
+    try:
+        for index, here in by_block.items():
+            stage = stage_of(engine.plan, index)
+            if stage in engine.stages:
+                position = index - engine.plan.stages[stage].first_block
+                block: Any = engine.stages[stage].blocks[position]
+                changed.append((block, block._program))
+                block._program = _handing_out(engine, index, here, seen.pieces)
+        yield seen
+    finally:
+        for block, program in changed:
+            block._program = program
+
+
+def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
+    """Return what was seen of a global batch, whole, on rank 0's CPU.
 
     Other ranks get {}; all of them call it. A value without a dim that counts samples comes
-    stacked, one for each microbatch and replica. Raises PlanError for a name that
-    `intermediate_names` does not list.
+    stacked, one for each microbatch and replica.
     """
-    wanted = [_find(engine.graph, name) for name in dict.fromkeys(names)]
-    seen: dict[tuple[str, int], Tensor] = {}
-    with _watching(engine, wanted, seen):
-        engine.evaluate(batch)
     mesh = engine.mesh
     mine: list[tuple[str, int, int, Tensor]] = []
-    for watched in wanted:
+    for watched in seen.wanted:
         placed = _made_as(engine, watched)
         for microbatch in range(engine.plan.num_microbatches):
-            if (watched.name, microbatch) not in seen:
+            value = seen.pieces.pop((watched.name, microbatch), None)
+            if value is None:
                 continue
-            value = seen.pop((watched.name, microbatch))
             for axis, placement in reversed(placed.pairs):  # fine cuts first
                 value = _whole(value, placement, mesh.group_name(axis))
             if mesh.is_first_of_samples:
                 mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    return _on_rank_0(mine, wanted, mesh.control)
+    return _on_rank_0(mine, seen.wanted, mesh.control)
 
 
 def _find(graph: ModelGraph, name: str) -> Watched:
@@ -94,65 +131,24 @@ def _find(graph: ModelGraph, name: str) -> Watched:
     )
 
 
-@contextmanager
-def _watching(
-    engine: Engine, wanted: Iterable[Watched], seen: dict[tuple[str, int], Tensor]
-) -> Iterator[None]:
-    """Run the blocks with watched tensors by programs that hand those out too."""
-    by_block: dict[int, list[Watched]] = {}
-    for watched in wanted:
-        by_block.setdefault(watched.block, []).append(watched)
-    changed: list[tuple[BlockModule, Callable[..., Any]]] = []
-    try:
-        for index, here in by_block.items():
-            stage = stage_of(engine.plan, index)
-            if stage in engine.stages:
-                position = index - engine.plan.stages[stage].first_block
-                block: Any = engine.stages[stage].blocks[position]
-                changed.append((block, block._program))
-                block._program = _handing_out(engine, stage, index, here, seen)
-        yield
-    finally:
-        for block, program in changed:
-            block._program = program
-
-
 def _handing_out(
-    engine: Engine,
-    stage: int,
-    block_index: int,
-    watched: list[Watched],
-    seen: dict[tuple[str, int], Tensor],
+    engine: Engine, block_index: int, watched: list[Watched], pieces: dict[tuple[str, int], Tensor]
 ) -> Callable[[int], Run]:
     """Return what gives, by number of samples, a program that notes the watched tensors."""
-    mesh = engine.mesh
+    class_index = engine.graph.blocks[block_index].class_index
+    programs = engine.programs.handing_out(class_index, tuple(each.tensor for each in watched))
 
-    @cache
-    def program_of(num_samples: int) -> tuple[Run, int]:
-        program = local_program(
-            engine.graph,
-            engine.plan,
-            engine.graph.blocks[block_index].class_index,
-            degrees=mesh.degrees,
-            microbatch_size=num_samples,
-            watched=tuple(w.tensor for w in watched),
-        )
-        module = to_graph_module(program, mesh.lowered_groups(), mesh.device)
-        return module, len(program.outputs) - len(watched)
+    def noted(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = run(*tensors)
+        count = len(outputs) - len(watched)
+        job = engine.job
+        # A recomputation in the backward makes them once more.
+        if job is not None and job.kind is JobKind.FORWARD:
+            for each, value in zip(watched, outputs[count:], strict=True):
+                pieces[each.name, job.microbatch_index] = value.detach()
+        return outputs[:count]
 
-    jobs = engine.schedule.jobs[mesh.rank("pp")]
-    order = iter(
-        [j.microbatch_index for j in jobs if j.kind is JobKind.FORWARD and j.stage_index == stage]
-    )
-
-    def noted(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made = run(*tensors)
-        microbatch = next(order)
-        for tensor, value in zip(watched, made[count:], strict=True):
-            seen[tensor.name, microbatch] = value
-        return made[:count]
-
-    return lambda num_samples: partial(noted, *program_of(num_samples))
+    return lambda num_samples: partial(noted, programs(num_samples))
 
 
 def _made_as(engine: Engine, watched: Watched) -> Placements:
@@ -183,7 +179,7 @@ def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
 
 
 def _on_rank_0(
-    mine: list[tuple[str, int, int, Tensor]], wanted: list[Watched], control: dist.ProcessGroup
+    mine: list[tuple[str, int, int, Tensor]], wanted: Iterable[Watched], control: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     is_first = dist.get_rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []

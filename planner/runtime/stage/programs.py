@@ -56,7 +56,11 @@ class Programs:
             self._of_class[class_index] = made
         return self._of_class[class_index]
 
-    def _make(self, class_index: int, num_samples: int) -> Run:
+    def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
+        """Return the same, where these tensors of the class come as further outputs."""
+        return cache(lambda num_samples: self._make(class_index, num_samples, tensors))
+
+    def _make(self, class_index: int, num_samples: int, watched: tuple[str, ...] = ()) -> Run:
         try:
             program = local_program(
                 self._graph,
@@ -64,6 +68,7 @@ class Programs:
                 class_index,
                 degrees=self._mesh.degrees,
                 microbatch_size=num_samples,
+                watched=watched,
             )
         except LayoutError as error:
             if num_samples == self._full_size:

@@ -25,6 +25,7 @@ from planner.ops.record import is_random
 from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
 from planner.plan.replication import Replication
+from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -60,7 +61,7 @@ from planner.runtime.step.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import schedule_of
+from planner.schedule import Job, schedule_of
 
 if TYPE_CHECKING:
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
@@ -73,7 +74,8 @@ class Engine:
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped.
+    last step's gradients before clipping, when they are clipped; `fetched` what the last step was
+    told to fetch.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Engine:
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self.fetched: dict[str, Tensor] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
@@ -195,7 +198,9 @@ class Engine:
         whole = synced_tensors(
             graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
         )
-        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
+        programs = self.programs = Programs(
+            graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -314,7 +319,12 @@ class Engine:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
 
-    def step(self, batch: Any) -> Tensor:
+    @property
+    def job(self) -> Job | None:
+        """The job that this rank runs now; None between steps."""
+        return self._executor.job
+
+    def step(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
@@ -322,6 +332,10 @@ class Engine:
         replica; each counts the same, however unevenly they are cut. Raises ModelError for a
         batch that the plan can't take, PlanError when the module that the plan was applied to
         was changed since (a parameter frozen, a hook set, evaluation mode).
+
+        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
+        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
+        Until the step ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
@@ -330,7 +344,7 @@ class Engine:
         self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
-        with self._drawn():
+        with self._drawn(), watching(self, fetch) as seen:
             losses = self._executor.train(feed)
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
@@ -348,6 +362,7 @@ class Engine:
         self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
+        self.fetched = gathered(self, seen) if seen.wanted else {}
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
@@ -411,8 +426,6 @@ class Engine:
 
         `planner.runtime.check.intermediates` says what names there are; every rank calls this.
         """
-        from planner.runtime.check.intermediates import intermediates
-
         return intermediates(self, batch, names)
 
     def close(self) -> None:
