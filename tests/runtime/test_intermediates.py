@@ -118,5 +118,7 @@ def test_an_unknown_name_is_answered_with_a_known_one():
     """D10."""
     tiny, module = build("gpt")
     engine = planner.apply(default_plan(capture("gpt")), module)
-    with pytest.raises(PlanError, match=r"no op makes 'layers.0/linaer'; .* layers\.0/linear"):
+    with pytest.raises(
+        PlanError, match=r"no op or module makes 'layers.0/linaer'; .* layers\.0/linear"
+    ):
         engine.intermediates(tiny.batch(2), ["layers.0/linaer"])

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
 from planner.layout.axes import lowered_axes
 from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
 from planner.runtime.stage.collectives import run_step
-from planner.runtime.stage.programs import Run
+from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.step.wiring import stage_of
 from planner.schedule.jobs import JobKind
 
@@ -60,7 +60,7 @@ def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str,
     Raises PlanError for a name that `intermediate_names` does not list.
     """
     with watching(engine, names) as seen:
-        engine.evaluate(batch)
+        engine.forward(batch)
     return gathered(engine, seen)
 
 
@@ -72,11 +72,23 @@ class Seen:
     pieces: dict[tuple[str, int], Tensor]
 
 
+def _module_of(op: Op, program: Program, block: Block) -> str:
+    """Return the name of the module that called an op: a block whose ops are all of its own module
+    has them relative to it.
+    """
+    if any(f"{each.module}.".startswith(f"{block.name}.") for each in program.ops):
+        return op.module
+    return f"{block.name}.{op.module}".strip(".")
+
+
 @contextmanager
-def watching(engine: Engine, names: Iterable[str]) -> Iterator[Seen]:
+def watching(
+    engine: Engine, names: Iterable[str], programs: Programs | None = None
+) -> Iterator[Seen]:
     """Inside, blocks with these tensors run by programs that hand those out too, detached.
 
-    Raises PlanError for a name that `intermediate_names` does not list.
+    `programs` are those that blocks run by; None: those of training. Raises PlanError for a name
+    that `intermediate_names` does not list.
     """
     seen = Seen(tuple(_find(engine.graph, name) for name in dict.fromkeys(names)), {})
     by_block: dict[int, list[Watched]] = {}
@@ -90,7 +102,9 @@ def watching(engine: Engine, names: Iterable[str]) -> Iterator[Seen]:
                 position = index - engine.plan.stages[stage].first_block
                 block: Any = engine.stages[stage].blocks[position]
                 changed.append((block, block._program))
-                block._program = _handing_out(engine, index, here, seen.pieces)
+                block._program = _handing_out(
+                    engine, programs or engine.programs, index, here, seen.pieces
+                )
         yield seen
     finally:
         for block, program in changed:
@@ -119,24 +133,34 @@ def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
 
 
 def _find(graph: ModelGraph, name: str) -> Watched:
+    """Return what a name means: a tensor of a block, or what a module returned, the last time."""
     block_name, _, tensor = name.rpartition("/")
     for block in graph.blocks:
         program = graph.classes[block.class_index]
         if block.name == block_name and any(tensor in op.outputs for op in program.ops):
             return Watched(name, block.index, tensor, program.tensor[tensor])
+    for block in reversed(graph.blocks):
+        program = graph.classes[block.class_index]
+        for op in reversed(program.ops):
+            if name and name == _module_of(op, program, block):
+                return Watched(name, block.index, op.outputs[0], program.tensor[op.outputs[0]])
     near = difflib.get_close_matches(name, intermediate_names(graph), n=1, cutoff=0.0)
     raise PlanError(
-        f"no op makes {name!r}; names are BLOCK/TENSOR as intermediate_names lists them, for "
-        f"example {near[0]}"
+        f"no op or module makes {name!r}; names are those of modules, and BLOCK/TENSOR as "
+        f"intermediate_names lists them, for example {near[0]}"
     )
 
 
 def _handing_out(
-    engine: Engine, block_index: int, watched: list[Watched], pieces: dict[tuple[str, int], Tensor]
+    engine: Engine,
+    programs: Programs,
+    block_index: int,
+    watched: list[Watched],
+    pieces: dict[tuple[str, int], Tensor],
 ) -> Callable[[int], Run]:
     """Return what gives, by number of samples, a program that notes the watched tensors."""
     class_index = engine.graph.blocks[block_index].class_index
-    programs = engine.programs.handing_out(class_index, tuple(each.tensor for each in watched))
+    program = programs.handing_out(class_index, tuple(each.tensor for each in watched))
 
     def noted(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = run(*tensors)
@@ -148,7 +172,7 @@ def _handing_out(
                 pieces[each.name, job.microbatch_index] = value.detach()
         return outputs[:count]
 
-    return lambda num_samples: partial(noted, programs(num_samples))
+    return lambda num_samples: partial(noted, program(num_samples))
 
 
 def _made_as(engine: Engine, watched: Watched) -> Placements:

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.checks.hooks import refuse_lost
+from planner.errors import PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
+from planner.runtime.start.together import together
 from planner.runtime.step.engine import Engine
+from planner.runtime.step.evaluation import reads_mode
 from planner.runtime.step.loss_weights import LossWeight
 
 
@@ -56,6 +59,7 @@ def apply_plan(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         may_be_empty=weights is not None,
+        capture_evaluation=_evaluation_capture(plan, model, loss, mesh),
     )
     if weights is not None:
         engine.load_weights(weights)
@@ -72,21 +76,59 @@ def shared_capture(
 
     Raises PlanError when the model is not the one the plan was made for.
     """
-    payload: list[str | None] = [None]
-    graph = None
-    if dist.get_rank() == 0:
-        from planner.capture import batch_from_spec, capture_module
 
-        spec, tree = plan.model.inputs, plan.model.batch_tree
-        two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
-        graph = capture_module(
-            model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
-        )
+    def captured() -> ModelGraph:
+        graph = _capture(plan, model, loss)
         validate_model(plan, graph)
-        payload = [json.dumps(to_json(graph))]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(payload, src=0, group=mesh.control)
-    if graph is None:
-        assert payload[0] is not None
-        graph = from_json(json.loads(payload[0]))
-    return graph
+        return graph
+
+    return _of_rank_0(captured, mesh)
+
+
+def _evaluation_capture(
+    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
+) -> Callable[[], ModelGraph] | None:
+    """Return what captures the model in evaluation mode; None where no part reads its mode."""
+    if not reads_mode(model):
+        return None
+
+    def captured() -> ModelGraph:
+        modes = [(part, part.training) for part in model.modules()]
+        model.eval()
+        try:
+            return _capture(plan, model, loss)
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    return lambda: _of_rank_0(captured, mesh)
+
+
+def _capture(plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None) -> ModelGraph:
+    from planner.capture import batch_from_spec, capture_module
+
+    spec, tree = plan.model.inputs, plan.model.batch_tree
+    two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
+    return capture_module(
+        model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
+    )
+
+
+def _of_rank_0(make: Callable[[], ModelGraph], mesh: Mesh) -> ModelGraph:
+    """Return what rank 0 makes, on every rank; raise there what it raises."""
+    own: list[ModelGraph] = []
+
+    def as_text() -> str | None:
+        if dist.get_rank() != 0:
+            return None
+        own.append(make())
+        return json.dumps(to_json(own[0]))
+
+    try:
+        text, *_ = together(mesh.control, as_text)
+    except PlanError as error:
+        if isinstance(error.__cause__, PlannerError):  # rank 0's own
+            raise error.__cause__ from None
+        raise
+    assert text is not None
+    return own[0] if own else from_json(json.loads(text))

@@ -23,7 +23,7 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
-from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
@@ -47,6 +47,7 @@ from planner.runtime.state.weights import (
     synced_tensors,
 )
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble
 from planner.runtime.step.feeder import Feeder
@@ -91,10 +92,12 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        capture_evaluation: Callable[[], ModelGraph] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
-        tensors on the meta device, whose values are loaded afterwards.
+        tensors on the meta device, whose values are loaded afterwards. `capture_evaluation` gives
+        its graph in evaluation mode, on every rank; None: it is `graph`.
         """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
@@ -106,7 +109,7 @@ class Engine:
         captured = graph
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
-        self.plan, self.graph, self.mesh = plan, graph, mesh
+        self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, captured
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
@@ -171,7 +174,7 @@ class Engine:
         self._checkpoints: Checkpoints | None = None
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
-        self._has_modes = random or bool(batch_norms(captured))
+        self._evaluation = Evaluation(self, capture_evaluation)
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._feeder = Feeder(
             graph,
@@ -198,9 +201,7 @@ class Engine:
         whole = synced_tensors(
             graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
         )
-        programs = self.programs = Programs(
-            graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
-        )
+        programs = self.programs = self.programs_of(graph)
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -261,6 +262,17 @@ class Engine:
             index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()
         }
+
+    def programs_of(self, graph: ModelGraph) -> Programs:
+        """Return the programs of this rank's blocks by the classes of a graph."""
+        return Programs(
+            graph, self.plan, self.mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
+
+    @property
+    def has_deferred_statistics(self) -> bool:
+        """Whether running statistics are those of the whole batch, so alike on all replicas."""
+        return self._statistics is not None
 
     # -- running ------------------------------------------------------------------------
 
@@ -370,18 +382,22 @@ class Engine:
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
-    def evaluate(self, batch: Any) -> Tensor:
-        """Return the mean loss of one global batch without training on it.
+    def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+        """Return the mean loss of one global batch, as the model computes it after ``eval()``.
 
-        The model is in the mode it was captured in, which is training; no buffer changes.
-        Raises PlanError after ``model.eval()`` when that would give another loss.
+        Nothing is dropped, norms read their running statistics (of the first replica, where each
+        has its own), and no buffer changes. `fetch` is as in `step`: a module's name gives what it
+        returned. The first call captures the model once more, if any part of it reads its mode;
+        raises PlanError where it then computes what it does not in training.
         """
-        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
-            raise PlanError(
-                "the model is in another mode (train or eval) than when the plan was applied, and "
-                "its dropout or batch statistics run as they were captured; leave the mode alone, "
-                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
-            )
+        programs = self._evaluation.programs
+        with self._evaluation.running(), watching(self, fetch, programs) as seen:
+            loss = self.forward(batch)
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        return loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch as training computes it, without training."""
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
