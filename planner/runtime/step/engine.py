@@ -8,7 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
-from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
+from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage import collectives
@@ -47,6 +48,7 @@ from planner.runtime.state.weights import (
     synced_tensors,
 )
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble
 from planner.runtime.step.feeder import Feeder, Shaped
@@ -62,7 +64,7 @@ from planner.runtime.step.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import schedule_of
+from planner.schedule import Job, schedule_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +79,8 @@ class Engine:
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped.
+    last step's gradients before clipping, when they are clipped; `fetched` what the last step was
+    told to fetch.
     """
 
     def __init__(
@@ -95,11 +98,13 @@ class Engine:
         may_be_empty: bool = False,
         buckets: tuple[ModelGraph, ...] = (),
         pad: Mapping[str, float] | None = None,
+        capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
         tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
-        on the other shapes of the plan, and `pad` fills batches up to them.
+        on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
+        gives all of them in evaluation mode, on every rank; None: they are the same.
         """
         if buckets and deferred_batch_norm:
             raise PlanError(
@@ -116,7 +121,7 @@ class Engine:
         captured = graph
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
-        self.plan, self.graph, self.mesh = plan, graph, mesh
+        self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
@@ -141,9 +146,8 @@ class Engine:
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
-        self._programs = Programs(
-            (graph, *buckets), plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
-        )
+        self._made_programs: list[Programs] = []
+        self.programs = self.programs_of((graph, *buckets))
         owners = self._build_stages(model, edges)
         preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
         self._preambles = preambles[0]
@@ -159,6 +163,7 @@ class Engine:
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self.fetched: dict[str, Tensor] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
@@ -191,7 +196,7 @@ class Engine:
         self._checkpoints: Checkpoints | None = None
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
-        self._has_modes = random or bool(batch_norms(captured))
+        self._evaluation = Evaluation(self, capture_evaluation)
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._feeder = Feeder(
             [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
@@ -235,7 +240,7 @@ class Engine:
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
-                programs=self._programs,
+                programs=self.programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
@@ -278,6 +283,19 @@ class Engine:
             index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()
         }
+
+    def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
+        """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
+        made = Programs(
+            graphs, self.plan, self.mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
+        self._made_programs.append(made)
+        return made
+
+    @property
+    def has_deferred_statistics(self) -> bool:
+        """Whether running statistics are those of the whole batch, so alike on all replicas."""
+        return self._statistics is not None
 
     # -- running ------------------------------------------------------------------------
 
@@ -336,7 +354,12 @@ class Engine:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
 
-    def step(self, batch: Any) -> Tensor:
+    @property
+    def job(self) -> Job | None:
+        """The job that this rank runs now; None between steps."""
+        return self._executor.job
+
+    def step(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
@@ -344,6 +367,10 @@ class Engine:
         replica; each counts the same, however unevenly they are cut. Raises ModelError for a
         batch that the plan can't take, PlanError when the module that the plan was applied to
         was changed since (a parameter frozen, a hook set, evaluation mode).
+
+        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
+        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
+        Until the step ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
@@ -352,7 +379,7 @@ class Engine:
         self._trained.zero_gradients()
         if self._statistics is not None:
             self._statistics.begin()
-        with self._drawn():
+        with self._drawn(), watching(self, fetch) as seen:
             losses = self._executor.train(feed)
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
@@ -370,6 +397,7 @@ class Engine:
         self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
+        self.fetched = gathered(self, seen) if seen.wanted else {}
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
@@ -377,18 +405,22 @@ class Engine:
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
-    def evaluate(self, batch: Any) -> Tensor:
-        """Return the mean loss of one global batch without training on it.
+    def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+        """Return the mean loss of one global batch, as the model computes it after ``eval()``.
 
-        The model is in the mode it was captured in, which is training; no buffer changes.
-        Raises PlanError after ``model.eval()`` when that would give another loss.
+        Nothing is dropped, norms read their running statistics (of the first replica, where each
+        has its own), and no buffer changes. `fetch` is as in `step`: a module's name gives what it
+        returned. The first call captures the model once more, if any part of it reads its mode;
+        raises PlanError where it then computes what it does not in training.
         """
-        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
-            raise PlanError(
-                "the model is in another mode (train or eval) than when the plan was applied, and "
-                "its dropout or batch statistics run as they were captured; leave the mode alone, "
-                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
-            )
+        programs = self._evaluation.programs
+        with self._evaluation.running(), watching(self, fetch, programs) as seen:
+            loss = self.forward(batch)
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        return loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch as training computes it, without training."""
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
@@ -401,7 +433,8 @@ class Engine:
 
     def _feed(self, batch: Any) -> Feed:
         feed = self._feeder.feed(batch)
-        self._programs.bucket = feed.bucket
+        for programs in self._made_programs:
+            programs.bucket = feed.bucket
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
@@ -435,8 +468,6 @@ class Engine:
 
         `planner.runtime.check.intermediates` says what names there are; every rank calls this.
         """
-        from planner.runtime.check.intermediates import intermediates
-
         return intermediates(self, batch, names)
 
     def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
