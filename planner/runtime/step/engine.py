@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ from planner.runtime.state.weights import (
     own_piece,
     synced_tensors,
 )
+from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble, cut_batch
@@ -159,12 +161,13 @@ class Engine:
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
-                after_gradients=self._trained.start_sums,
+                after_gradients=self._after_gradients,
             ),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._accumulation = Accumulation()
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
@@ -255,8 +258,11 @@ class Engine:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
 
-    def step(self, batch: Any) -> Tensor:
+    def step(self, batch: Any, *, update: bool = True) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
+
+        Without `update` its gradients are kept for the next step with it, which takes the mean
+        over all samples (or what `loss_weight` counts) since the last update.
 
         It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
         and replica; each counts the same, however unevenly they are cut. Raises ModelError
@@ -267,17 +273,29 @@ class Engine:
             self._untouched.check()
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
-        self._trained.zero_gradients()
-        if self._statistics is not None:
-            self._statistics.begin()
+        if not self._accumulation.is_open:
+            self._trained.zero_gradients()
+            if self._statistics is not None:
+                self._statistics.begin()
         with self._drawn():
-            losses = self._executor.train(feed)
+            losses = self._executor.train(self._accumulation.add(feed, is_last=update))
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
+        if update:
+            self._update()
+        self.samples += feed.split.num_samples
+        if shared is not None:
+            shared.wait()
+        if self._recorder is not None:
+            self._recorder.end_step()
+        return loss
+
+    def _update(self) -> None:
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
+            self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
@@ -285,12 +303,6 @@ class Engine:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
         self.steps += 1
-        self.samples += feed.split.num_samples
-        if shared is not None:
-            shared.wait()
-        if self._recorder is not None:
-            self._recorder.end_step()
-        return loss
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
@@ -345,6 +357,7 @@ class Engine:
             num_samples=tuple(map(len, parts)),
             side_inputs=side_inputs,
             loss_weights=self._loss_weights.of(cut),
+            total=partial(self._loss_weights.total, cut),
         )
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
@@ -360,7 +373,16 @@ class Engine:
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
-            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+            zero.before_backward(
+                self.stages[stage_index],
+                self._zero_stage,
+                is_last=is_last,
+                is_update=self._accumulation.is_last,
+            )
+
+    def _after_gradients(self, stage_index: int) -> None:
+        if self._accumulation.is_last:
+            self._trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
@@ -409,6 +431,7 @@ class Engine:
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
         `state_dict` and a `load_state_dict`: schedulers, scalers.
         """
+        self._accumulation.refuse_open("engine.save")
         self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
 
     def wait_for_save(self) -> None:
@@ -425,6 +448,7 @@ class Engine:
         one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
         checkpoint is whole, or is of another model.
         """
+        self._accumulation.forget()
         return self._own_checkpoints().load(Path(path), extra=extra or {})
 
     def _own_checkpoints(self) -> Checkpoints:
@@ -482,10 +506,11 @@ class Engine:
         }
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+        """Return the last update's gradients, whole, on rank 0's CPU; {} elsewhere.
 
         A parameter that got no gradient has zeros. Every rank calls it.
         """
+        self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
         return gather(
             self.graph,

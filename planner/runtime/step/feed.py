@@ -26,13 +26,15 @@ class Feed:
 
     `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
     mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
-    all microbatches and parts of them they sum to one.
+    all microbatches and parts of them they sum to one. `total` gives what the whole batch
+    counts: its samples, or what the user counts in it.
     """
 
     split: BatchSplit
     num_samples: tuple[int, ...]
     side_inputs: SideInputs
     loss_weights: Sequence[Tensor]
+    total: Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,18 @@ class LossWeights:
         count = cut.split.num_microbatches
         return [cut.split.part(index, self._num_parts, number) for index in range(count)]
 
+    def total(self, cut: CutBatch) -> float:
+        """Return what the whole batch counts: its samples, or what the user counts in it."""
+        if self._count is None:
+            return float(cut.split.num_samples)
+        return sum(map(sum, self._counts(cut, self._count)))
+
     def _counted(self, cut: CutBatch, count: LossWeight) -> list[float]:
+        counts = self._counts(cut, count)
+        total = sum(map(sum, counts))
+        return [own / total for own in counts[self._number]]
+
+    def _counts(self, cut: CutBatch, count: LossWeight) -> list[list[float]]:
         counts = [
             [float(count(cut.part(samples))) for samples in self._parts(cut, number)]
             for number in range(self._num_parts)
@@ -60,7 +71,7 @@ class LossWeights:
                 f"loss_weight gave {counts} for the parts of the batch on each replica; they must "
                 "not be negative, nor all zero"
             )
-        return [own / total for own in counts[self._number]]
+        return counts
 
     def _tensors(self, weights: list[float]) -> tuple[Tensor, ...]:
         return torch.tensor(weights, dtype=self._dtype, device=self._device).unbind()

@@ -80,6 +80,11 @@ class TrainedParams:
         """Return what has the gradients, by the user's names; several where stages share one."""
         return _by_name(owner.named_params() for owner in self._owners.values())
 
+    def with_gradients(self) -> Iterator[nn.Parameter]:
+        """Yield all that has a gradient of its own."""
+        for owner in self._owners.values():
+            yield from owner.named_params().values()
+
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what the optimizer steps on, by the user's names."""
         return _by_name(
