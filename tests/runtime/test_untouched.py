@@ -9,7 +9,6 @@ from torch import nn
 import planner
 from planner.errors import CaptureError, ModelError, PlanError
 from planner.plan.defaults import default_plan
-from planner.runtime.state.optimizer import works_by_element
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 
@@ -63,32 +62,7 @@ def test_hooks_on_the_optimizers_step_are_refused():
     plan = default_plan(capture_tiny("mlp"), num_microbatches=1, microbatch_size=4)
     with pytest.raises(ModelError, match="SGD has a hook on its step"):
         planner.apply(plan, module_given, optimizer=given)
+    with pytest.raises(ModelError, match="SparseAdam takes sparse gradients"):
+        _applied("mlp", MlpWithTarget, optimizer=torch.optim.SparseAdam)
     with pytest.raises(ModelError, match="LBFGS evaluates the model several times"):
         _applied("mlp", MlpWithTarget, optimizer=torch.optim.LBFGS)
-
-
-def _scheduled(params):
-    optimizer = torch.optim.AdamW(params)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (torch.optim.SGD, True),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), True),
-        (torch.optim.Adagrad, True),
-        (lambda p: torch.optim.AdamW(p, fused=True), True),
-        (_scheduled, True),
-        (torch.optim.Adafactor, False),
-        (torch.optim.Muon, False),
-        (torch.optim.LBFGS, None),
-    ],
-)
-def test_optimizers_that_read_more_than_an_element_are_told(make, expected):
-    """N1: on pieces of a parameter they would compute another update."""
-    optimizer = make([nn.Parameter(torch.ones(4, 4))])
-    before = dict(optimizer.state)
-    assert works_by_element(optimizer) is expected
-    assert dict(optimizer.state) == before

@@ -47,6 +47,7 @@ from planner.runtime.state.weights import (
     own_piece,
     synced_tensors,
 )
+from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
@@ -188,12 +189,13 @@ class Engine:
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
-                after_gradients=self._trained.start_sums,
+                after_gradients=self._after_gradients,
             ),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._accumulation = Accumulation()
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
         self._evaluation = Evaluation(self, capture_evaluation)
@@ -359,7 +361,7 @@ class Engine:
         """The job that this rank runs now; None between steps."""
         return self._executor.job
 
-    def step(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+    def step(self, batch: Any, *, update: bool = True, fetch: Iterable[str] = ()) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
@@ -367,6 +369,9 @@ class Engine:
         replica; each counts the same, however unevenly they are cut. Raises ModelError for a
         batch that the plan can't take, PlanError when the module that the plan was applied to
         was changed since (a parameter frozen, a hook set, evaluation mode).
+
+        Without `update` its gradients are kept for the next step with it, which takes the mean
+        over all samples (or what `loss_weight` counts) since the last update.
 
         `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
         them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
@@ -376,24 +381,16 @@ class Engine:
             self._untouched.check()
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
-        self._trained.zero_gradients()
-        if self._statistics is not None:
-            self._statistics.begin()
+        if not self._accumulation.is_open:
+            self._trained.zero_gradients()
+            if self._statistics is not None:
+                self._statistics.begin()
         with self._drawn(), watching(self, fetch) as seen:
-            losses = self._executor.train(feed)
+            losses = self._executor.train(self._accumulation.add(feed, is_last=update))
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
-        with self._recorded("REDUCE"):
-            if self._statistics is not None:
-                self._statistics.finish()
-            self._trained.finish_sums()
-            if self._max_grad_norm is not None:
-                self.grad_norm = self._trained.clip(self._max_grad_norm)
-        with self._recorded("OPTIMIZE"):
-            if self._checkpoints is not None:
-                self._checkpoints.hold()
-            self._trained.step(self.optimizer)
-        self.steps += 1
+        if update:
+            self._update()
         self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
@@ -401,6 +398,20 @@ class Engine:
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
+
+    def _update(self) -> None:
+        with self._recorded("REDUCE"):
+            if self._statistics is not None:
+                self._statistics.finish()
+            self._trained.finish_sums()
+            self._accumulation.finish(self._trained.with_gradients())
+            if self._max_grad_norm is not None:
+                self.grad_norm = self._trained.clip(self._max_grad_norm)
+        with self._recorded("OPTIMIZE"):
+            if self._checkpoints is not None:
+                self._checkpoints.hold()
+            self._trained.step(self.optimizer)
+        self.steps += 1
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
@@ -450,7 +461,16 @@ class Engine:
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
-            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+            zero.before_backward(
+                self.stages[stage_index],
+                self._zero_stage,
+                is_last=is_last,
+                is_update=self._accumulation.is_last,
+            )
+
+    def _after_gradients(self, stage_index: int) -> None:
+        if self._accumulation.is_last:
+            self._trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
@@ -505,6 +525,7 @@ class Engine:
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
         `state_dict` and a `load_state_dict`: schedulers, scalers.
         """
+        self._accumulation.refuse_open("engine.save")
         self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
 
     def wait_for_save(self) -> None:
@@ -521,6 +542,7 @@ class Engine:
         one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
         checkpoint is whole, or is of another model.
         """
+        self._accumulation.forget()
         return self._own_checkpoints().load(Path(path), extra=extra or {})
 
     def _own_checkpoints(self) -> Checkpoints:
@@ -578,10 +600,11 @@ class Engine:
         }
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+        """Return the last update's gradients, whole, on rank 0's CPU; {} elsewhere.
 
         A parameter that got no gradient has zeros. Every rank calls it.
         """
+        self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
         return gather(
             self.graph,

@@ -58,6 +58,21 @@ class LossWeights:
         ]
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
 
+    @property
+    def are_sums(self) -> bool:
+        """Whether losses of parts are added."""
+        return self._count == "sum"
+
+    def total(self, cut: CutBatch) -> float:
+        """Return what a whole batch counts: its samples, or what the user counts in it."""
+        if not callable(self._count):
+            return float(cut.split.num_samples)
+        split = cut.split
+        return sum(
+            sum(self.count(cut, split.own(self._num_parts, number)))
+            for number in range(self._num_parts)
+        )
+
     def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
         """Return the weights where each sample counts the same, in a mean over all or in a sum;
         () where no loss is.
