@@ -30,12 +30,21 @@ def launch(
     timeline: Annotated[
         Path | None, typer.Option(help="Record what each rank does when in this folder.")
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Save checkpoints in this folder; go on from the newest there."),
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="With --keep: steps between checkpoints.")] = 100,
+    max_restarts: Annotated[
+        int, typer.Option(help="With --keep: how often ranks may start again after a failure.")
+    ] = 3,
 ) -> int:
-    """Train: run a script on every rank of a plan.
+    """Train: run a script on every rank of a plan, and keep it running.
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
     from planner.plan import OURS, load_plan
+    from planner.runtime.start.course import Keeping
     from planner.runtime.start.launch import launch as launch_ranks
 
     priced_for = load_plan(plan).execution
@@ -44,6 +53,9 @@ def launch(
             f"{plan} is priced for {priced_for}; this is {OURS}, which takes other times: "
             f"`planner estimate {plan} MODEL --execution {OURS}` tells them"
         )
+    keeping = None
+    if keep is not None:
+        keeping = Keeping(folder=keep, save_every=save_every, max_restarts=max_restarts)
     return launch_ranks(
         plan,
         script,
@@ -53,6 +65,7 @@ def launch(
         rendezvous=rendezvous,
         timeline=timeline,
         devices=None if devices is None else _numbers(devices),
+        keeping=keeping,
     )
 
 

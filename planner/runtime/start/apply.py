@@ -16,6 +16,7 @@ from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.plugins import load_plugins
+from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
 from planner.runtime.step.engine import Engine
@@ -35,6 +36,8 @@ def apply_plan(
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
+    # The launcher of an elastic run may have chosen another plan than the script names.
+    plan = os.environ.get(PLAN) or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     refuse_lost(model)  # on each rank: rank 0 alone captures

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.plan import Plan, load_plan
+from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
+from planner.runtime.start.course import Keeping
 from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, run_workers
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
@@ -26,6 +28,7 @@ def launch(
     rendezvous: str = "localhost:0",
     timeline: str | os.PathLike[str] | None = None,
     devices: Sequence[int] | None = None,
+    keeping: Keeping | None = None,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
@@ -34,7 +37,8 @@ def launch(
     this process's working directory, and the script's folder as the first import path. On
     several nodes, run the same on each, `rendezvous` being host:port of one of them. With
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
-    the numbers of the accelerators that this node's ranks take, in their order.
+    the numbers of the accelerators that this node's ranks take, in their order. A run of which
+    `keeping` is given starts again after failures, from its newest checkpoint.
     """
     plan = load_plan(plan_path)
     _check_script(Path(script))
@@ -43,6 +47,9 @@ def launch(
     if devices is not None:
         check_listed(devices, plan.world_size // num_nodes, device)
         extra[DEVICES] = ",".join(map(str, devices))
+    if keeping is not None:
+        extra[KEEP] = os.path.abspath(keeping.folder)
+        extra[SAVE_EVERY] = str(keeping.save_every)
     return run_workers(
         [str(script), *args],
         num_ranks=plan.world_size,
@@ -50,6 +57,8 @@ def launch(
         num_nodes=num_nodes,
         rendezvous=rendezvous,
         extra=extra,
+        plan=Path(os.path.abspath(plan_path)),
+        keeping=keeping,
     )
 
 

@@ -63,6 +63,7 @@ from planner.schedule import schedule_of
 
 if TYPE_CHECKING:
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.checkpoint.kept import Kept
 
 
 class Engine:
@@ -163,6 +164,7 @@ class Engine:
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._kept: Kept | None = None
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
         self._has_modes = random or bool(batch_norms(captured))
@@ -423,6 +425,25 @@ class Engine:
         checkpoint is whole, or is of another model.
         """
         return self._own_checkpoints().load(Path(path), extra=extra or {})
+
+    def resume(self, *, extra: Mapping[str, Any] | None = None) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a run that `planner launch --keep` keeps.
+
+        Every rank calls it, after `planner.apply`. Returns None where the run begins, or is not
+        kept. `extra` is as in `save`, and saved by each `keep`.
+        """
+        return self._own_kept().resume(extra or {})
+
+    def keep(self) -> None:
+        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step."""
+        self._own_kept().keep()
+
+    def _own_kept(self) -> Kept:
+        if self._kept is None:
+            from planner.runtime.checkpoint.kept import Kept
+
+            self._kept = Kept(self)
+        return self._kept
 
     def _own_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
