@@ -32,6 +32,7 @@ def apply(
     deferred_batch_norm: bool = False,
     loss_weight: Callable[[Any], float] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -48,7 +49,8 @@ def apply(
     something else than samples: from a part of the batch to how much of it counts, such as
     ``planner.count_tokens("labels")``. `weights` is a path to take the model's values from
     (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
-    the model may be built on the meta device. Raises PlanError or ModelError when plan, model and
+    the model may be built on the meta device. With `check_values` a step whose loss or gradients are
+    NaN or infinite raises, before weights change, and says where that began. Raises PlanError or ModelError when plan, model and
     processes do not belong together.
     """
     from planner.runtime.start.apply import apply_plan
@@ -62,4 +64,5 @@ def apply(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         weights=weights,
+        check_values=check_values,
     )

@@ -33,6 +33,7 @@ def apply_plan(
     deferred_batch_norm: bool = False,
     loss_weight: LossWeight | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
@@ -60,6 +61,7 @@ def apply_plan(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         may_be_empty=weights is not None,
+        check_values=check_values,
     )
     if weights is not None:
         engine.load_weights(weights)

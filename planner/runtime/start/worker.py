@@ -57,6 +57,8 @@ def main(args: list[str]) -> None:
     except PlannerError as error:
         _fail("user", 2, str(error))
     except BaseException as error:
+        if type(error).__name__ == "ValuesError":  # (its module loads torch, as the script has)
+            _fail("values", 1, f"planner: {error}")
         story = _story(error, args[0])
         if runs_script(args):
             _fail("peer" if _lost_a_peer(error) else "script", 1, story)

@@ -26,6 +26,7 @@ from planner.plan import Plan
 from planner.plan.batch_statistics import batch_norms, deferred
 from planner.plan.replication import Replication
 from planner.runtime.check.recorder import start_recorder
+from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
@@ -87,6 +88,7 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        check_values: bool = False,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
@@ -161,6 +163,7 @@ class Engine:
                 after_gradients=self._trained.start_sums,
             ),
         )
+        self._values = ValueCheck(mesh, self._executor) if check_values else None
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
@@ -261,7 +264,8 @@ class Engine:
         It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
         and replica; each counts the same, however unevenly they are cut. Raises ModelError
         for a batch that the plan can't take, PlanError when the module that the plan was applied
-        to was changed since (a parameter frozen, a hook set, evaluation mode).
+        to was changed since (a parameter frozen, a hook set, evaluation mode), ValuesError, before
+        weights change, where the loss or a gradient is NaN or infinite.
         """
         if self._untouched is not None:
             self._untouched.check()
@@ -280,6 +284,10 @@ class Engine:
             self._trained.finish_sums()
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
+        if self._values is not None:
+            if shared is not None:
+                shared.wait()
+            self._stop_if_wrong(self._values, loss, feed)
         with self._recorded("OPTIMIZE"):
             if self._checkpoints is not None:
                 self._checkpoints.hold()
@@ -291,6 +299,20 @@ class Engine:
         if self._recorder is not None:
             self._recorder.end_step()
         return loss
+
+    def _stop_if_wrong(self, values: ValueCheck, loss: Tensor, feed: Feed) -> None:
+        if not values.is_wrong(loss, self._trained.gradients(), self.grad_norm):
+            return
+        held = self._trained.stepped_by_name()
+        named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
+
+        def again() -> None:
+            self._trained.zero_gradients()
+            with self._drawn():
+                self._executor.train(feed)
+            self._trained.finish_sums()
+
+        raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
