@@ -8,6 +8,7 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.plan import Plan, load_plan
+from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, run_workers
@@ -16,6 +17,9 @@ from planner.units import MIB, format_bytes
 
 _PROCESS_BYTES = 256 * MIB
 """What a rank on a CPU holds at least: Python, torch, gloo (220 to 330 MiB on Linux)."""
+
+_STALL_ENDS_S = 60.0
+"""How long a kept run may stay stalled after it was told: a slow disk has come back by then."""
 
 
 def launch(
@@ -50,6 +54,7 @@ def launch(
     if keeping is not None:
         extra[KEEP] = os.path.abspath(keeping.folder)
         extra[SAVE_EVERY] = str(keeping.save_every)
+        extra[ENDS_S] = os.environ.get(ENDS_S, str(_STALL_ENDS_S))
     return run_workers(
         [str(script), *args],
         num_ranks=plan.world_size,
