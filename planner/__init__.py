@@ -49,9 +49,9 @@ def apply(
     something else than samples: from a part of the batch to how much of it counts, such as
     ``planner.count_tokens("labels")``. `weights` is a path to take the model's values from
     (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
-    the model may be built on the meta device. With `check_values` a step whose loss or gradients are
-    NaN or infinite raises, before weights change, and says where that began. Raises PlanError or ModelError when plan, model and
-    processes do not belong together.
+    the model may be built on the meta device. With `check_values` a step whose loss or gradients
+    are NaN or infinite raises, before weights change, and says where that began. Raises PlanError
+    or ModelError when plan, model and processes do not belong together.
     """
     from planner.runtime.start.apply import apply_plan
 

@@ -178,7 +178,7 @@ class _Look(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             if node is not None:
                 op = f"the gradient {node.name().removesuffix('0')} makes"
-                places = _PROGRAM.findall("".join(node.metadata.get("traceback_", ())))
+                places = _PROGRAM.findall("".join(_metadata(node).get("traceback_", ())))
                 if places:
                     file, number = places[-1]
                     forward, line = self._op_at(file, int(number), name)
@@ -196,6 +196,11 @@ class _Look(TorchDispatchMode):
         """The op of a program's line of code, and the user's line that it comes from."""
         node = linecache.getline(file, number).strip().split(" = ")[0].split(":")[0].strip()
         return self._lines.get(file, {}).get(node, (default, ""))
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    """What anomaly mode wrote on a node of the backward (PyTorch's stub has it as a method)."""
+    return dict(node.metadata)
 
 
 def _program_frame(frame: FrameType | None) -> FrameType | None:

@@ -152,7 +152,7 @@ class Watchdog(threading.Thread):
 
 
 def end_of_stall(text: str) -> None:
-    """End this process, and by that the run: a thread that waits in a library hears nothing else."""
+    """End this process, and by that the run: a thread inside a library takes no exception."""
     claim(Failure(kind="hang", rank=dist.get_rank(), text=text))
     sys.stderr.flush()
     os._exit(1)

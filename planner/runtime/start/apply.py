@@ -16,6 +16,7 @@ from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.plugins import load_plugins
+from planner.runtime.check import out_of_memory
 from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
@@ -68,6 +69,7 @@ def apply_plan(
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     engine.watch(model)
+    out_of_memory.watch(engine)
     return engine
 
 

@@ -22,6 +22,10 @@ from planner.plan import Plan, load_plan, save_plan
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.start.failures import Failure, read_failure
 
+_LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
+"""Where a kept run notes how much its plans may need, in bytes; and how much less than the
+plan that did not fit the next one may."""
+
 PLAN = "PLANNER_PLAN"
 """Names the plan that ranks train by instead of the one that the script names."""
 
@@ -71,6 +75,7 @@ class Course:
         self._ranks_here, self._keeping = ranks_here, keeping
         self.failure: Failure | None = None
         self._failed_at: str | None = None
+        self._current: Path | None = None
 
     @property
     def is_elastic(self) -> bool:
@@ -87,7 +92,7 @@ class Course:
         if self._keeping is None or failure.kind in ("user", "library", "values"):
             return False
         if failure.kind == "memory":
-            return self._keeping.replans_on_oom
+            return self._keeping.replans_on_oom and self._lower_limit(failure)
         if failure.kind != "script":
             return True
         # What fails twice from one place is a mistake in the script.
@@ -131,7 +136,12 @@ class Course:
     # -- plans --------------------------------------------------------------------------
 
     def plan_for(self, num_ranks: int) -> tuple[int, Path]:
-        """Return the number of ranks of the plan to train by where so many are there, and its path.
+        """Return the plan's number of ranks where so many are there, and its path."""
+        self._current = self._choose(num_ranks)
+        return load_plan(self._current).world_size, self._current
+
+    def _choose(self, num_ranks: int) -> Path:
+        """Return the path of the plan to train by where so many ranks are there.
 
         The plan that the run began with, if they are enough for it; else the fastest for fewer,
         down to half of what is there, searched once and kept beside the checkpoints. Raises
@@ -144,26 +154,47 @@ class Course:
         plan = load_plan(first)
         limit = self._memory_limit()
         if limit is None and plan.world_size <= num_ranks:
-            return plan.world_size, first
+            return first
         most = min(plan.world_size, num_ranks)
         least = max(keeping.min_ranks or plan.world_size, -(-most // 2))
         name = f"plan-{most}-ranks" + ("" if limit is None else f"-{limit >> 20}-mib")
         path = Path(os.path.abspath(keeping.folder)) / f"{name}-of-{_digest(first)}.json"
         if path.exists():
-            return load_plan(path).world_size, path
+            return path
         found = keeping.replan(range(least, most + 1), limit)
         path.parent.mkdir(parents=True, exist_ok=True)
         save_plan(found, path)
         print(
-            f"planner: {num_ranks} ranks are there; going on with pp={found.pp} {found.degrees}: "
-            f"{path}",
+            f"planner: {num_ranks} ranks are there; the plan is pp={found.pp} {found.degrees} "
+            f"zero_stage={found.zero_stage} microbatch_size={found.microbatch_size}: {path}",
             file=sys.stderr,
             flush=True,
         )
-        return found.world_size, path
+        return path
+
+    def _lower_limit(self, failure: Failure) -> bool:
+        """Ask for a plan that is predicted to need less than the one that did not fit; whether
+        anything is known of what that needed.
+
+        What a rank needs and what is predicted for it differ by a factor that the next plan is
+        likely to have too; so the limit is on the prediction, and not on the device's memory.
+        """
+        assert self._keeping is not None
+        assert self._plan is not None
+        current = load_plan(self._current or self._plan)
+        needed = current.estimate.get("peak_bytes") or failure.peak_bytes
+        if needed is None:
+            return False
+        limit = int(needed * _NEXT_LIMIT)
+        self._keeping.folder.mkdir(parents=True, exist_ok=True)
+        (self._keeping.folder / _LIMIT_FILE).write_text(f"{limit}\n")
+        return True
 
     def _memory_limit(self) -> int | None:
-        return None
+        """The limit that an earlier failure has set, on this node or another one."""
+        assert self._keeping is not None
+        path = self._keeping.folder / _LIMIT_FILE
+        return int(path.read_text()) if path.exists() else None
 
 
 def _digest(path: Path) -> str:

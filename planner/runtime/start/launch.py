@@ -52,6 +52,11 @@ def launch(
         check_listed(devices, plan.world_size // num_nodes, device)
         extra[DEVICES] = ",".join(map(str, devices))
     if keeping is not None:
+        if keeping.min_ranks is not None and keeping.min_ranks > plan.world_size:
+            raise PlanError(
+                f"`elastic` {keeping.min_ranks} is more than the plan's {plan.world_size} ranks; "
+                "it is the fewest that the run goes on with"
+            )
         extra[KEEP] = os.path.abspath(keeping.folder)
         extra[SAVE_EVERY] = str(keeping.save_every)
         extra[ENDS_S] = os.environ.get(ENDS_S, str(_STALL_ENDS_S))

@@ -61,6 +61,7 @@ def main(args: list[str]) -> None:
             _fail("values", 1, f"planner: {error}")
         story = _story(error, args[0])
         if runs_script(args):
+            _fail_without_memory(error)
             _fail("peer" if _lost_a_peer(error) else "script", 1, story)
         _fail("library", 3, story)
 
@@ -125,7 +126,16 @@ def _lost_a_peer(error: BaseException) -> bool:
     )
 
 
-def _fail(kind: Kind, code: int, text: str) -> NoReturn:
+def _fail_without_memory(error: BaseException) -> None:
+    """End with what this rank held if that is why it fails."""
+    from planner.runtime.check.out_of_memory import describe, is_out_of_memory
+
+    if is_out_of_memory(error):
+        text, peak = describe(error, int(os.environ.get("RANK", "0")))
+        _fail("memory", 1, text, peak_bytes=peak)
+
+
+def _fail(kind: Kind, code: int, text: str, *, peak_bytes: int | None = None) -> NoReturn:
     """Tell the failure if no rank has told it, and end.
 
     A script's own traceback is shown here, all else by the launcher, who may know better.
@@ -137,6 +147,7 @@ def _fail(kind: Kind, code: int, text: str) -> NoReturn:
         rank=int(os.environ.get("RANK", "0")),
         code=code,
         text="" if shown_here else text,
+        peak_bytes=peak_bytes,
     )
     if (claim(failure) or not has_launcher) and shown_here:
         print(text if kind != "user" else f"planner: {text}", file=sys.stderr)
