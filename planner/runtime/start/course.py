@@ -157,7 +157,7 @@ class Course:
             return first
         most = min(plan.world_size, num_ranks)
         least = max(keeping.min_ranks or plan.world_size, -(-most // 2))
-        name = f"plan-{most}-ranks" + ("" if limit is None else f"-{limit >> 20}-mib")
+        name = f"plan-{most}-ranks" + ("" if limit is None else f"-{limit}-bytes")
         path = Path(os.path.abspath(keeping.folder)) / f"{name}-of-{_digest(first)}.json"
         if path.exists():
             return path

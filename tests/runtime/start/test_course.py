@@ -14,14 +14,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 import planner
+from planner.errors import PlanError
 from planner.plan import Plan, save_plan
 from planner.plan.defaults import default_plan
+from planner.runtime.start.course import Course, Keeping
 from tests.builders import VOCABULARY, gpt_batch
 from tests.runtime.scenarios import build, capture
 
@@ -214,3 +217,84 @@ def test_thirty_kills_change_no_bit_of_the_curve(tmp_path, changes):
         curves.append([curve(folder, rank) for rank in range(2)])
     assert kills == len(moments), "the run was over before all kills"
     assert curves[0] == curves[1]
+
+
+@dataclass
+class Died:
+    """A rank's failure as torchelastic has it."""
+
+    exitcode: int
+    timestamp: int = 0
+
+
+def course_of(folder: Path, **settings) -> Course:
+    plan = default_plan(capture("gpt"), dp=2)
+    save_plan(plan, folder / "plan.json")
+    (folder / "run").mkdir()
+    keeping = Keeping(folder=folder / "run", **settings)
+    return Course(
+        plan=folder / "plan.json", failure=folder / "failure", ranks_here=2, keeping=keeping
+    )
+
+
+def leave(folder: Path, kind: str, **more) -> None:
+    failure = {"kind": kind, "rank": 0, "code": 1, "text": f"planner: {kind}", **more}
+    (folder / "failure").write_text(json.dumps(failure))
+
+
+def test_what_would_only_come_again_ends_the_run(tmp_path, capsys):
+    """A mistake of the user's, a NaN and, at the second time from one place, an exception; while a
+    rank that was killed is the cause whatever its peers say, and torn notes are none."""
+    course = course_of(tmp_path)
+    for kind in ("user", "values", "library", "memory"):
+        leave(tmp_path, kind)
+        assert not course.goes_on({0: Died(1)})
+    leave(tmp_path, "script")
+    assert course.goes_on({0: Died(1)})
+    course.begin_again(1, 3)
+    assert "from the beginning: there is no checkpoint yet" in capsys.readouterr().err
+    leave(tmp_path, "script")
+    assert not course.goes_on({0: Died(1)})
+    (tmp_path / "run" / "000001-step-7").mkdir()
+    assert course.goes_on({0: Died(1)})  # it came further
+    leave(tmp_path, "peer")
+    assert course.goes_on({0: Died(1), 1: Died(-9)})
+    assert course.failure.text == "planner: rank 1 died with signal 9 and said nothing"
+    (tmp_path / "failure").write_text('{"kind": "us')
+    assert course.goes_on({1: Died(-9)})
+    course.begin_again(2, 3)
+    told = capsys.readouterr().err
+    assert "rank 1 died with signal 9" in told
+    assert "restart 2 of 3, from 000001-step-7" in told
+    assert not (tmp_path / "failure").exists()
+
+
+def test_after_a_lack_of_memory_a_plan_for_less_is_searched(tmp_path):
+    """Nine tenths of what the plan that did not fit was predicted to need; once for each lack, and
+    again for another launcher."""
+    asked = []
+
+    def replan(counts, limit):
+        asked.append((list(counts), limit))
+        found = default_plan(capture("gpt"), dp=2, zero_stage=1)
+        estimate = {
+            "step_s": 1.0, "peak_bytes": 1000.0, "time": {}, "memory": [{}], "source": ""
+        }  # fmt: skip
+        return found.model_copy(update={"estimate": estimate})
+
+    course = course_of(tmp_path, replan=replan, replans_on_oom=True)
+    assert course.plan_for(2) == (2, tmp_path / "plan.json")
+    leave(tmp_path, "memory")
+    assert not course.goes_on({0: Died(1)})  # nothing is known of what it needed
+    leave(tmp_path, "memory", peak_bytes=2000)
+    assert course.goes_on({0: Died(1)})
+    count, path = course.plan_for(2)
+    assert (count, asked) == (2, [([2], 1800)])
+    assert course.plan_for(2) == (count, path)
+    assert asked == [([2], 1800)]
+    leave(tmp_path, "memory", peak_bytes=2000)
+    assert course.goes_on({0: Died(1)})
+    course.plan_for(2)
+    assert asked[1:] == [([2], 900)]  # of the prediction
+    with pytest.raises(PlanError, match="`save_every` 0 was given"):
+        Keeping(folder=tmp_path, save_every=0)
