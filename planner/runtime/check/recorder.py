@@ -24,7 +24,7 @@ from planner.runtime.start import device as devices
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.start.workers import TIMELINE_DIR
 from planner.schedule.jobs import Job
-from planner.timeline import rank_file, span_line, write_header
+from planner.timeline import COLLECTIVE, rank_file, span_line, write_header
 
 _CLOCK_ROUNDS = 8
 _CLOCK_AGE_S = 10.0
@@ -62,6 +62,7 @@ class Recorder:
         self.ended: deque[_Ended] = deque()
         self.memory_bytes = _memory_counter(mesh.device)
         self.step = 0
+        self.inside = -1, -1  # stage and microbatch of the job in work; of none
         offset = _clock_offset_s(mesh)
         self._device_clock = DeviceClock(mesh.device) if self.on_gpu else None
         path = rank_file(folder, dist.get_rank())
@@ -78,6 +79,11 @@ class Recorder:
         """Record what happens inside; `on_host` says that no device does it."""
         what = (kind, name, self.step, stage, microbatch)
         return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what)
+
+    def collective(self, kind: str) -> _Open | _OpenByEvents:
+        """Record a collective of the job in work."""
+        stage, microbatch = self.inside
+        return self.span(COLLECTIVE, kind, stage, microbatch)
 
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""
@@ -145,19 +151,37 @@ class DeviceClock:
         return self._zero_s + self._zero.elapsed_time(event) / 1e3
 
 
+def _enter(recorder: Recorder, what: _What) -> tuple[int, int] | None:
+    """Note the job that begins, and return what it is in; None for what is no job's, such as
+    copies, which other threads record.
+    """
+    stage, microbatch = what[3:]
+    if microbatch < 0:
+        return None
+    outer, recorder.inside = recorder.inside, (stage, microbatch)
+    return outer
+
+
+def _leave(recorder: Recorder, outer: tuple[int, int] | None) -> None:
+    if outer is not None:
+        recorder.inside = outer
+
+
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_recorder", "_start_s", "_what")
+    __slots__ = ("_outer", "_recorder", "_start_s", "_what")
 
     def __init__(self, recorder: Recorder, what: _What) -> None:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
+        self._outer = _enter(self._recorder, self._what)
         self._start_s = perf_counter()
 
     def __exit__(self, *_: object) -> None:
         end_s, recorder = perf_counter(), self._recorder
+        _leave(recorder, self._outer)
         recorder.ended.append(
             (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), None)
         )
@@ -166,12 +190,13 @@ class _Open:
 class _OpenByEvents:
     """A span that goes on on a GPU."""
 
-    __slots__ = ("_events", "_recorder", "_start_s", "_what")
+    __slots__ = ("_events", "_outer", "_recorder", "_start_s", "_what")
 
     def __init__(self, recorder: Recorder, what: _What) -> None:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
+        self._outer = _enter(self._recorder, self._what)
         event = devices.of(self._recorder.device).Event
         self._events = event(enable_timing=True), event(enable_timing=True)
         self._events[0].record()
@@ -180,6 +205,7 @@ class _OpenByEvents:
     def __exit__(self, *_: object) -> None:
         end_s, recorder = perf_counter(), self._recorder
         self._events[1].record()
+        _leave(recorder, self._outer)
         held = recorder.memory_bytes(end_s)
         recorder.ended.append((self._what, self._start_s, end_s, held, self._events))
 

@@ -104,7 +104,8 @@ class ValueCheck:
         every = [each for some in everyone if some for each in some]
         if not every:
             return ValuesError(
-                f"step {step}: {what}; run again, all is finite: random numbers, or the hardware"
+                f"step {step}: {what}; run again, all is finite: it began in "
+                "an earlier batch of the step, random numbers or the hardware"
             )
         first = min(every, key=lambda each: each.order)
         return ValuesError(f"step {step}: {what}; first in {first.text}")
@@ -154,7 +155,7 @@ class _Look(TorchDispatchMode):
             lines = frame.f_locals["self"].meta.get("lines", {})
             self._lines[frame.f_code.co_filename] = lines
         name = func._schema.name.split("::")[-1].rstrip("_")
-        job = self._executor.current_job
+        job = self._executor.job
         if self.found or job is None or name in _MAKES_NO_VALUES:
             return func(*args, **(kwargs or {}))
         # (Before the op: it may write to them.)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.checkpoint import folder as folders
-from planner.runtime.checkpoint.together import together
+from planner.runtime.start.together import together
 
 if TYPE_CHECKING:
     from planner.runtime.checkpoint.checkpoints import Loaded
@@ -33,6 +33,7 @@ class Kept:
         self._folder = None if folder is None else Path(folder)
         self._every = int(os.environ.get(SAVE_EVERY, "100"))
         self._extra: Mapping[str, Any] | None = None
+        self._saved = 0
 
     def resume(self, extra: Mapping[str, Any]) -> Loaded | None:
         """Go on from the newest whole checkpoint, if there is any; see `Engine.resume`."""
@@ -48,7 +49,11 @@ class Kept:
             return folders.newest_in(folder)
 
         found = together(self._engine.mesh.control, newest)[0]
-        return None if found is None else self._engine.load(folder, extra=extra)
+        if found is None:
+            return None
+        loaded = self._engine.load(folder, extra=extra)
+        self._saved = loaded.step
+        return loaded
 
     def keep(self) -> None:
         """Begin to save if a checkpoint is due; see `Engine.keep`."""
@@ -59,5 +64,8 @@ class Kept:
                 "engine.keep() was called before engine.resume(), so a run that starts again "
                 "would begin from the first step; call engine.resume() after planner.apply"
             )
-        if self._engine.steps % self._every == 0:
+        steps = self._engine.steps
+        # (Where gradients of several batches make a step, it is saved once, and not between them.)
+        if steps % self._every == 0 and steps != self._saved and not self._engine.is_accumulating:
+            self._saved = steps
             self._engine.save(self._folder, extra=self._extra)

@@ -172,7 +172,7 @@ class Executor:
         order = list(positions)
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
-        self._post.open(with_grads=with_grads, split=feed.split)
+        self._post.open(with_grads=with_grads, split=feed.split, bucket=feed.bucket)
         # Receives are posted early, so that a message travels while earlier jobs compute.
         for position in islice(ahead, self._lookahead):
             self._post.expect(self._taken[position])
@@ -294,8 +294,8 @@ class Executor:
         self._queue.flush((job.stage_index, job.microbatch_index))
 
     @property
-    def current_job(self) -> Job | None:
-        """The job in work, None between two steps."""
+    def job(self) -> Job | None:
+        """The job in work; None between two steps."""
         return self._current
 
     def status(self) -> Status:

@@ -34,7 +34,7 @@ from tests.runtime.scenarios import capture
 def replan(counts, limit):
     print("replan", list(counts), limit, file=sys.stderr, flush=True)
     graph = capture("gpt", torch.float64)
-    return default_plan(graph, pp=2, num_microbatches=2, microbatch_size=2)
+    return default_plan(graph, pp=2, num_microbatches=2, microbatch_size=4)
 
 keeping = Keeping(
     folder=Path("run"), save_every=1, max_restarts=9, min_ranks=2, replan=replan
@@ -87,7 +87,7 @@ def test_a_lost_node_and_its_return(tmp_path):
     """4 ranks, 2 after a node has gone (of three left, one is spare), 4 again when it is back: the
     curve is that of one process."""
     plan = default_plan(capture("gpt", torch.float64), dp=4, microbatch_size=1)
-    assert plan.global_batch == 4
+    assert plan.global_batch == 8
     save_plan(plan, tmp_path / "plan.json")
     (tmp_path / "train.py").write_text(TRAIN)
     port, steps = free_port(), 60
