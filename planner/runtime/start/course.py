@@ -119,13 +119,10 @@ class Course:
         if failure is None:
             why = "planner: other nodes leave or come"
         else:
-            first, *more = failure.text.splitlines() or [f"planner: rank {failure.rank} failed"]
-            # (Of a traceback the last line is enough: what it was, of a peer that is gone.)
-            why = (
-                f"{first}: {more[-1].strip()}"
-                if more and failure.kind == "peer"
-                else "\n".join((first, *more))
-            )
+            why = failure.text or f"planner: rank {failure.rank} failed"
+            if failure.kind == "peer" and "\n" in why:
+                # Of the traceback the last line is enough: the rank that is gone has the cause.
+                why = f"planner: rank {failure.rank} lost another rank: {why.splitlines()[-1]:.120}"
         print(f"{why}\nplanner: restart {number} of {most}, {where}", file=sys.stderr, flush=True)
 
     def _newest(self) -> str:
