@@ -155,7 +155,7 @@ def _own_notes(view: PlanView, emitter: Emitter) -> Iterable[str]:
     if emitter.executions and priced_for not in emitter.executions:
         yield (
             f"the plan is priced for {priced_for or OURS}; a search with `execution` "
-            f"{emitter.executions[0]} finds the best plan for this system"
+            f"{emitter.executions[0]} prices plans for this system"
         )
 
 

@@ -236,7 +236,13 @@ class PlanView:
                 if isinstance(place, Replicate) and _routes(program):
                     continue  # the router: every rank of tp scores all experts
                 if not (isinstance(place, Shard) and place.dim == dim):
-                    return f"{program.tensor[name].fqn} lies as {place} where it has S({dim})"
+                    fqn = program.tensor[name].fqn
+                    if not fqn.startswith(program.name):  # of a class of several blocks
+                        fqn = f"{program.name}.{fqn}"
+                    return (
+                        f"{fqn} lies as {place} where it has S({dim}), which a search takes with "
+                        f"`pins` '{fqn}: S({dim})@tp'"
+                    )
         if len(handed) > 1 or not handed <= {"R", "S(1)"}:
             return f"layers hand on {' and '.join(sorted(handed))}, and it has R or S(1) in all"
         return ""
