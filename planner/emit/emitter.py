@@ -151,6 +151,12 @@ def _own_notes(view: PlanView, emitter: Emitter) -> Iterable[str]:
         rule = emitter.expresses[name]
         assert isinstance(rule, Rule)
         yield f"{name} differs from the plan, as accepted: {emitter.name} has {rule.instead}"
+    frozen = [] if view.graph is None else [t for t in view.graph.params if not t.requires_grad]
+    if frozen and emitter.executions:
+        yield (
+            f"frozen in the model: {len(frozen)} parameters, such as {frozen[0].fqn}; freeze them "
+            f"in the model that {emitter.name} trains"
+        )
     priced_for = view.plan.execution
     if emitter.executions and priced_for not in emitter.executions:
         yield (
