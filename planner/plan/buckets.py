@@ -41,7 +41,7 @@ def validate_bucket(bucket: Bucket, graph: ModelGraph, other: ModelGraph) -> Non
     """Raise PlanError where a capture is not that of a bucket, ModelError as `check_bucket`."""
     if bucket.fingerprint != other.fingerprint:
         raise PlanError(
-            f"the plan's bucket of {_told(bucket.inputs)} is of another model "
+            f"the plan's bucket of {shapes_of(bucket.inputs)} is of another model "
             f"({bucket.fingerprint[:12]}, not {other.fingerprint[:12]}); search again"
         )
     check_bucket(graph, other)
@@ -49,7 +49,7 @@ def validate_bucket(bucket: Bucket, graph: ModelGraph, other: ModelGraph) -> Non
 
 def check_bucket(graph: ModelGraph, other: ModelGraph) -> None:
     """Raise ModelError where two captures of a model differ in more than sizes of activations."""
-    shapes = _told(batch_spec(other))
+    shapes = shapes_of(batch_spec(other))
     for (path, _, shape), (_, _, largest) in zip(
         batch_spec(other), batch_spec(graph), strict=False
     ):
@@ -101,7 +101,8 @@ def _entries(spec: InputSpec) -> int:
     return total
 
 
-def _told(spec: InputSpec) -> str:
+def shapes_of(spec: InputSpec) -> str:
+    """Return the shapes of a batch's tensors in words, n for what grows with its samples."""
     shapes = (
         f"{path} [{', '.join('n' if not isinstance(s, int) else str(s) for s in shape)}]"
         for path, _, shape in spec

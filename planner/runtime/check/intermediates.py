@@ -64,6 +64,11 @@ def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str,
     """
     wanted = [_find(engine.graph, name) for name in dict.fromkeys(names)]
     seen: dict[tuple[str, int], Tensor] = {}
+    if engine._feed(batch).bucket:
+        raise PlanError(
+            "intermediates are those of the plan's own shapes, and the batch has those of a "
+            "bucket; give one as large as batch(size) makes"
+        )
     with _watching(engine, wanted, seen):
         engine.evaluate(batch)
     mesh = engine.mesh
