@@ -8,6 +8,7 @@ one set of weights serves all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,9 @@ def check_bucket(graph: ModelGraph, other: ModelGraph) -> None:
 
 def _outline(graph: ModelGraph) -> object:
     blocks = tuple((b.name, b.class_index, b.inputs, b.params, b.outputs) for b in graph.blocks)
-    return blocks, graph.batch_inputs, graph.batch_tree, graph.preamble.params, graph.loss
+    # (As JSON: graphs that were kept have tuples for lists.)
+    tree = json.dumps(graph.batch_tree)
+    return blocks, graph.batch_inputs, tree, graph.preamble.params, graph.loss
 
 
 def _ops(program: Program) -> object:
