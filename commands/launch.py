@@ -9,6 +9,7 @@ import typer
 
 from commands.common.options import DeviceOption, PlanFile
 from commands.render.console import show_note
+from planner.errors import PlanError
 
 
 def launch(
@@ -22,6 +23,10 @@ def launch(
     rendezvous: Annotated[
         str, typer.Option(help="host:port of one of the nodes, the same on all.")
     ] = "localhost:0",
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="0,2,3", help="GPUs of this node that its ranks take, in order."),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Record what each rank does when in this folder.")
     ] = None,
@@ -47,4 +52,14 @@ def launch(
         num_nodes=num_nodes,
         rendezvous=rendezvous,
         timeline=timeline,
+        devices=None if devices is None else _numbers(devices),
     )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise PlanError(
+            f"`devices` {text!r} is no list of numbers; give for example 0,2,3"
+        ) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.data import OwnPart, ShardedSampler
 from planner.loss_weight import count_tokens
@@ -30,7 +30,7 @@ def apply(
     loss: Any = None,
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
-    loss_weight: Callable[[Any], float] | None = None,
+    loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
     weights: str | os.PathLike[str] | None = None,
     pad: Mapping[str, float] | None = None,
 ) -> Engine:
@@ -47,7 +47,8 @@ def apply(
     each microbatch is normalised by its own; a plan that cuts the batch of such a model warns
     without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
     something else than samples: from a part of the batch to how much of it counts, such as
-    ``planner.count_tokens("labels")``. `weights` is a path to take the model's values from
+    ``planner.count_tokens("labels")``; "sum" is for a loss that is a sum over samples, whose parts
+    are added instead of averaged. `weights` is a path to take the model's values from
     (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
     the model may be built on the meta device. `pad` gives by path what fills a batch's tensors up
     to the next of the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. Raises

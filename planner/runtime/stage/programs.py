@@ -61,7 +61,16 @@ class Programs:
             self._of_class[class_index] = lambda num_samples: made(self.bucket, num_samples)
         return self._of_class[class_index]
 
-    def _make(self, class_index: int, bucket: int, num_samples: int) -> Run:
+    def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
+        """Return the same, where these tensors of the class come as further outputs."""
+        made = cache(
+            lambda bucket, num_samples: self._make(class_index, bucket, num_samples, tensors)
+        )
+        return lambda num_samples: made(self.bucket, num_samples)
+
+    def _make(
+        self, class_index: int, bucket: int, num_samples: int, watched: tuple[str, ...] = ()
+    ) -> Run:
         graph = self._graphs[bucket]
         try:
             program = local_program(
@@ -70,6 +79,7 @@ class Programs:
                 class_index,
                 degrees=self._mesh.degrees,
                 microbatch_size=num_samples,
+                watched=watched,
             )
         except LayoutError as error:
             if num_samples == self._full_size:

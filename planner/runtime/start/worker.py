@@ -18,10 +18,11 @@ import traceback
 from pathlib import Path
 
 from planner.errors import PlannerError
+from planner.plugins import load_plugins
 from planner.runtime.start.cores import available_cores, own_cores, stay_on
 from planner.runtime.start.heap import keep_freed_memory
 from planner.runtime.start.lifetime import die_with
-from planner.runtime.start.workers import FAILURE_FILE, LAUNCHER, runs_script
+from planner.runtime.start.workers import DEVICE, FAILURE_FILE, LAUNCHER, runs_script
 
 
 def main(args: list[str]) -> None:
@@ -29,6 +30,7 @@ def main(args: list[str]) -> None:
     die_with(int(os.environ.get(LAUNCHER, os.getppid())))
     _settle_on_cpu()
     try:
+        load_plugins()
         if args[0] == "--verify":
             from planner.runtime.check.verify import verify_worker
 
@@ -62,7 +64,7 @@ def _settle_on_cpu() -> None:
     """Stay on this rank's share of the cores, which all of a node's ranks inherited alike, and
     keep memory from step to step.
     """
-    if os.environ.get("PLANNER_DEVICE") == "cpu":
+    if os.environ.get(DEVICE) == "cpu":
         keep_freed_memory()
         cores = available_cores()
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])

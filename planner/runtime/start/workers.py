@@ -26,6 +26,12 @@ user error's message, or the traceback of a rank that runs no script of the user
 LAUNCHER = "PLANNER_LAUNCHER"
 """Names the process that ranks must not outlive."""
 
+DEVICE = "PLANNER_DEVICE"
+"""Names the type of device that ranks take."""
+
+DEVICES = "PLANNER_DEVICES"
+"""The numbers of this node's accelerators, one for each local rank, with commas between."""
+
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
 
@@ -113,7 +119,7 @@ def _exit_code(failure: Path, error: Exception, *, is_script: bool) -> int:
 
 
 def _environment(ranks_here: int, device: str) -> dict[str, str]:
-    environment = {"PLANNER_DEVICE": device}
+    environment = {DEVICE: device}
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // ranks_here))

@@ -8,7 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,12 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
-from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
+from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
@@ -45,7 +47,9 @@ from planner.runtime.state.weights import (
     own_piece,
     synced_tensors,
 )
+from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
 from planner.runtime.step.feed import Feed, Preamble
 from planner.runtime.step.feeder import Feeder, Shaped
@@ -61,9 +65,11 @@ from planner.runtime.step.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import schedule_of
+from planner.schedule import Job, schedule_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
     from planner.runtime.data.loader import Loader
     from planner.runtime.data.order import AtEnd
@@ -74,7 +80,8 @@ class Engine:
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped.
+    last step's gradients before clipping, when they are clipped; `fetched` what the last step was
+    told to fetch.
     """
 
     def __init__(
@@ -92,11 +99,13 @@ class Engine:
         may_be_empty: bool = False,
         buckets: tuple[ModelGraph, ...] = (),
         pad: Mapping[str, float] | None = None,
+        capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
         tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
-        on the other shapes of the plan, and `pad` fills batches up to them.
+        on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
+        gives all of them in evaluation mode, on every rank; None: they are the same.
         """
         if buckets and deferred_batch_norm:
             raise PlanError(
@@ -113,7 +122,7 @@ class Engine:
         captured = graph
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
-        self.plan, self.graph, self.mesh = plan, graph, mesh
+        self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
@@ -138,9 +147,8 @@ class Engine:
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
-        self._programs = Programs(
-            (graph, *buckets), plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue
-        )
+        self._made_programs: list[Programs] = []
+        self.programs = self.programs_of((graph, *buckets))
         owners = self._build_stages(model, edges)
         preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
         self._preambles = preambles[0]
@@ -156,10 +164,12 @@ class Engine:
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self.fetched: dict[str, Tensor] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
+        collectives.record(None if self._recorder is None else self._recorder.collective)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
@@ -179,15 +189,16 @@ class Engine:
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
-                after_gradients=self._trained.start_sums,
+                after_gradients=self._after_gradients,
             ),
         )
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._accumulation = Accumulation()
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
-        self._has_modes = random or bool(batch_norms(captured))
+        self._evaluation = Evaluation(self, capture_evaluation)
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
         self._feeder = Feeder(
             [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
@@ -231,7 +242,7 @@ class Engine:
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
-                programs=self._programs,
+                programs=self.programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
@@ -274,6 +285,19 @@ class Engine:
             index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()
         }
+
+    def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
+        """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
+        made = Programs(
+            graphs, self.plan, self.mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
+        self._made_programs.append(made)
+        return made
+
+    @property
+    def has_deferred_statistics(self) -> bool:
+        """Whether running statistics are those of the whole batch, so alike on all replicas."""
+        return self._statistics is not None
 
     # -- running ------------------------------------------------------------------------
 
@@ -332,7 +356,12 @@ class Engine:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
 
-    def step(self, batch: Any) -> Tensor:
+    @property
+    def job(self) -> Job | None:
+        """The job that this rank runs now; None between steps."""
+        return self._executor.job
+
+    def step(self, batch: Any, *, update: bool = True, fetch: Iterable[str] = ()) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
         Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
@@ -340,22 +369,42 @@ class Engine:
         replica; each counts the same, however unevenly they are cut. Raises ModelError for a
         batch that the plan can't take, PlanError when the module that the plan was applied to
         was changed since (a parameter frozen, a hook set, evaluation mode).
+
+        Without `update` its gradients are kept for the next step with it, which takes the mean
+        over all samples (or what `loss_weight` counts) since the last update.
+
+        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
+        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
+        Until the step ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
-        self._trained.zero_gradients()
-        if self._statistics is not None:
-            self._statistics.begin()
-        with self._drawn():
-            losses = self._executor.train(feed)
+        if not self._accumulation.is_open:
+            self._trained.zero_gradients()
+            if self._statistics is not None:
+                self._statistics.begin()
+        with self._drawn(), watching(self, fetch) as seen:
+            losses = self._executor.train(self._accumulation.add(feed, is_last=update))
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
+        if update:
+            self._update()
+        self.samples += feed.split.num_samples
+        if shared is not None:
+            shared.wait()
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        if self._recorder is not None:
+            self._recorder.end_step()
+        return loss
+
+    def _update(self) -> None:
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
+            self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         with self._recorded("OPTIMIZE"):
@@ -363,28 +412,26 @@ class Engine:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
         self.steps += 1
-        self.samples += feed.split.num_samples
-        if shared is not None:
-            shared.wait()
-        if self._recorder is not None:
-            self._recorder.end_step()
-        return loss
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
-    def evaluate(self, batch: Any) -> Tensor:
-        """Return the mean loss of one global batch without training on it.
+    def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+        """Return the mean loss of one global batch, as the model computes it after ``eval()``.
 
-        The model is in the mode it was captured in, which is training; no buffer changes.
-        Raises PlanError after ``model.eval()`` when that would give another loss.
+        Nothing is dropped, norms read their running statistics (of the first replica, where each
+        has its own), and no buffer changes. `fetch` is as in `step`: a module's name gives what it
+        returned. The first call captures the model once more, if any part of it reads its mode;
+        raises PlanError where it then computes what it does not in training.
         """
-        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
-            raise PlanError(
-                "the model is in another mode (train or eval) than when the plan was applied, and "
-                "its dropout or batch statistics run as they were captured; leave the mode alone, "
-                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
-            )
+        programs = self._evaluation.programs
+        with self._evaluation.running(), watching(self, fetch, programs) as seen:
+            loss = self.forward(batch)
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        return loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch as training computes it, without training."""
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
@@ -397,7 +444,8 @@ class Engine:
 
     def _feed(self, batch: Any) -> Feed:
         feed = self._feeder.feed(batch)
-        self._programs.bucket = feed.bucket
+        for programs in self._made_programs:
+            programs.bucket = feed.bucket
         return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
@@ -413,7 +461,16 @@ class Engine:
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
-            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+            zero.before_backward(
+                self.stages[stage_index],
+                self._zero_stage,
+                is_last=is_last,
+                is_update=self._accumulation.is_last,
+            )
+
+    def _after_gradients(self, stage_index: int) -> None:
+        if self._accumulation.is_last:
+            self._trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
@@ -431,9 +488,15 @@ class Engine:
 
         `planner.runtime.check.intermediates` says what names there are; every rank calls this.
         """
-        from planner.runtime.check.intermediates import intermediates
-
         return intermediates(self, batch, names)
+
+    def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
+        """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
+        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.user_tensors`.
+        """
+        from planner.runtime.state.user_tensors import shard_tensor
+
+        return shard_tensor(tensor, self.mesh, dims)
 
     def close(self) -> None:
         """Give the process groups made for this engine back; all ranks call it, last.
@@ -442,6 +505,7 @@ class Engine:
         """
         if self._checkpoints is not None:
             self._checkpoints.wait()
+        collectives.record(None)
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------
@@ -461,6 +525,7 @@ class Engine:
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
         `state_dict` and a `load_state_dict`: schedulers, scalers.
         """
+        self._accumulation.refuse_open("engine.save")
         self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
 
     def wait_for_save(self) -> None:
@@ -477,6 +542,7 @@ class Engine:
         one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
         checkpoint is whole, or is of another model.
         """
+        self._accumulation.forget()
         return self._own_checkpoints().load(Path(path), extra=extra or {})
 
     def _own_checkpoints(self) -> Checkpoints:
@@ -534,10 +600,11 @@ class Engine:
         }
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+        """Return the last update's gradients, whole, on rank 0's CPU; {} elsewhere.
 
         A parameter that got no gradient has zeros. Every rank calls it.
         """
+        self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
         return gather(
             self.graph,

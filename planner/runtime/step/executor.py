@@ -293,6 +293,11 @@ class Executor:
         assert self._queue is not None
         self._queue.flush((job.stage_index, job.microbatch_index))
 
+    @property
+    def job(self) -> Job | None:
+        """The job in work; None between two steps."""
+        return self._current
+
     def status(self) -> Status:
         """Return what this rank is doing; called from the watchdog's thread."""
         job = self._current

@@ -29,13 +29,15 @@ class Feed:
     `bucket` says which of the plan's shapes it has (0: its own). `num_samples` counts the samples
     it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
     batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
-    to one.
+    to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
+    None where losses are sums, whose weights are one.
     """
 
     split: BatchSplit
     num_samples: tuple[int, ...]
     side_inputs: SideInputs
     loss_weights: Sequence[Tensor]
+    total: Callable[[], float] | None
     bucket: int = 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +112,9 @@ class Feeder:
         )
         count, number = self._mesh.size("batch"), self._mesh.rank("batch")
         runs = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
-        return self._feed(cut, runs, self._weights.of(cut), bucket)
+        return self._feed(
+            cut, runs, self._weights.of(cut), bucket, partial(self._weights.total, cut)
+        )
 
     def _fitting(self, leaves: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
         """Return the shapes that tensors have or may be filled up to, and their samples.
@@ -150,7 +153,8 @@ class Feeder:
             weights = self._weights.by_counts(self._weights.count(cut, runs), agreed.counted)
         else:
             weights = ()
-        return self._feed(cut, runs, weights, agreed.bucket)
+        counted = agreed.split.num_samples if agreed.counted is None else agreed.counted
+        return self._feed(cut, runs, weights, agreed.bucket, lambda: float(counted))
 
     def _asked(self, part: OwnPart) -> Agreed:
         refuse_other_cuts(self._plan)
@@ -206,7 +210,12 @@ class Feeder:
         return any(isinstance(size, Affine) for path in leaves for size in metas[path].shape)
 
     def _feed(
-        self, cut: CutBatch, runs: Sequence[range], weights: tuple[Tensor, ...], bucket: int
+        self,
+        cut: CutBatch,
+        runs: Sequence[range],
+        weights: tuple[Tensor, ...],
+        bucket: int,
+        total: Callable[[], float],
     ) -> Feed:
         shaped = self._shapes[bucket]
         metas = [shaped.graph.tensor[name] for name in self._used]
@@ -231,5 +240,6 @@ class Feeder:
             num_samples=tuple(map(len, runs)),
             side_inputs=side_inputs,
             loss_weights=weights,
+            total=None if self._weights.are_sums else total,
             bucket=bucket,
         )

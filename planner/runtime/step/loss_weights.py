@@ -8,7 +8,7 @@ parts, `agreement` sums what they count.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.step.feed import CutBatch
 
-LossWeight = Callable[[Any], float]
+LossWeight = Callable[[Any], float] | Literal["sum"]
+"""What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over
+samples has it."""
 
 
 class LossWeights:
     """Weighs one rank's microbatches. Mutable: weights by sample are kept by how a batch is cut.
 
-    `count` is the user's function from a part of the batch to how much of it counts.
+    `count` is what the user says of a part; None: it counts by its samples.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class LossWeights:
     @property
     def reads_batch(self) -> bool:
         """Whether it is given the rank's parts of the batch."""
-        return self._has_loss and self._count is not None
+        return self._has_loss and callable(self._count)
 
     def of(self, cut: CutBatch) -> tuple[Tensor, ...]:
         """Return the weight of each of this rank's microbatches; () where no loss is.
@@ -56,14 +58,33 @@ class LossWeights:
         ]
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
 
+    @property
+    def are_sums(self) -> bool:
+        """Whether losses of parts are added."""
+        return self._count == "sum"
+
+    def total(self, cut: CutBatch) -> float:
+        """Return what a whole batch counts: its samples, or what the user counts in it."""
+        if not callable(self._count):
+            return float(cut.split.num_samples)
+        split = cut.split
+        return sum(
+            sum(self.count(cut, split.own(self._num_parts, number)))
+            for number in range(self._num_parts)
+        )
+
     def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
-        """Return the weights where each sample counts the same; () where no loss is."""
+        """Return the weights where each sample counts the same, in a mean over all or in a sum;
+        () where no loss is.
+        """
         if not self._has_loss:
             return ()
         own = tuple(map(len, split.own(self._num_parts, self._number)))
         key = (own, split.num_samples)
         if key not in self._by_samples:
-            self._by_samples[key] = self._tensors(n / split.num_samples for n in own)
+            is_sum = self._count == "sum"
+            weights = (float(n > 0) if is_sum else n / split.num_samples for n in own)
+            self._by_samples[key] = self._tensors(weights)
         return self._by_samples[key]
 
     def count(self, cut: CutBatch, runs: Iterable[range]) -> list[float]:
@@ -71,7 +92,7 @@ class LossWeights:
 
         Raises ModelError for what is less than zero, or no number.
         """
-        assert self._count is not None
+        assert callable(self._count)
         counts = [float(self._count(cut.part(samples))) for samples in runs]
         if not all(count >= 0 for count in counts):
             raise _no_weights(counts)
