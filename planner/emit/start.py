@@ -44,7 +44,7 @@ def torchrun_lines(view: PlanView, *program: str, restarts: bool = False) -> lis
         '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
     ]
     if restarts:
-        words.append('--max-restarts "${MAX_RESTARTS:-0}"')
+        words.append('--max_restarts "${MAX_RESTARTS:-0}"')
     words += program
     lines = [words[0], *(f"    {word}" for word in words[1:])]
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

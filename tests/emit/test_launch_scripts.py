@@ -66,7 +66,7 @@ QUICK_TORCHRUN = """
 import argparse, os, subprocess, sys
 
 parser = argparse.ArgumentParser()
-for name in ("nnodes", "nproc-per-node", "node-rank", "max-restarts", "master-port"):
+for name in ("nnodes", "nproc-per-node", "node-rank", "max_restarts", "master-port"):
     parser.add_argument(f"--{name}", type=int)
 parser.add_argument("--rdzv-backend", choices=["static"], required=True)
 parser.add_argument("--master-addr", choices=["localhost"], required=True)
