@@ -8,6 +8,7 @@ one set of weights serves all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ def validate_bucket(bucket: Bucket, graph: ModelGraph, other: ModelGraph) -> Non
     """Raise PlanError where a capture is not that of a bucket, ModelError as `check_bucket`."""
     if bucket.fingerprint != other.fingerprint:
         raise PlanError(
-            f"the plan's bucket of {_told(bucket.inputs)} is of another model "
+            f"the plan's bucket of {shapes_of(bucket.inputs)} is of another model "
             f"({bucket.fingerprint[:12]}, not {other.fingerprint[:12]}); search again"
         )
     check_bucket(graph, other)
@@ -49,7 +50,7 @@ def validate_bucket(bucket: Bucket, graph: ModelGraph, other: ModelGraph) -> Non
 
 def check_bucket(graph: ModelGraph, other: ModelGraph) -> None:
     """Raise ModelError where two captures of a model differ in more than sizes of activations."""
-    shapes = _told(batch_spec(other))
+    shapes = shapes_of(batch_spec(other))
     for (path, _, shape), (_, _, largest) in zip(
         batch_spec(other), batch_spec(graph), strict=False
     ):
@@ -81,7 +82,9 @@ def check_bucket(graph: ModelGraph, other: ModelGraph) -> None:
 
 def _outline(graph: ModelGraph) -> object:
     blocks = tuple((b.name, b.class_index, b.inputs, b.params, b.outputs) for b in graph.blocks)
-    return blocks, graph.batch_inputs, graph.batch_tree, graph.preamble.params, graph.loss
+    # (As JSON: graphs that were kept have tuples for lists.)
+    tree = json.dumps(graph.batch_tree)
+    return blocks, graph.batch_inputs, tree, graph.preamble.params, graph.loss
 
 
 def _ops(program: Program) -> object:
@@ -101,7 +104,8 @@ def _entries(spec: InputSpec) -> int:
     return total
 
 
-def _told(spec: InputSpec) -> str:
+def shapes_of(spec: InputSpec) -> str:
+    """Return the shapes of a batch's tensors in words, n for what grows with its samples."""
     shapes = (
         f"{path} [{', '.join('n' if not isinstance(s, int) else str(s) for s in shape)}]"
         for path, _, shape in spec

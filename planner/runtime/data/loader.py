@@ -95,7 +95,7 @@ class Loader:
                 raise ModelError(
                     f"the DataLoader has batch_size={given.batch_size} and the plan's global batch "
                     f"is {self._plan.global_batch}; give it that batch_size, or search with "
-                    f"--global-batch {given.batch_size}"
+                    f"`global_batch`={given.batch_size}"
                 )
         return Order(
             num_samples=len(self._data),

@@ -113,7 +113,7 @@ class Engine:
         if buckets and deferred_batch_norm:
             raise PlanError(
                 "deferred_batch_norm merges statistics of one shape, and the plan's batches may "
-                "have several; leave it out, or search without --lengths"
+                "have several; leave it out, or search without `lengths`"
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
