@@ -60,6 +60,9 @@ while engine.steps < steps:
         log.write(json.dumps([engine.steps, loss, drawn, engine.plan.world_size]) + "\\n")
     engine.keep()
     time.sleep(wait_s)
+    if dies == "oom" and engine.steps == 3 and engine.plan.zero_stage == 0:
+        engine.wait_for_save()
+        torch.empty(2**58, dtype=torch.uint8)
     if dies == "dies" and rank == "1" and engine.steps == 3 and not Path("killed").exists():
         engine.wait_for_save()
         newest = max(Path("run").glob("0*/*.distcp"))
@@ -76,18 +79,34 @@ from pathlib import Path
 from planner.runtime.start.course import Keeping
 from planner.runtime.start.launch import launch
 restarts, *args = sys.argv[1:]
-keeping = Keeping(folder=Path("run"), save_every=1, max_restarts=int(restarts))
+
+
+def replan(counts, limit):
+    import torch
+    from planner.plan.defaults import default_plan
+    from tests.runtime.scenarios import capture
+
+    return default_plan(capture("gpt", torch.float64), dp=2, zero_stage=1)
+
+
+keeping = Keeping(
+    folder=Path("run"),
+    save_every=1,
+    max_restarts=int(restarts),
+    replan=replan if args[-1] == "oom" else None,
+    replans_on_oom=True,
+)
 sys.exit(launch("plan.json", "train.py", args, "cpu", keeping=keeping))
 """
 
 
 def begin(
-    folder: Path, restarts: int, steps: int, wait_s: float = 0.0, *, dies: bool = False
+    folder: Path, restarts: int, steps: int, wait_s: float = 0.0, *, dies: str = ""
 ) -> subprocess.Popen[str]:
     """Start a kept run in a folder with plan.json."""
     (folder / "train.py").write_text(TRAIN)
     return subprocess.Popen(
-        [sys.executable, "-c", RUN, str(restarts), str(steps), str(wait_s), "dies" if dies else ""],
+        [sys.executable, "-c", RUN, str(restarts), str(steps), str(wait_s), dies],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         text=True,
@@ -144,7 +163,7 @@ def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path):
     taken, and the curve is that of one process."""
     plan = default_plan(capture("gpt", torch.float64), dp=2)
     save_plan(plan, tmp_path / "plan.json")
-    process = begin(tmp_path, restarts=1, steps=5, dies=True)
+    process = begin(tmp_path, restarts=1, steps=5, dies="dies")
     try:
         _, told = process.communicate(timeout=120)
     finally:
@@ -156,6 +175,26 @@ def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path):
     assert "Traceback" not in told
     found = [loss for loss, *_ in curve(tmp_path)]
     torch.testing.assert_close(found, losses_alone(plan, 5), rtol=1e-12, atol=0)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_tells_what_it_held_and_a_smaller_plan_goes_on(tmp_path):
+    """The host is the device here, and its allocator refuses what no machine has."""
+    plan = default_plan(capture("gpt", torch.float64), dp=2)
+    save_plan(plan, tmp_path / "plan.json")
+    process = begin(tmp_path, restarts=1, steps=5, dies="oom")
+    try:
+        _, told = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert re.search(r"planner: rank \d ran out of memory: .*can't allocate memory", told)
+    for category in ("parameters", "gradients", "optimizer", "activations and all else"):
+        assert re.search(rf"  {category} +- +[\d.]+ [KMGT]iB\n", told), told
+    assert "the plan is pp=1 dp=2 cp=1 tp=1 zero_stage=1" in told
+    found = [loss for loss, *_ in curve(tmp_path)]
+    torch.testing.assert_close(found, losses_alone(plan, 5), rtol=1e-9, atol=0)
     assert_nothing_left(tmp_path)
 
 
