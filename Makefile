@@ -18,7 +18,7 @@ test: .venv/ready-test
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal
 
 test-slow: .venv/ready-test
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --timeout 1800
 
 check: .venv/ready-test
 	$(BIN)/ruff format --check .

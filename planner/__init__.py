@@ -32,6 +32,7 @@ def apply(
     deferred_batch_norm: bool = False,
     loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
     pad: Mapping[str, float] | None = None,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
@@ -51,8 +52,10 @@ def apply(
     are added instead of averaged. `weights` is a path to take the model's values from
     (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
     the model may be built on the meta device. `pad` gives by path what fills a batch's tensors up
-    to the next of the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. Raises
-    PlanError or ModelError when plan, model and processes do not belong together.
+    to the next of the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With
+    `check_values` a step whose loss or gradients are NaN or infinite raises, before weights
+    change, and says where that began. Raises PlanError or ModelError when plan, model and
+    processes do not belong together.
     """
     from planner.runtime.start.apply import apply_plan
 
@@ -65,5 +68,6 @@ def apply(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         weights=weights,
+        check_values=check_values,
         pad=pad,
     )

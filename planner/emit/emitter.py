@@ -151,11 +151,17 @@ def _own_notes(view: PlanView, emitter: Emitter) -> Iterable[str]:
         rule = emitter.expresses[name]
         assert isinstance(rule, Rule)
         yield f"{name} differs from the plan, as accepted: {emitter.name} has {rule.instead}"
+    frozen = [] if view.graph is None else [t for t in view.graph.params if not t.requires_grad]
+    if frozen and emitter.executions:
+        yield (
+            f"frozen in the model: {len(frozen)} parameters, such as {frozen[0].fqn}; freeze them "
+            f"in the model that {emitter.name} trains"
+        )
     priced_for = view.plan.execution
     if emitter.executions and priced_for not in emitter.executions:
         yield (
             f"the plan is priced for {priced_for or OURS}; a search with `execution` "
-            f"{emitter.executions[0]} finds the best plan for this system"
+            f"{emitter.executions[0]} prices plans for this system"
         )
 
 

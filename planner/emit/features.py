@@ -21,12 +21,17 @@ class Feature:
     name: str
     """As emitters and messages call it."""
     fields: tuple[str, ...]
-    """Fields of `Plan` and `StagePlan` that it accounts for."""
+    """Fields of `Plan`, `StagePlan` and `ModelRef` that it accounts for."""
     used: Callable[[Plan], str]
     """What a plan uses of it, in words; empty: nothing that a system must be told."""
 
 
-DECIDES_NOTHING = ("format", "version", "model", "cluster", "estimate", "execution", "degrees")
+DECIDES_NOTHING = frozenset(
+    {
+        *("format", "version", "model", "cluster", "estimate", "execution", "degrees"),
+        *("name", "file", "fingerprint", "inputs", "batch_tree"),
+    }
+)
 """Fields that say what a plan is for. Sizes in `degrees` are a feature each, by their axis."""
 
 
@@ -104,6 +109,13 @@ _OTHERS = (
         name="microbatches",
         fields=("microbatch_size", "num_microbatches"),
         used=lambda plan: f"{plan.num_microbatches} microbatches of {plan.microbatch_size}",
+    ),
+    Feature(
+        name="buckets",
+        fields=("buckets",),
+        used=lambda plan: (
+            f"batches of {1 + len(plan.model.buckets)} shapes" if plan.model.buckets else ""
+        ),
     ),
     Feature(name="pp", fields=("pp",), used=lambda plan: f"pp={plan.pp}" if plan.pp > 1 else ""),
     Feature(

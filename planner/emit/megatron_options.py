@@ -66,6 +66,9 @@ TAKES_MANY = frozenset({"cp-comm-type", "recompute-modules"})
 """Options whose values are all words up to the next option."""
 
 
+SHELL_ENDS = frozenset({")", ";", "&", "&&", "|", "||"})
+"""Words of a shell script that end a list of flags."""
+
 MOST_REPEATED = 4096
 """The largest repetition in a layout of stages: what is written out must fit in memory."""
 
@@ -119,11 +122,15 @@ def parse_flags(line: str) -> Flags:
 
 def _spelled(words: list[str]) -> list[tuple[str, list[str]]]:
     found: list[tuple[str, list[str]]] = []
+    ended = False  # by the shell's own words, behind which no option's value stands
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             found.append((name, [value] if equals else []))
-        elif found:
+            ended = False
+        elif word in SHELL_ENDS:
+            ended = True
+        elif found and not ended:
             found[-1][1].append(word)
     return found
 

@@ -6,24 +6,25 @@ PlanError where a plan was given without its model.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from typing import Literal
 
+from planner.emit.transformer_graph import (
+    Sizes,
+    is_core_attention,
+    layer_of_block,
+    routes,
+    sizes_of,
+    usual_dims,
+)
 from planner.errors import PlanError
-from planner.graph import ModelGraph, Op, Program, Size
+from planner.graph import ModelGraph
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan
 from planner.schedule import Schedule, schedule_of
-
-_LAYER = re.compile(r"^(.*?)\.(\d+)(?:\.|$)")
-
-_CORE_ATTENTION = ("core_attention", "softmax", "attention_dropout")
-"""Modules between the product that makes queries, keys and values and that of the output."""
 
 Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops"]
 
@@ -52,30 +53,6 @@ class StageParts:
     """Numbers of its layers."""
     head: bool
     """Everything behind the last layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a transformer, as far as its graph tells them; 0 where it does not."""
-
-    layers: int
-    """Number of layers."""
-    hidden: int
-    """Width of what goes from layer to layer."""
-    seq_len: int
-    """Tokens of a sample."""
-    heads: int
-    """Attention heads."""
-    kv_heads: int
-    """Heads of keys and values."""
-    ffn_hidden: int
-    """Width of a feed-forward without experts."""
-    gated: bool
-    """Whether the feed-forward has three matrices."""
-    vocab: int
-    """Entries of the vocabulary."""
-    tied: bool
-    """Whether the head's matrix is the embedding's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +167,7 @@ class PlanView:
             ops = chosen.get(index, set(default_ops(program)))
             if ops == {op.name for op in program.ops}:
                 kinds.add("full")
-            elif ops == {op.name for op in program.ops if _is_core_attention(op)}:
+            elif ops == {op.name for op in program.ops if is_core_attention(op)}:
                 kinds.add("core attention")
             elif ops == set(default_ops(program)):
                 kinds.add("cheap ops")
@@ -231,12 +208,18 @@ class PlanView:
             if is_layer:
                 handed.add(layout.outputs[0])
             rests = dict(zip(program.params, layout.param_placements, strict=True))
-            for name, dim in _usual_dims(program, is_layer=is_layer):
+            for name, dim in usual_dims(program, is_layer=is_layer):
                 place = rests[name]
-                if isinstance(place, Replicate) and _routes(program):
+                if isinstance(place, Replicate) and routes(program):
                     continue  # the router: every rank of tp scores all experts
                 if not (isinstance(place, Shard) and place.dim == dim):
-                    return f"{program.tensor[name].fqn} lies as {place} where it has S({dim})"
+                    fqn = program.tensor[name].fqn
+                    if not fqn.startswith(program.name):  # of a class of several blocks
+                        fqn = f"{program.name}.{fqn}"
+                    return (
+                        f"{fqn} lies as {place} where it has S({dim}), which a search takes with "
+                        f"`pins` '{fqn}: S({dim})@tp'"
+                    )
         if len(handed) > 1 or not handed <= {"R", "S(1)"}:
             return f"layers hand on {' and '.join(sorted(handed))}, and it has R or S(1) in all"
         return ""
@@ -245,7 +228,7 @@ class PlanView:
     def has_experts(self) -> bool:
         """Whether some layer sends its tokens to experts."""
         graph = self.model("whether the model has experts")
-        return any(_routes(graph.classes[index]) for index in self.layer_classes)
+        return any(routes(graph.classes[index]) for index in self.layer_classes)
 
     def cp_kind(self) -> Literal["gathered", "heads", "other"]:
         """How attention is computed on sequences split over cp: keys gathered, or heads dealt."""
@@ -286,119 +269,3 @@ class PlanView:
         sizes = {shape[1] for _, _, shape in self.plan.model.inputs if len(shape) == 2}
         found = sizes.pop() if len(sizes) == 1 else 0
         return found if isinstance(found, int) else 0
-
-
-def layer_of_block(graph: ModelGraph) -> tuple[int | None, ...]:
-    """Return the number of the layer that each block belongs to; None before and behind them.
-
-    Raises PlanError for a model that is no chain of numbered layers.
-    """
-    found = [_LAYER.match(block.name) for block in graph.blocks]
-    roots = {match[1] for match in found if match}
-    numbers = tuple(int(match[2]) if match else None for match in found)
-    inside = [n for n in numbers if n is not None]
-    first = next((at for at, n in enumerate(numbers) if n is not None), 0)
-    inner = numbers[first : first + len(inside)]
-    if len(roots) != 1 or None in inner or inside != sorted(inside) or inside[0]:
-        raise PlanError(
-            f"{graph.name} is no chain of numbered layers between an embedding and a head "
-            f"(its blocks: {', '.join(block.name for block in graph.blocks[:4])}, ...), which "
-            "systems for such models need; emit a launch script for this runtime instead"
-        )
-    return numbers
-
-
-def sizes_of(graph: ModelGraph) -> Sizes:
-    """Return the sizes of a transformer, as far as its graph tells them.
-
-    Raises PlanError for a model that is no chain of numbered layers.
-    """
-    of_block = layer_of_block(graph)
-    layer = next(block for block in graph.blocks if of_block[block.index] is not None)
-    program = graph.classes[layer.class_index]
-    width = program.tensor[program.outputs[0]].shape[-1]
-    heads, head_dim, before, behind = _products(program)
-    kv_heads, ffn_hidden, gated = 0, 0, False
-    if head_dim and len(before) in (1, 3):  # queries, keys and values as one product or as three
-        rows = [rows for rows, _ in before]
-        kv_heads = (rows[1] if len(before) == 3 else (rows[0] - heads * head_dim) // 2) // head_dim
-    if len(behind) > 2 or (len(behind) == 2 and not _routes(program)):
-        ffn_hidden = behind[-1][1]
-        gated = len(behind) == 3 or behind[0][0] == 2 * ffn_hidden
-    lengths = {
-        shape[1]
-        for shape in (graph.tensor[name].shape for name in graph.batch_inputs)
-        if len(shape) == 2
-    }
-    length = lengths.pop() if len(lengths) == 1 else 0
-    return Sizes(
-        layers=1 + max(n for n in of_block if n is not None),
-        hidden=_number(width),
-        seq_len=_number(length),
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_hidden=ffn_hidden,
-        gated=gated,
-        vocab=_vocab(graph),
-        tied=bool(graph.shared_params.keys() & set(graph.blocks[0].params)),
-    )
-
-
-def _products(
-    program: Program,
-) -> tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return a layer's heads and their width, and (rows, columns) of the weights of its products:
-    of those that make queries, keys and values, and of those of its feed-forward.
-    """
-    heads = head_dim = 0
-    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    for op in program.ops:
-        if "scaled_dot_product" in op.target:
-            shape = program.tensor[op.inputs[0]].shape
-            heads, head_dim = _number(shape[1]), _number(shape[3])
-        elif op.target.startswith("aten.linear"):
-            rows, columns = (_number(size) for size in program.tensor[op.inputs[1]].shape)
-            found[bool(heads)].append((rows, columns))
-    return heads, head_dim, found[0], found[1][1:]  # the first behind attention joins its heads
-
-
-def _vocab(graph: ModelGraph) -> int:
-    program = graph.classes[graph.blocks[0].class_index]
-    lookups = (op for op in program.ops if op.target.startswith("aten.embedding"))
-    return max((_number(program.tensor[op.inputs[0]].shape[0]) for op in lookups), default=0)
-
-
-def _number(size: Size) -> int:
-    return size if isinstance(size, int) else 0
-
-
-def _routes(program: Program) -> bool:
-    """Whether a block sends its tokens to experts."""
-    return any("topk" in op.target for op in program.ops)
-
-
-def _is_core_attention(op: Op) -> bool:
-    return op.module.rpartition(".")[2] in _CORE_ATTENTION
-
-
-def _usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int]]:
-    """Yield weights of a block with the dim that tensor parallelism splits.
-
-    A product whose input does not depend on another product of the block reads the stream: sums
-    with the stream are the stream again.
-    """
-    products = dict.fromkeys(program.inputs, 0)
-    stream = set(program.inputs)
-    for op in program.ops:
-        behind = max((products.get(name, 0) for name in op.inputs), default=0)
-        if op.target.startswith("aten.add") and stream & set(op.inputs):
-            stream.update(op.outputs)
-            behind = 0
-        if op.target.startswith("aten.embedding"):
-            yield op.inputs[0], 0
-        elif op.target.startswith("aten.linear") and op.inputs[1] in program.params:
-            yield op.inputs[1], 1 if is_layer and behind else 0
-            behind = 1
-        elif "attention" in op.target:
-            behind = 1
-        products |= dict.fromkeys(op.outputs, behind)

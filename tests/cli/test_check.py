@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from planner.emit import find_emitter
+from planner.emit import emit, find_emitter
 from planner.emit.megatron_options import parse_flags
 from planner.emit.megatron_rules import Run, broken_rules
 from planner.emit.targets.megatron_lm import megatron_flags
@@ -137,12 +137,20 @@ def test_flags_from_a_file_and_options_of_no_part_in_the_price(planner, tmp_path
     assert "of no part in the price: --lr" in found.stderr
 
 
+def test_a_script_that_was_emitted_is_sound(planner, tmp_path):
+    view = view_of()
+    (tmp_path / "run.sh").write_text(
+        emit(view, find_emitter("megatron-lm")).files["megatron-lm.sh"]
+    )
+    found = planner("check", "run.sh", "--gpus", view.plan.world_size, "--model", "llama-3-8b")
+    assert found.code == 0, found.stderr
+
+
 def test_emitted_flags_are_sound():
     for cells in ({}, {"vpp": 1, "layers": 30}, {"zero_stage": 3, "cp": 2, "gpus": 32}):
         view = view_of(**cells)
         line = " ".join(f"--{name} {value}" for name, value in megatron_flags(view).items())
         assert not broken(line, gpus=view.plan.world_size)
-    assert find_emitter("megatron-lm")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,32 @@
 """V12, X11: what all emitters share. The recipe of docs/contributing.md is performed here."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from planner.emit import EMITTERS, Emitted, Emitter, emit, find_emitter, refusals, register_emitter
+from planner.emit import (
+    EMITTERS,
+    Emitted,
+    Emitter,
+    PlanView,
+    emit,
+    find_emitter,
+    refusals,
+    register_emitter,
+)
 from planner.emit.features import DECIDES_NOTHING, plan_features, used_features
 from planner.emit.start import runs_by_apply
 from planner.errors import PlanError
-from planner.plan import Plan, StagePlan
+from planner.plan import ModelRef, Plan, StagePlan
+from planner.plan.parts import Bucket
 from tests.emit.views import changed, view_of
 
 
 def test_every_field_of_a_plan_is_a_feature():
     accounted = {field for feature in plan_features() for field in feature.fields}
-    fields = {*Plan.model_fields, *StagePlan.model_fields}
-    assert accounted | set(DECIDES_NOTHING) == fields
+    fields = {*Plan.model_fields, *StagePlan.model_fields, *ModelRef.model_fields}
+    assert accounted | DECIDES_NOTHING == fields
 
 
 @pytest.fixture
@@ -59,9 +70,28 @@ def test_all_that_a_plan_may_hold_is_refused_by_an_emitter_without_entries():
         )
         for stage in view.plan.stages
     )
-    full = changed(view, stages=stages, optimizer_on_host=True, precision="model").plan
+    bucket = Bucket(inputs=view.plan.model.inputs, fingerprint="0" * 64)
+    model = view.plan.model.model_copy(update={"buckets": (bucket,)})
+    own = {"optimizer_on_host": True, "precision": "model", "model": model}
+    full = changed(view, stages=stages, **own).plan
     silent = {"receive-ahead"}
     assert set(used_features(full)) == {f.name for f in plan_features()} - silent
+
+
+def test_frozen_parameters_are_noted():
+    view = view_of()
+    megatron, torchrun = find_emitter("megatron-lm"), find_emitter("torchrun")
+    assert not any("frozen" in note for note in emit(view, megatron).notes)
+    table = view.graph.blocks[0].params[0]
+    tensors = tuple(
+        replace(t, requires_grad=False) if t.name == table else t for t in view.graph.tensors
+    )
+    frozen = PlanView(plan=view.plan, graph=replace(view.graph, tensors=tensors))
+    assert any(
+        note.startswith("frozen in the model: 1 parameters")
+        for note in emit(frozen, megatron).notes
+    )
+    assert not any("frozen" in note for note in emit(frozen, torchrun).notes)
 
 
 def test_a_name_is_known_or_the_nearest_is_told(toy):

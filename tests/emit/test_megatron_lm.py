@@ -101,4 +101,7 @@ def test_placements_unlike_megatrons_are_refused():
     embedding = view.plan.layouts[0]
     by_width = ClassLayout.model_validate(embedding.model_dump() | {"params": ("S(1)",)})
     other = changed(view, layouts=(by_width, *view.plan.layouts[1:]))
-    assert "lies as S(1) where it has S(0); `accept` layouts" in refused(other)["layouts"]
+    assert (
+        "lies as S(1) where it has S(0), which a search takes with `pins`"
+        in refused(other)["layouts"]
+    )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planner.emit import PlanView
-from planner.emit.view import Sizes, sizes_of
+from planner.emit.transformer_graph import Sizes, sizes_of
 from planner.errors import PlanError
 from planner.plan.defaults import default_plan
 from planner.templates import Experts, Transformer, build_transformer

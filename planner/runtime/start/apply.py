@@ -18,6 +18,8 @@ from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
 from planner.plan.buckets import validate_bucket
 from planner.plugins import load_plugins
+from planner.runtime.check import out_of_memory
+from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
 from planner.runtime.start.together import together
@@ -36,10 +38,13 @@ def apply_plan(
     deferred_batch_norm: bool = False,
     loss_weight: LossWeight | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
     pad: Mapping[str, float] | None = None,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
     load_plugins()
+    # The launcher of an elastic run may have chosen another plan than the script names.
+    plan = os.environ.get(PLAN) or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     refuse_lost(model)  # on each rank: rank 0 alone captures
@@ -63,6 +68,7 @@ def apply_plan(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         may_be_empty=weights is not None,
+        check_values=check_values,
         buckets=tuple(buckets),
         pad=pad,
         capture_evaluation=_evaluation_captures(plan, model, loss, mesh),
@@ -72,6 +78,7 @@ def apply_plan(
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     engine.watch(model)
+    out_of_memory.watch(engine)
     return engine
 
 

@@ -27,6 +27,7 @@ from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
 from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
+from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
 from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.checkpoint.kept import Kept
     from planner.runtime.data.loader import Loader
     from planner.runtime.data.order import AtEnd
 
@@ -97,6 +99,7 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        check_values: bool = False,
         buckets: tuple[ModelGraph, ...] = (),
         pad: Mapping[str, float] | None = None,
         capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
@@ -192,9 +195,11 @@ class Engine:
                 after_gradients=self._after_gradients,
             ),
         )
+        self._values = ValueCheck(mesh, self._executor) if check_values else None
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._kept: Kept | None = None
         self._accumulation = Accumulation()
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
@@ -368,7 +373,8 @@ class Engine:
         be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
         replica; each counts the same, however unevenly they are cut. Raises ModelError for a
         batch that the plan can't take, PlanError when the module that the plan was applied to
-        was changed since (a parameter frozen, a hook set, evaluation mode).
+        was changed since (a parameter frozen, a hook set, evaluation mode), ValuesError, before
+        weights change, where the loss or a gradient is NaN or infinite.
 
         Without `update` its gradients are kept for the next step with it, which takes the mean
         over all samples (or what `loss_weight` counts) since the last update.
@@ -390,7 +396,9 @@ class Engine:
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
         if update:
-            self._update()
+            self._update(feed, loss, shared)
+        elif self._values is not None:
+            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=False)
         self.samples += feed.split.num_samples
         if shared is not None:
             shared.wait()
@@ -399,7 +407,7 @@ class Engine:
             self._recorder.end_step()
         return loss
 
-    def _update(self) -> None:
+    def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
@@ -407,11 +415,40 @@ class Engine:
             self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
+        if self._values is not None:
+            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
         with self._recorded("OPTIMIZE"):
             if self._checkpoints is not None:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
         self.steps += 1
+
+    def _stop_if_wrong(
+        self,
+        values: ValueCheck,
+        feed: Feed,
+        loss: Tensor,
+        shared: dist.Work | None,
+        *,
+        has_gradients: bool,
+    ) -> None:
+        """Raise ValuesError where the loss, or a gradient that is complete, is not finite."""
+        if shared is not None:
+            shared.wait()
+        gradients = self._trained.gradients() if has_gradients else ()
+        if not values.is_wrong(loss, gradients, self.grad_norm if has_gradients else None):
+            return
+        self._accumulation.forget()
+        held = self._trained.stepped_by_name()
+        named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
+
+        def again() -> None:
+            self._trained.zero_gradients()
+            with self._drawn():
+                self._executor.train(feed)
+            self._trained.finish_sums()
+
+        raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
@@ -544,6 +581,30 @@ class Engine:
         """
         self._accumulation.forget()
         return self._own_checkpoints().load(Path(path), extra=extra or {})
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of batches wait for the step that updates."""
+        return self._accumulation.is_open
+
+    def resume(self, *, extra: Mapping[str, Any] | None = None) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a run that `planner launch --keep` keeps.
+
+        Every rank calls it, after `planner.apply`. Returns None where the run begins, or is not
+        kept. `extra` is as in `save`, and saved by each `keep`.
+        """
+        return self._own_kept().resume(extra or {})
+
+    def keep(self) -> None:
+        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step."""
+        self._own_kept().keep()
+
+    def _own_kept(self) -> Kept:
+        if self._kept is None:
+            from planner.runtime.checkpoint.kept import Kept
+
+            self._kept = Kept(self)
+        return self._kept
 
     def _own_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:

@@ -49,13 +49,7 @@ class LossWeights:
         """
         if not self.reads_batch:
             return self.by_samples(cut.split)
-        split = cut.split
-        counts = [
-            self.count(
-                cut, (split.part(m, self._num_parts, d) for m in range(split.num_microbatches))
-            )
-            for d in range(self._num_parts)
-        ]
+        counts = self._counts(cut)
         return self.by_counts(counts[self._number], sum(map(sum, counts)))
 
     @property
@@ -67,11 +61,15 @@ class LossWeights:
         """Return what a whole batch counts: its samples, or what the user counts in it."""
         if not callable(self._count):
             return float(cut.split.num_samples)
-        split = cut.split
-        return sum(
-            sum(self.count(cut, split.own(self._num_parts, number)))
-            for number in range(self._num_parts)
-        )
+        return sum(map(sum, self._counts(cut)))
+
+    def _counts(self, cut: CutBatch) -> list[list[float]]:
+        """Return what the user counts in each microbatch of each replica of a whole batch."""
+        split, parts = cut.split, self._num_parts
+        return [
+            self.count(cut, (split.part(m, parts, number) for m in range(split.num_microbatches)))
+            for number in range(parts)
+        ]
 
     def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
         """Return the weights where each sample counts the same, in a mean over all or in a sum;
