@@ -20,22 +20,11 @@ from planner.runtime.step.feed import filled
 
 
 @contextmanager
-def drawing(*numbers: int) -> Iterator[None]:
-    """Draw random numbers that follow from some numbers; the script's generators stay as they are.
-
-    So what a dataset draws for a sample is the same on all ranks that read it, by whichever worker,
-    and when it is read again after a checkpoint. Generators of a dataset's own are its own affair.
-    """
-    # By name: torch.manual_seed would seed devices, too.
-    own = torch.default_generator
+def generators_kept() -> Iterator[None]:
+    """Leave the script's random generators as they were."""
+    own, numpy = torch.default_generator, sys.modules.get("numpy")
     held = own.get_state(), random.getstate()
-    numpy = sys.modules.get("numpy")
     held_by_numpy = None if numpy is None else numpy.random.get_state()
-    seed = seed_of(*numbers)
-    own.manual_seed(seed)
-    random.seed(seed)
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:
@@ -43,6 +32,20 @@ def drawing(*numbers: int) -> Iterator[None]:
         random.setstate(held[1])
         if numpy is not None:
             numpy.random.set_state(held_by_numpy)
+
+
+def draw_from(*numbers: int) -> None:
+    """Let random numbers follow from some numbers; call it where `generators_kept`.
+
+    So what a dataset draws for a sample is the same on all ranks that read it, by whichever worker,
+    and when it is read again after a checkpoint. Generators of a dataset's own are its own affair.
+    """
+    seed, numpy = seed_of(*numbers), sys.modules.get("numpy")
+    # By name: torch.manual_seed would seed devices, too.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,17 +125,21 @@ class MapParts(Dataset[Loaded]):
 
     def __getitem__(self, key: PartKey) -> Loaded:
         """Return a part."""
-        samples: list[Any] = []
-        if hasattr(self._dataset, "__getitems__"):  # together: `datasets` is many times as fast
-            with drawing(self._seed, key.epoch, key.places[0]):
-                samples = self._dataset.__getitems__(key.numbers)
-        else:
-            for place, number in zip(key.places, key.numbers, strict=True):
-                with drawing(self._seed, key.epoch, place):
-                    samples.append(self._dataset[number])
-        # A collate_fn may draw, too: masks of language models.
-        with drawing(self._seed, key.epoch, key.places[0], len(key.places)):
+        with generators_kept():
+            samples = self._read(key)
+            # A collate_fn may draw, too: masks of language models.
+            draw_from(self._seed, key.epoch, key.places[0], len(key.places))
             return replace(self._collate(samples), whole=key.whole)
+
+    def _read(self, key: PartKey) -> list[Any]:
+        if hasattr(self._dataset, "__getitems__"):  # together: `datasets` is many times as fast
+            draw_from(self._seed, key.epoch, key.places[0])
+            return list(self._dataset.__getitems__(key.numbers))
+        samples = []
+        for place, number in zip(key.places, key.numbers, strict=True):
+            draw_from(self._seed, key.epoch, place)
+            samples.append(self._dataset[number])
+        return samples
 
 
 def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:

@@ -20,7 +20,7 @@ from torch.utils.data._utils import worker
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.data.order import AtEnd
-from planner.runtime.data.samples import Collate, Loaded, drawing
+from planner.runtime.data.samples import Collate, Loaded, draw_from, generators_kept
 
 
 class WholeStream(IterableDataset[Loaded]):
@@ -49,14 +49,17 @@ class WholeStream(IterableDataset[Loaded]):
 
     def __iter__(self) -> Iterator[Loaded]:
         """Yield the parts that this worker makes: all read the data, each collates its turns."""
+        return _undisturbed(self._parts())
+
+    def _parts(self) -> Iterator[Loaded]:
         turn, turns = _own_turn()
         for number, (first, samples) in enumerate(self._batches()):
             if number % turns != turn:
                 continue
             split = _resized(self._split, len(samples))
             own = places_of(split, *self._replicas)
-            with drawing(self._seed, self._epoch, first, len(own)):
-                part = self._collate([samples[place] for place in own])
+            draw_from(self._seed, self._epoch, first, len(own))
+            part = self._collate([samples[place] for place in own])
             yield replace(part, whole=len(samples))
 
     def _batches(self) -> Iterator[tuple[int, list[Any]]]:
@@ -115,6 +118,9 @@ class ShardedStream(IterableDataset[Loaded]):
 
     def __iter__(self) -> Iterator[Loaded]:
         """Yield the parts of this worker's shards."""
+        return _undisturbed(self._parts())
+
+    def _parts(self) -> Iterator[Loaded]:
         turn, turns = _own_turn()
         replicas, replica = self._replicas
         shards = list(range(self._num_shards))[replica::replicas][turn::turns]
@@ -132,8 +138,8 @@ class ShardedStream(IterableDataset[Loaded]):
 
     def _part(self, samples: list[Any], progress: dict[int, int], turn: int) -> Loaded:
         shard, place = next(iter(progress.items()), (0, 0))
-        with drawing(self._seed, self._epoch, shard, place, len(samples)):
-            part = self._collate(samples)
+        draw_from(self._seed, self._epoch, shard, place, len(samples))
+        part = self._collate(samples)
         # A part of samples that were all given before.
         return replace(part, progress=progress, worker=turn, has_ended=not progress)
 
@@ -172,16 +178,26 @@ def read(data: Any, seed: int, epoch: int, shard: int, *, skip: int = 0) -> Iter
     """
     if hasattr(data, "set_epoch"):
         data.set_epoch(epoch)
-    with drawing(seed, epoch, shard):
-        samples = iter(data)
+    draw_from(seed, epoch, shard)
+    samples = iter(data)
     for place in count():
-        with drawing(seed, epoch, shard, place):
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
+        draw_from(seed, epoch, shard, place)
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
         if place >= skip:
             yield sample
+
+
+def _undisturbed(parts: Iterator[Loaded]) -> Iterator[Loaded]:
+    """Yield parts whose making draws random numbers; the script's generators stay as they are."""
+    while True:
+        with generators_kept():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _own_turn() -> tuple[int, int]:
