@@ -8,7 +8,7 @@ the same path.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -73,7 +73,8 @@ class Engine:
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped.
+    last step's gradients before clipping, when they are clipped; functions in `after_step` are
+    given each step's loss.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Engine:
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
+        self.after_step: list[Callable[[Tensor], None]] = []
         # What no block uses (the preamble's buffers) no step changes.
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
         self._unused = {
@@ -288,6 +290,8 @@ class Engine:
             shared.wait()
         if self._recorder is not None:
             self._recorder.end_step()
+        for tell in self.after_step:
+            tell(loss)
         return loss
 
     def _update(self) -> None:
