@@ -18,9 +18,11 @@ from typing import Annotated, Any
 
 import typer
 
+from commands.check import check
 from commands.compare import compare
 from commands.convert import convert
 from commands.dryrun import dryrun
+from commands.emit import emit
 from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
@@ -72,6 +74,8 @@ app.command()(verify)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(launch)
+app.command()(emit)
+app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS begin with --
 app.command()(timeline)
 app.command()(compare)
 app.command()(convert)

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 from accuracy_groups import Ranking, plot, print_rankings, rankings
+from accuracy_mlperf import as_submitted
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -123,18 +124,23 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     return None
 
 
-def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[str, int]]:
+def load_cases(
+    path: Path, *, experts: bool = False, adapters: bool = False
+) -> tuple[list[Case], dict[str, int]]:
     """Return usable rows, and how many rows of each source were not, by reason.
 
-    Rows of mixtures of experts leave columns to the model's name, and need not be complete.
+    Rows of mixtures of experts leave columns to the model's name, and need not be complete; those
+    that train adapters alone are left out without `adapters`.
     """
     cases, refused = [], defaultdict(int)
-    for row in read_rows(path):
+    for row in map(as_submitted, read_rows(path)):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
-            if any(word in notes for word in NOT_PRETRAINING):
-                raise PlannerError("not pre-training")
             run, profile, rates = run_of(row)
+            if run.lora_rank and not adapters:
+                raise PlannerError("closed forms have no adapters; use --estimate")
+            if not run.lora_rank and any(word in notes for word in NOT_PRETRAINING):
+                raise PlannerError("not pre-training")
             if (run.shape.num_experts > 1) != experts:
                 raise PlannerError("a dense model" if experts else "a mixture of experts")
             known = MODEL_SIZES if named_model(row["model"]) else ()
@@ -346,7 +352,9 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        cases, refused = load_cases(options.rows, experts=options.experts)
+        cases, refused = load_cases(
+            options.rows, experts=options.experts, adapters=options.estimate
+        )
     except PlannerError as error:
         print(error, file=sys.stderr)
         return 2

@@ -83,7 +83,7 @@ def _pieces(batch: dict[str, torch.Tensor], plan: Plan) -> list[dict[str, torch.
     from planner.graph.batch_split import BatchSplit
 
     size = len(next(iter(batch.values())))
-    split = BatchSplit(num_samples=size, num_microbatches=plan.num_microbatches)
+    split = BatchSplit.even(size, num_microbatches=plan.num_microbatches, parts=plan.dp)
     return [
         {k: v[run.start : run.stop] for k, v in batch.items()}
         for m in range(plan.num_microbatches)

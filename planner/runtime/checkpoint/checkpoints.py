@@ -44,8 +44,9 @@ from planner.runtime.checkpoint.storage import (
     targets_of,
     tensor_item,
 )
-from planner.runtime.checkpoint.together import together, told_plainly
+from planner.runtime.checkpoint.together import told_plainly
 from planner.runtime.start import device as devices
+from planner.runtime.start.together import together
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine

@@ -8,12 +8,18 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.plan import Plan, load_plan
+from planner.runtime.check.watchdog import ENDS_S
+from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
+from planner.runtime.start.course import Keeping
 from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, run_workers
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
 
 _PROCESS_BYTES = 256 * MIB
 """What a rank on a CPU holds at least: Python, torch, gloo (220 to 330 MiB on Linux)."""
+
+_STALL_ENDS_S = 60.0
+"""How long a kept run may stay stalled after it was told: a slow disk has come back by then."""
 
 
 def launch(
@@ -26,6 +32,7 @@ def launch(
     rendezvous: str = "localhost:0",
     timeline: str | os.PathLike[str] | None = None,
     devices: Sequence[int] | None = None,
+    keeping: Keeping | None = None,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
@@ -34,7 +41,8 @@ def launch(
     this process's working directory, and the script's folder as the first import path. On
     several nodes, run the same on each, `rendezvous` being host:port of one of them. With
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
-    the numbers of the accelerators that this node's ranks take, in their order.
+    the numbers of the accelerators that this node's ranks take, in their order. A run of which
+    `keeping` is given starts again after failures, from its newest checkpoint.
     """
     plan = load_plan(plan_path)
     _check_script(Path(script))
@@ -43,6 +51,15 @@ def launch(
     if devices is not None:
         check_listed(devices, plan.world_size // num_nodes, device)
         extra[DEVICES] = ",".join(map(str, devices))
+    if keeping is not None:
+        if keeping.min_ranks is not None and keeping.min_ranks > plan.world_size:
+            raise PlanError(
+                f"`elastic` {keeping.min_ranks} is more than the plan's {plan.world_size} ranks; "
+                "it is the fewest that the run goes on with"
+            )
+        extra[KEEP] = os.path.abspath(keeping.folder)
+        extra[SAVE_EVERY] = str(keeping.save_every)
+        extra[ENDS_S] = os.environ.get(ENDS_S, str(_STALL_ENDS_S))
     return run_workers(
         [str(script), *args],
         num_ranks=plan.world_size,
@@ -50,6 +67,8 @@ def launch(
         num_nodes=num_nodes,
         rendezvous=rendezvous,
         extra=extra,
+        plan=Path(os.path.abspath(plan_path)),
+        keeping=keeping,
     )
 
 

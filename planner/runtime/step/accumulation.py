@@ -27,6 +27,7 @@ class Accumulation:
 
     def __init__(self) -> None:
         self._weights: list[float] = []
+        self._are_sums = False
         self.is_last = True
 
     @property
@@ -39,7 +40,8 @@ class Accumulation:
         self.is_last = is_last
         if is_last and not self.is_open:
             return feed  # a batch alone, as ever
-        self._weights.append(feed.total())
+        self._weights.append(1.0 if feed.total is None else feed.total())
+        self._are_sums = feed.total is None
         share = self._weights[-1] / self._weights[0]
         if share == 1.0:
             return feed
@@ -47,10 +49,10 @@ class Accumulation:
 
     @torch.no_grad()
     def finish(self, params: Iterable[nn.Parameter]) -> None:
-        """Make sums of the batches' gradients their mean."""
+        """Make sums of the batches' gradients their mean, where losses are means."""
         if not self._weights:
             return
-        count = sum(self._weights) / self._weights[0]
+        count = 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
         self._weights.clear()
         grads = [_local(param.grad) for param in params if param.grad is not None]
         if grads:

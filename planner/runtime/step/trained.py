@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from planner.errors import ModelError
 from planner.graph import ModelGraph
@@ -157,6 +158,12 @@ class TrainedParams:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
         return clip_gradients(self._shares(), max_norm, self._mesh)
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's pieces of the gradients."""
+        for param in self.with_gradients():
+            if param.grad is not None:
+                yield param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
 
     def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
         """Yield parameters with the share of each that counts for the gradient's norm."""
