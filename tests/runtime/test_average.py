@@ -63,11 +63,9 @@ def test_averages_equal_one_process_and_go_on_under_another_plan(tmp_path):
     graph = capture("gpt", torch.float64)
     two = {"num_microbatches": 2, "microbatch_size": 2}
     half = {"num_microbatches": 2, "microbatch_size": 1, "dp": 2}
-    tp, zero, pp = (
-        default_plan(graph, **choices)
-        for choices in ({"tp": 2, **two}, {"zero_stage": 3, **half}, {"pp": 2, **two})
-    )
-    for gap, loss_gap, count in run_ranks(train, 2, [(tp, zero), (zero, pp)], str(tmp_path))[0]:
+    tp = default_plan(graph, tp=2, **two)
+    zero = default_plan(graph, zero_stage=3, **half)
+    for gap, loss_gap, count in run_ranks(train, 2, [(zero, tp)], str(tmp_path))[0]:
         assert gap < 1e-10
         assert loss_gap < 1e-10
         assert count == 3
