@@ -27,8 +27,9 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help="checkpoint, safetensors or state-dict. Default: by the suffix; a folder becomes "
-            "safetensors of a checkpoint, and a checkpoint of others."
+            help="checkpoint, safetensors, state-dict, or training (a .pt with the state dicts of "
+            "model and optimizer). Default: by the suffix; a folder becomes safetensors of a "
+            "checkpoint, and a checkpoint of others."
         ),
     ] = None,
     plan: Annotated[
@@ -45,7 +46,8 @@ def convert(
     """Convert a checkpoint to or from safetensors or a single-device state_dict.
 
     Works offline and tensor by tensor. From checkpoint to checkpoint all of the training is
-    carried; other kinds hold the model's weights. Any checkpoint can be loaded under any plan: no
+    carried, a plain script's {"model": ..., "optimizer": ...} goes both ways; other kinds hold the
+    model's weights. Any checkpoint can be loaded under any plan: no
     conversion is needed for that.
     """
     from planner.plan import load_plan

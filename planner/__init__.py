@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from planner.data import OwnPart, ShardedSampler
 from planner.loss_weight import count_tokens
+from planner.step_log import StepLog
 
 if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.runtime.step.engine import Engine
 
-__all__ = ["OwnPart", "ShardedSampler", "apply", "count_tokens"]
+__all__ = ["OwnPart", "ShardedSampler", "StepLog", "apply", "count_tokens"]
 
 
 def apply(

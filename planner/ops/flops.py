@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from planner.graph import Op, TensorMeta
+from planner.graph import ModelGraph, Op, TensorMeta
 from planner.ops.call import Call
 from planner.ops.record import OpFamily, family_of
 from planner.units import DTYPE_BYTES
@@ -97,6 +97,17 @@ def arriving_bytes(call: Call) -> float:
 def made_bytes(call: Call) -> float:
     """Return the bytes of the gradients that the backward of an op makes."""
     return float(sum(_bytes(call.tensor[n]) for n in needing_gradient(call.op, call.tensor)))
+
+
+def model_flop(graph: ModelGraph, num_samples: int) -> float:
+    """Return the flop of the model's ops for so many samples, forward and backward, once each."""
+    of_class = []
+    for program in graph.classes:
+        bound = program.bind(num_samples)
+        works = [op_work(op, bound.tensor) for op in bound.ops]
+        backs = [backward_work(op, bound.tensor, w) for op, w in zip(bound.ops, works, strict=True)]
+        of_class.append(sum(work.flop for work in (*works, *backs)))
+    return sum(of_class[block.class_index] for block in graph.blocks)
 
 
 def product_backward(call: Call, forward: Work) -> Work:

@@ -10,7 +10,7 @@ import planner
 from planner.errors import CaptureError, ModelError, PlanError
 from planner.plan.defaults import default_plan
 from tests.builders import MlpWithTarget, mlp_batch
-from tests.captures import capture_tiny
+from tests.captures import capture_module, capture_tiny
 
 
 def _applied(name: str, build: type[nn.Module], **options):
@@ -66,3 +66,72 @@ def test_hooks_on_the_optimizers_step_are_refused():
         _applied("mlp", MlpWithTarget, optimizer=torch.optim.SparseAdam)
     with pytest.raises(ModelError, match="LBFGS evaluates the model several times"):
         _applied("mlp", MlpWithTarget, optimizer=torch.optim.LBFGS)
+
+
+def test_a_frozen_parameter_is_unfrozen_by_another_plan(tmp_path):
+    """The message for a changed requires_grad says so."""
+
+    def applied(*, frozen: bool):
+        module = MlpWithTarget()
+        module.fc1.weight.requires_grad_(not frozen)
+        graph = capture_module(module, mlp_batch(2), mlp_batch(3))
+        plan = default_plan(graph, num_microbatches=1, microbatch_size=4)
+        return planner.apply(plan, module), module
+
+    engine, module = applied(frozen=True)
+    engine.step(mlp_batch(4))
+    module.fc1.weight.requires_grad_(True)
+    with pytest.raises(PlanError, match=r"engine.save, search a plan for the model frozen so, and"):
+        engine.step(mlp_batch(4))
+    engine.save(tmp_path)
+    saved = engine.full_state_dict()
+    engine.wait_for_save()
+    engine, _ = applied(frozen=False)
+    engine.load(tmp_path)
+    assert all(torch.equal(t, saved[name]) for name, t in engine.full_state_dict().items())
+    engine.step(mlp_batch(4))
+    found = engine.full_state_dict()
+    assert not torch.equal(found["fc1.weight"], saved["fc1.weight"])
+
+
+def test_deterministic_algorithms_give_the_same_bits_twice():
+    """Dropout and an embedding's gradient included; the engine uses no op that refuses."""
+
+    def trained() -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        module = Dropped()
+        graph = capture_module(module, _ids(2), _ids(3))
+        engine = planner.apply(
+            default_plan(graph, num_microbatches=2, microbatch_size=2, recompute="full"),
+            module,
+            max_grad_norm=1.0,
+        )
+        for _ in range(2):
+            engine.step(_ids(4))
+        state = engine.full_state_dict()
+        engine.close()
+        return state
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = trained(), trained()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Dropped(nn.Module):
+    """An embedding, dropout and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids):
+        hidden = nn.functional.dropout(self.rows(ids), 0.3)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def _ids(size: int) -> tuple[torch.Tensor]:
+    return (torch.arange(size * 5).view(size, 5) % 7,)

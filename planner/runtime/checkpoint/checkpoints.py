@@ -22,7 +22,13 @@ from planner.errors import PlanError
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import Assembly
-from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts, optimized_parts
+from planner.runtime.checkpoint.parts import (
+    Part,
+    average_parts,
+    dtype_name,
+    model_parts,
+    optimized_parts,
+)
 from planner.runtime.checkpoint.snapshot import Notes, check_extra, describe, restore, take
 from planner.runtime.checkpoint.sources import CheckpointSource, fill, open_source
 from planner.runtime.checkpoint.staging import Copies, Staging
@@ -272,11 +278,16 @@ class Checkpoints:
             or part.holding.meta.kind == "param"
             or part.key in metadata.state_dict_metadata
         ]
+        averages = [
+            part
+            for part in average_parts(engine, parts)
+            if part.fallback or part.key in metadata.state_dict_metadata
+        ]
         if engine.optimizer is None:
-            return parts, None
+            return parts + averages, None
         params, by_fqn = optimized_parts(engine, parts)
         assembly = Assembly(engine.optimizer, params, by_fqn, notes.optimizer, metadata)
-        return parts + assembly.parts, assembly
+        return parts + averages + assembly.parts, assembly
 
     def _casts(
         self, parts: Sequence[Part], metadata: Metadata, manifest: Manifest

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,12 @@ from planner.runtime.checkpoint.optimizer_state import OptimizerNotes
 from planner.runtime.checkpoint.parts import dtype_name
 from planner.runtime.checkpoint.pieces import Piece, holdings, model_key
 from planner.runtime.checkpoint.safetensors_files import Named, read_file, write_file, write_folder
+from planner.runtime.checkpoint.single_device import (
+    as_training,
+    count_steps,
+    from_state_dict,
+    to_state_dict,
+)
 from planner.runtime.checkpoint.snapshot import Notes, versions
 from planner.runtime.checkpoint.sources import (
     STATE_DICT_SUFFIXES,
@@ -49,7 +56,7 @@ from planner.runtime.checkpoint.storage import (
 Progress = Callable[[float, str], None]
 """Called with the fraction done (0..1) and what is being done."""
 
-Kind = Literal["checkpoint", "safetensors", "state-dict"]
+Kind = Literal["checkpoint", "safetensors", "state-dict", "training"]
 """What a conversion writes."""
 
 
@@ -81,13 +88,14 @@ def kind_of(
         by_suffix = "safetensors"
     elif target.suffix in STATE_DICT_SUFFIXES:
         by_suffix = "state-dict"
-    kinds: tuple[Kind, ...] = ("checkpoint", "safetensors", "state-dict")
+    kinds: tuple[Kind, ...] = ("checkpoint", "safetensors", "state-dict", "training")
     for kind in kinds:
         if wanted == kind:
-            if (by_suffix or kind) != kind or (kind == "state-dict" and by_suffix is None):
+            suffix: Kind = "state-dict" if kind == "training" else kind
+            if (by_suffix or suffix) != suffix or (suffix == "state-dict" and by_suffix is None):
                 raise PlanError(
-                    f"{target} can't be a {kind}; a state-dict ends in .pt, a single file of "
-                    "safetensors in .safetensors, and a folder in neither"
+                    f"{target} can't be a {kind}; a state-dict and a training end in .pt, a single "
+                    "file of safetensors in .safetensors, and a folder in neither"
                 )
             return kind
     if wanted is not None:
@@ -130,7 +138,9 @@ def convert(
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise PlanError(f"{target} exists; name a file or folder that does not")
     named = list(_named(found, chosen, report))
-    _write_weights(named, _same_names(found), target, chosen, shard_bytes)
+    if chosen == "training":
+        named += _optimizer_tensors(found)
+    _write_weights(named, found, target, chosen, shard_bytes)
     return Converted(
         kind=chosen,
         path=target,
@@ -168,9 +178,31 @@ def _same_names(source: MappedSource | CheckpointSource) -> dict[str, str]:
     return {name: first.setdefault(known.same, name) for name, known in source.tensors.items()}
 
 
+def _optimizer_tensors(source: MappedSource | CheckpointSource) -> list[Named]:
+    """The optimizer's, by their names in a checkpoint."""
+    if not isinstance(source, CheckpointSource):
+        raise PlanError("a training is written of a checkpoint; other sources have it or lack it")
+    stored = source.stored.metadata.state_dict_metadata
+    return [
+        Named(
+            key,
+            tuple(known.size),
+            known.properties.dtype,
+            partial(source.read_key, key, _all(tuple(known.size))),
+        )
+        for key, known in stored.items()
+        if key.startswith("optim.") and isinstance(known, TensorStorageMetadata)
+    ]
+
+
 def _write_weights(
-    named: list[Named], same: Mapping[str, str], target: Path, kind: Kind, shard_bytes: int
+    named: list[Named],
+    source: MappedSource | CheckpointSource,
+    target: Path,
+    kind: Kind,
+    shard_bytes: int,
 ) -> None:
+    same = _same_names(source)
     target.parent.mkdir(parents=True, exist_ok=True)
     if kind == "safetensors" and target.suffix != ".safetensors":
         write_folder(target, named, shard_bytes)
@@ -178,11 +210,18 @@ def _write_weights(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         written = Path(scratch) / "model.safetensors"
         write_file(written, named)
-        if kind == "state-dict":
+        if kind != "safetensors":
             # PyTorch writes storages from memory: mapped, they are in the file's pages only.
             mapped = read_file(written)
             written = Path(scratch) / "model.pt"
-            torch.save({name: mapped[first] for name, first in same.items()}, written)
+            model = {name: mapped[first] for name, first in same.items()}
+            if kind == "training":
+                assert isinstance(source, CheckpointSource), "it was refused"
+                notes = source.stored.notes().optimizer
+                state = to_state_dict(notes, list(same), mapped, mapped.__getitem__)
+                torch.save(as_training(model, state), written)
+            else:
+                torch.save(model, written)
         os.replace(written, target)
 
 
@@ -222,9 +261,13 @@ def _to_checkpoint(
     else:
         # The first of tied names is the one that is stored, as `Engine` names them.
         same = _same_names(source)
-        notes = Notes(0, 0, OptimizerNotes())
+        optimizer, states = OptimizerNotes(), dict[str, Tensor]()
+        if source.optimizer is not None:
+            model = {n: source.whole(n) for n, first in same.items() if n == first}
+            optimizer, states = from_state_dict(source.optimizer, model)
+        notes = Notes(count_steps(optimizer), 0, optimizer)
         manifest = Manifest(
-            step=0,
+            step=notes.step,
             samples=0,
             precision="model",
             ranks="",
@@ -240,7 +283,15 @@ def _to_checkpoint(
             for name, known in source.tensors.items()
             if same[name] == name
         ]
-        read = source.read
+        tensors += [_Stored(key, tuple(t.shape), t.dtype, key) for key, t in states.items()]
+
+        def read_either(name: str, box: Box) -> Tensor:
+            if name in states:
+                return states[name][tuple(slice(start, stop) for start, stop in box)]
+            return source.read(name, box)
+
+        read = read_either
+
     items = _items_by_rank(tensors, plan, graph)
     by_key = {each.key: each for each in tensors}
     total = sum(map(len, items)) or 1
@@ -300,7 +351,7 @@ def _items_by_rank(
 def _fqn(key: str) -> str:
     """The parameter or buffer that a stored tensor belongs to; of a replica's own, none."""
     kind, _, rest = key.partition(".")
-    return {"model": rest, "optim": rest.partition(".")[2]}.get(kind, "")
+    return {"model": rest, "average": rest, "optim": rest.partition(".")[2]}.get(kind, "")
 
 
 def _item(each: _Stored, box: Box) -> WriteItem:

@@ -197,10 +197,15 @@ def _key(state: str, fqn: str) -> str:
     return f"optim.{state}.{fqn}"
 
 
+def state_key(state: str, fqn: str, *, is_shaped: bool) -> str:
+    """Return the name of the state of a whole parameter: shaped like it, or in its own way."""
+    return _key(state, fqn) + ("" if is_shaped else "@whole")
+
+
 def _own_key(state: str, fqn: str, piece: Piece) -> str:
     """The name of what is not shaped like a parameter: it belongs to one piece of it."""
     if piece == Piece.whole(piece.shape):
-        return _key(state, fqn) + "@whole"
+        return state_key(state, fqn, is_shaped=False)
     runs = ";".join(",".join(f"{start}+{length}" for start, length in dim) for dim in piece.runs)
     return _key(state, fqn) + f"@{runs}"
 

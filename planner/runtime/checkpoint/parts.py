@@ -4,6 +4,7 @@ model.FQN              a parameter or buffer, in the dtype it rests in: with pre
                        the fp32 copy that the optimizer trains (the bf16 weight is that, rounded)
 replica.IofN.FQN       a buffer that replica I of N has moved by its own samples (I > 0)
 optim.STATE.FQN        the optimizer's state of a parameter, shaped like it
+average.FQN            the average of a parameter over steps; average_count: of how many updates
 """
 
 from __future__ import annotations
@@ -107,6 +108,13 @@ def optimized_parts(
             piece = Piece.whole(part.piece.shape) if is_whole else part.piece
             found[fqn] = replace(part, piece=piece, tensors=tensors)
     return stepped, found
+
+
+def average_parts(engine: Engine, parts: Iterable[Part]) -> list[Part]:
+    """Return this rank's parts of averages, if there are; `parts` are those of the model."""
+    if engine.average is None:
+        return []
+    return engine.average.parts({p.holding.meta.fqn: p for p in parts})
 
 
 def whole_part(key: str, tensor: Tensor, *, is_written: bool = True) -> Part:

@@ -23,7 +23,13 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import OptimizerNotes, take_apart
-from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts, optimized_parts
+from planner.runtime.checkpoint.parts import (
+    Part,
+    average_parts,
+    dtype_name,
+    model_parts,
+    optimized_parts,
+)
 from planner.runtime.step.randomness import read_generators, write_generators
 
 if TYPE_CHECKING:
@@ -64,11 +70,13 @@ def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
     """Return what this rank has of a run. Raises PlanError for an extra without a state dict."""
     rank = dist.get_rank()
     parts = model_parts(engine)
+    averages = average_parts(engine, parts)
     optimizer = OptimizerNotes()
     if engine.optimizer is not None:
         params, by_fqn = optimized_parts(engine, parts)
         states, optimizer = take_apart(engine.optimizer, params, by_fqn)
         parts += states
+    parts += averages
     notes = Notes(engine.steps, engine.samples, optimizer)
     stream = engine._random
     if stream is not None:

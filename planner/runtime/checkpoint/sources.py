@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.parts import Part
 from planner.runtime.checkpoint.pieces import model_key
 from planner.runtime.checkpoint.safetensors_files import INDEX, SINGLE, read_file, read_folder
+from planner.runtime.checkpoint.single_device import split_training
 from planner.runtime.checkpoint.storage import Stored, Target, file_checksum
 
 STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin")
@@ -48,10 +49,12 @@ class Source(Protocol):
 
 
 class MappedSource:
-    """Tensors that are in memory, or mapped into it."""
+    """Tensors that are in memory, or mapped into it; beside them an optimizer's state dict."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Any] | None = None
+    ) -> None:
+        self._tensors, self.optimizer = tensors, optimizer
         first: dict[tuple[int, Shape], str] = {}
         self.tensors = {}
         for name, tensor in tensors.items():
@@ -60,6 +63,10 @@ class MappedSource:
             if tensor.numel():
                 same = first.setdefault((tensor.data_ptr(), shape), name)
             self.tensors[name] = Known(shape, tensor.dtype, same)
+
+    def whole(self, name: str) -> Tensor:
+        """Return all of a tensor."""
+        return self._tensors[name]
 
     def read(self, name: str, box: Box) -> Tensor:
         """Return a view of the box."""
@@ -108,7 +115,7 @@ def open_source(path: Path, *, is_checked: bool = False) -> MappedSource | Check
         if path.suffix == ".safetensors":
             return MappedSource(read_file(path))
         if path.suffix in STATE_DICT_SUFFIXES:
-            return MappedSource(_state_dict(path))
+            return MappedSource(*_state_dict(path))
         raise PlanError(
             f"{path} has none of the suffixes .safetensors, {', '.join(STATE_DICT_SUFFIXES)}; "
             "rename it to what it is"
@@ -129,18 +136,19 @@ def _newest(found: Sequence[Path]) -> CheckpointSource:
     return CheckpointSource(found[-1])
 
 
-def _state_dict(path: Path) -> dict[str, Tensor]:
+def _state_dict(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any] | None]:
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         brief = str(error).splitlines()[0]
         raise PlanError(f"{path} can't be read as a state_dict ({brief}); save it again") from None
+    found, optimizer = split_training(found)
     if not isinstance(found, dict) or not all(isinstance(t, Tensor) for t in found.values()):
         raise PlanError(
             f"{path} is no state_dict of a model: it holds other things than tensors; save "
-            "model.state_dict()"
+            'model.state_dict(), or {"model": ..., "optimizer": ...} of both state dicts'
         )
-    return found
+    return found, optimizer
 
 
 def fill(parts: Iterable[Part], aliases: Mapping[str, Sequence[str]], source: Source) -> list[Part]:

@@ -43,9 +43,13 @@ class Untouched:
             for field, old, new in zip(fields, before, now, strict=True)
             if old != new
         )
+        remedy = "make such changes before planner.apply"
+        if field == _PARAM[0]:
+            # What trains decides memory, exchange and backwards: it is another plan's.
+            remedy = "engine.save, search a plan for the model frozen so, and engine.load under it"
         raise PlanError(
             f"{field} of {what} was {old} when the plan was applied and is {new}; the engine "
-            "trains what was captured then: make such changes before planner.apply"
+            f"trains what was captured then: {remedy}"
         )
 
 

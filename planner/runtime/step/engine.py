@@ -37,6 +37,7 @@ from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state import zero
+from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
@@ -83,7 +84,7 @@ class Engine:
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
     last step's gradients before clipping, when they are clipped; `fetched` what the last step was
-    told to fetch.
+    told to fetch; functions in `after_step` are given each step's loss.
     """
 
     def __init__(
@@ -129,6 +130,8 @@ class Engine:
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
+        self.after_step: list[Callable[[Tensor], None]] = []
+        self.average: WeightAverage | None = None
         # What no block uses (the preamble's buffers) no step changes.
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
         self._unused = {
@@ -405,6 +408,8 @@ class Engine:
         self.fetched = gathered(self, seen) if seen.wanted else {}
         if self._recorder is not None:
             self._recorder.end_step()
+        for tell in self.after_step:
+            tell(loss)
         return loss
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
@@ -475,6 +480,17 @@ class Engine:
         if shared is not None:
             shared.wait()
         return loss
+
+    def average_weights(self, *, decay: float | None = 0.999, every: int = 1) -> WeightAverage:
+        """Return the average of weights from now on, which each `every` updates move it.
+
+        It is exponential (EMA) with `decay`, the mean (SWA) with None. Saved and loaded with the
+        engine's checkpoints, from `average_weights` on. Every rank calls it, once.
+        """
+        if self.average is not None:
+            raise PlanError("the engine's weights are averaged already; use engine.average")
+        self.average = WeightAverage(self, decay=decay, every=every)
+        return self.average
 
     def _drawn(self) -> AbstractContextManager[None]:
         return nullcontext() if self._random is None else self._random.drawn()

@@ -1,0 +1,104 @@
+"""Averages of weights are those of `AveragedModel` in one process (fp64), under any plan."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import planner
+from planner.errors import PlanError
+from planner.graph.batch import call_with_batch, loss_of
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from tests.builders import MlpWithTarget, mlp_batch
+from tests.captures import capture_tiny
+from tests.runtime.scenarios import _gap, build, capture
+from tests.spawn import run_ranks
+
+
+def train(plans: list[tuple[Plan, Plan]], folder: str) -> list[tuple[float, float, int]]:
+    """Return for each (plan, plan to go on under) the gaps of averages and of a loss by them."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for number, (plan, later) in enumerate(plans):
+        tiny, module = build("gpt")
+        alone = copy.deepcopy(module)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        expected = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(0.6))
+        engine = planner.apply(plan, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        average = engine.average_weights(decay=0.6)
+        for step in range(3):
+            batch = tiny.batch(4 * (step + 1))
+            batch = {k: v[4 * step :] for k, v in batch.items()}
+            engine.step(batch)
+            optimizer.zero_grad()
+            loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
+            optimizer.step()
+            expected.update_parameters(alone)
+            if step == 1:
+                engine.save(f"{folder}/{number}")
+                engine.close()
+                _, module = build("gpt")
+                engine = planner.apply(
+                    later, module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)
+                )
+                average = engine.average_weights(decay=0.6)
+                engine.load(f"{folder}/{number}")
+        before = engine.full_state_dict()
+        with average.applied():
+            loss = engine.evaluate(batch).item()
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        wanted = loss_of(call_with_batch(expected.module, batch), batch, tiny.loss).item()
+        gap = _gap(average.full_state_dict(), dict(expected.module.named_parameters()))
+        found.append((gap, abs(loss - wanted) / wanted, average.count))
+        engine.close()
+    return found
+
+
+def test_averages_equal_one_process_and_go_on_under_another_plan(tmp_path):
+    graph = capture("gpt", torch.float64)
+    two = {"num_microbatches": 2, "microbatch_size": 2}
+    half = {"num_microbatches": 2, "microbatch_size": 1, "dp": 2}
+    tp = default_plan(graph, tp=2, **two)
+    zero = default_plan(graph, zero_stage=3, **half)
+    for gap, loss_gap, count in run_ranks(train, 2, [(zero, tp)], str(tmp_path))[0]:
+        assert gap < 1e-10
+        assert loss_gap < 1e-10
+        assert count == 3
+
+
+def test_the_mean_of_steps_and_what_is_refused(tmp_path):
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=1, microbatch_size=4)
+    engine = planner.apply(plan, MlpWithTarget())
+    with pytest.raises(PlanError, match=r"decay=1\.0 must be from 0"):
+        engine.average_weights(decay=1.0)
+    average = engine.average_weights(decay=None, every=2)
+    seen = []
+    for step in range(4):
+        engine.step(mlp_batch(4))
+        if step % 2:
+            seen.append(engine.full_state_dict())
+    found = average.full_state_dict()
+    for name in found:
+        torch.testing.assert_close(found[name], (seen[0][name] + seen[1][name]) / 2)
+    with pytest.raises(PlanError, match="averaged already"):
+        engine.average_weights()
+
+
+def test_a_training_saved_without_averages_begins_them_from_its_weights(tmp_path):
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=1, microbatch_size=4)
+    engine = planner.apply(plan, MlpWithTarget())
+    engine.step(mlp_batch(4))
+    engine.save(tmp_path)
+    saved = engine.full_state_dict()
+    engine.wait_for_save()
+    again = planner.apply(plan, MlpWithTarget())
+    average = again.average_weights()
+    again.load(tmp_path)
+    assert average.count == 0
+    found = average.full_state_dict()
+    assert all(torch.equal(found[name], saved[name]) for name in saved)
