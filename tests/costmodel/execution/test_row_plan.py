@@ -174,6 +174,13 @@ def test_a_row_says_the_rank_of_its_adapters(said: dict[str, str], rank: int) ->
     assert run_of({**LORA, **said})[0].lora_rank == rank
 
 
+def test_a_row_says_that_layers_are_compiled() -> None:
+    row = {**ROWS["fsdp"], "notes": "torch.compile+Float8"}
+    assert run_of(row)[0].stack.name == "torchtitan-compiled"
+    assert run_of({**row, "notes": "ZB without compile"})[0].stack.name == "fsdp-flash"
+    assert run_of({**row, "stack": "nanotron"})[0].stack.name == "nanotron"
+
+
 def test_layers_as_cuda_graphs_leave_the_host_little_to_do() -> None:
     row = {**LORA, "gpu": "GB200", "gpus": "72", "tp": "1", "cp": "8", "dp": "9"}
     eager, graphs = (
