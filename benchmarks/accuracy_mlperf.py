@@ -17,7 +17,8 @@ def as_submitted(row: Mapping[str, str]) -> dict[str, str]:
     """Return a row with what its submission's configuration says where the row does not.
 
     All multiply in eight bits (FP8=True in config_common.sh, which a row's own file need not
-    repeat). From v4.1 on, layers are CUDA graphs (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp
+    repeat). AMD's are NeMo on Transformer Engine for ROCm. From v4.1 on,
+    layers are CUDA graphs (LAYER_CUDA_GRAPH or MCORE_CUDA_GRAPH) wherever cp
     is above 1, but on H200s without tp and in HPE's files. Not expressed: on MI300X 21 of the 80
     layers are recomputed (ACL=21), and attention is in eight bits on some (FP8_DPA).
     """
@@ -25,6 +26,8 @@ def as_submitted(row: Mapping[str, str]) -> dict[str, str]:
     if BENCHMARK not in row["source_id"]:
         return row
     row["dtype"] = "fp8"
+    if row["stack"] == "mlperf-amd":
+        row["stack"] = "primus"
     is_graphed = (
         row["stack"] == "nemo"
         and "v4.0" not in row["source_id"]

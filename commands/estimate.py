@@ -46,7 +46,7 @@ def estimate(
     if plan is None or model is None:
         raise PlannerError("give PLAN and MODEL, or --batch IN.csv --out OUT.csv")
     from commands.render.plan import describe_estimate
-    from costmodel.uncertainty import step_interval
+    from costmodel.uncertainty import runtime_interval, step_interval
 
     predicted = predict(
         plan, model, profile, doing="estimating", execution=execution,
@@ -55,11 +55,13 @@ def estimate(
     show_note(predicted.note)
     cluster = predicted.costs.profile.name
     told = predicted.estimate.to_dict()
-    # The interval stands on what the profile's own answers were held against.
-    runtime = predicted.costs.execution
+    # The interval stands on what the profile's own answers, or the runtime's, were held against.
+    runtime, graph = predicted.costs.execution, predicted.costs.graph
     if runtime.prices == "profile":
-        interval = step_interval(predicted.costs.graph, predicted.profile, predicted.plan)
-        told["relative_error"] = interval.relative
+        interval = step_interval(graph, predicted.profile, predicted.plan)
+    else:
+        interval = runtime_interval(graph, runtime, predicted.estimate.step_s)
+    told["relative_error"] = interval.relative
     show_results(*describe_estimate(told, cluster=cluster, execution=runtime.name))
 
 

@@ -76,7 +76,7 @@ def search(
         describe_result,
     )
     from costmodel.execution import find_execution
-    from costmodel.uncertainty import step_interval
+    from costmodel.uncertainty import runtime_interval, step_interval
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
     from planner.plan.buckets import check_bucket, with_buckets
@@ -135,18 +135,20 @@ def search(
         show_results(trials)
     chosen = result.plan
     assert chosen is not None, "a measured plan is one of those found"
-    # The interval stands on what the profile's own answers were held against.
-    interval = None
-    if find_execution(request.execution).prices == "profile":
+    # The interval stands on what the profile's own answers, or the runtime's, were held against.
+    runtime = find_execution(request.execution)
+    if runtime.prices == "profile":
         interval = step_interval(graph, profile, chosen)
-        told = {**chosen.estimate, "relative_error": interval.relative}
-        chosen = chosen.model_copy(update={"estimate": told})
+    else:
+        interval = runtime_interval(graph, runtime, float(chosen.estimate["step_s"]))
+    told = {**chosen.estimate, "relative_error": interval.relative}
+    chosen = chosen.model_copy(update={"estimate": told})
     chosen = with_buckets(chosen, graph, buckets)
     save_plan(chosen, out)
     for message in cut_batch_messages(graph, chosen):
         show_note(message)
     show_results(*describe_result(result))
-    if device is None and interval is not None:
+    if device is None:
         show_note(describe_closeness(result, interval))
     print(f"wrote {out}")
     if request.meshes == "own" and request.tp is not None:

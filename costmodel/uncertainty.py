@@ -12,6 +12,8 @@ r has the common errors of answers in it, so the larger of both counts and not t
     shipped      the runs that its rates were fitted to: 1.25 times the root of the mean square of
                  their mean absolute errors by source (1.25: sigma over mean, normal)
     measured     plans run on the machine that was profiled (`benchmarks/predict_cpu.py`)
+    runtime      of an estimate for another runtime: the published runs that were priced for it, of
+                 models of its kind (dense, experts, adapters); `residuals` of its record
     calibrated   what the fit leaves of k recorded runs, with the machine's drift between them:
                  hypot(1.48 e, DRIFT) * sqrt(1 + 1/k), e: their median absolute error
 """
@@ -25,16 +27,19 @@ from typing import Literal
 
 from costmodel.cache import CostCache
 from costmodel.estimate import estimate
+from costmodel.execution.execution import Execution, RunKind, residuals_of_runs
 from costmodel.in_training import in_training
 from costmodel.table.rates import residuals_of
 from planner.graph import ModelGraph
+from planner.layout.experts import grouped_products
 from planner.plan import Plan
 from profiles import Group, Lookup, OpQuery, Profile
 from profiles.calibration import DRIFT
 from profiles.records import StepWork
 
 COVERAGE = 0.8
-_Z = 1.2816
+Z = 1.2816
+"""Quantile of a normal distribution that leaves a tenth on each side."""
 _SIGMA_OF_MEDIAN = 1.48
 _SIGMA_OF_MEAN = 1.25
 
@@ -78,14 +83,14 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
     of_steps, basis = step_sigma(profile)
     if of_answers > of_steps:
         basis = "errors of the profile's own answers"
-    width = exp(_Z * max(of_answers, of_steps))
+    width = exp(Z * max(of_answers, of_steps))
     return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
 
 
 def row_interval(step_s: float, profile: Profile) -> Interval:
     """Return where the step of a run described by a row lies, from what its device's rates miss."""
     sigma, basis = step_sigma(profile)
-    width = exp(_Z * sigma)
+    width = exp(Z * sigma)
     return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
 
 
@@ -106,6 +111,34 @@ def step_sigma(profile: Profile) -> tuple[float, str]:
 
 def _of_sources(residuals: Mapping[str, float]) -> float:
     return _SIGMA_OF_MEAN * sqrt(sum(error**2 for error in residuals.values()) / len(residuals))
+
+
+def runtime_interval(graph: ModelGraph, execution: Execution, step_s: float) -> Interval:
+    """Return where a step lies that was estimated for a runtime priced with rates."""
+    kind = run_kind(graph)
+    found = residuals_of_runs(execution.name, kind)
+    sigma = sigma_of(found)
+    basis = f"published runs of {len(found)} sources" if found else "no published runs of its kind"
+    width = exp(Z * sigma)
+    return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
+
+
+def run_kind(graph: ModelGraph) -> RunKind:
+    """Return what kind of run a model's training is."""
+    if any(grouped_products(program) for program in graph.classes):
+        return "experts"
+    trained = {meta.requires_grad for meta in graph.tensors if meta.kind == "param"}
+    return "adapters" if trained == {True, False} else "dense"
+
+
+def sigma_of(residuals: Mapping[str, float]) -> float:
+    """Return one sigma of a run of another source; a usual value where there are none.
+
+    As of calibrations, what k sources tell of the next is 1 + 1/k times as uncertain, in squares.
+    """
+    if not residuals:
+        return _NOTHING_KNOWN
+    return _of_sources(residuals) * sqrt(1 + 1 / len(residuals))
 
 
 class _OneSigmaLater(Profile):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -17,6 +17,9 @@ DATA = Path(__file__).parent / "data"
 Kernels = Literal["eager", "modules", "fused"]
 """How ops that only move bytes run: one by one; fused inside each module of the model's code, as
 libraries of layers do; or fused wherever no product lies between, as compilers do."""
+
+RunKind = Literal["dense", "experts", "adapters"]
+"""What is trained: all of a dense model, a mixture of experts, adapters of a frozen model."""
 
 Prices = Literal["profile", "rates"]
 """Where an op's time comes from: a profile's measurements and fits of single ops; or the few rates
@@ -143,6 +146,24 @@ def find_execution(name: str) -> Execution:
 def sources_of(name: str) -> Mapping[str, str]:
     """Return where each constant of a record comes from."""
     return {key: entry["source"] for key, entry in _entries(name).items()}
+
+
+def residuals_of_runs(
+    name: str, kind: RunKind, *, leave_out: Collection[str] = ()
+) -> Mapping[str, float]:
+    """Return the mean absolute relative error of published runs of a kind, by source.
+
+    Of a runtime itself, else of the nearest that it extends of which there are any; `leave_out` are
+    sources that are not counted.
+    """
+    record = read_record(name)
+    found = {
+        source: error
+        for source, error in record["residuals"].get(kind, {}).items()
+        if source not in leave_out
+    }
+    base = record.get("extends")
+    return found if found or not base else residuals_of_runs(base, kind, leave_out=leave_out)
 
 
 @lru_cache(maxsize=64)

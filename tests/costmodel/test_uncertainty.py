@@ -1,12 +1,23 @@
 """How wide an estimate's interval is, and what makes it wider."""
 
+from dataclasses import replace
 from math import exp, sqrt
 
 import pytest
 
 from costmodel import estimate
-from costmodel.uncertainty import Interval, step_interval, step_sigma
+from costmodel.execution import execution as execution_records
+from costmodel.execution import find_execution
+from costmodel.uncertainty import (
+    Interval,
+    run_kind,
+    runtime_interval,
+    sigma_of,
+    step_interval,
+    step_sigma,
+)
 from planner.plan.defaults import default_plan
+from planner.templates import Adapters, Experts, Transformer, build_transformer
 from profiles import Profile, load_profile
 from profiles.records import Calibration
 from tests.captures import capture_tiny
@@ -71,6 +82,59 @@ def test_recorded_runs_say_how_sure_a_calibrated_profile_is(h100):
 def test_a_device_without_published_runs_is_least_sure(h100):
     unknown = changed(h100, name="no-such-device")
     assert step_sigma(unknown) == (0.3, "no published runs of this device")
+
+
+def residuals(monkeypatch: pytest.MonkeyPatch, **records: dict) -> None:
+    """Make the records of runtimes these; each extends "base", but that."""
+    found = {
+        name: {"residuals": known, "extends": None if name == "base" else "base"}
+        for name, known in records.items()
+    }
+    monkeypatch.setattr(execution_records, "read_record", found.__getitem__)
+
+
+def test_a_runtime_is_as_sure_as_its_own_published_runs(monkeypatch):
+    """Mean errors of 3% and 4%: sigma 1.25 * 0.0354, and of two sources sqrt(1.5) of it.
+
+    Without runs of its own a runtime has those of what it extends, and without any of that kind a
+    usual value.
+    """
+    errors = {"dense": {"a": 0.03, "b": 0.04}}
+    residuals(
+        monkeypatch, base=errors | {"experts": {"a": 0.2}}, own={"dense": {"c": 0.08}}, bare={}
+    )
+
+    def sigma(name: str, kind: str, **options) -> float:
+        return sigma_of(execution_records.residuals_of_runs(name, kind, **options))
+
+    assert sigma("base", "dense") == pytest.approx(1.25 * 0.0354 * sqrt(1.5), rel=0.01)
+    assert sigma("own", "dense") == pytest.approx(1.25 * 0.08 * sqrt(2))
+    assert (
+        sigma("own", "dense", leave_out={"c"}) == sigma("bare", "dense") == sigma("base", "dense")
+    )
+    assert sigma("own", "experts") == pytest.approx(1.25 * 0.2 * sqrt(2))
+    assert sigma("own", "adapters") == 0.3
+
+
+def test_the_interval_of_a_runtime_is_of_the_model_s_kind(monkeypatch):
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 128}
+    model = Transformer(**sizes, vocab=100, seq_len=8)
+    kinds = {
+        "dense": model,
+        "experts": replace(model, experts=Experts(number=4, per_token=2, width=32)),
+        "adapters": replace(model, adapters=Adapters(rank=4)),
+    }
+    errors = {"dense": 0.04, "experts": 0.16, "adapters": 0.08}
+    known = {kind: {"a": error} for kind, error in errors.items()}
+    runtime = replace(find_execution("megatron-core"), name="toy")
+    residuals(monkeypatch, base=known, toy={})
+    for kind, of_kind in kinds.items():
+        graph = build_transformer(of_kind)
+        assert run_kind(graph) == kind
+        found = runtime_interval(graph, runtime, 2.0)
+        assert found.high_s == pytest.approx(2 * exp(1.2816 * 1.25 * sqrt(2) * errors[kind]))
+        assert sqrt(found.low_s * found.high_s) == pytest.approx(2)
+        assert found.basis == "published runs of 1 sources"
 
 
 def test_the_width_is_relative_to_the_middle():

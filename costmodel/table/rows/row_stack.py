@@ -32,6 +32,12 @@ EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
 CUDA_GRAPHS = re.compile(r"(?i)cuda.?graph")
 """Words for layers whose kernels the host starts together, as one graph."""
 
+COMPILED = re.compile(r"(?i)(?<!without )(torch\.)?compile")
+"""Words for layers that a compiler fuses."""
+
+COMPILED_AS = {"fsdp-flash": "torchtitan-compiled", "torchtitan": "torchtitan-compiled"}
+"""What stacks are then."""
+
 FUSED_SINCE = {
     MEGATRON_CLASSIC: MEGATRON_CORE,
     MEGATRON_DEEPSPEED: EAGER_FLASH,
@@ -65,6 +71,8 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, dropless=False, fullest_experts=1.0)
     elif EVEN_ROUTING.search(said):
         stack = replace(stack, fullest_experts=1.0)
+    if stack.name in COMPILED_AS and COMPILED.search(said):
+        stack = find_execution(COMPILED_AS[stack.name])
     if CUDA_GRAPHS.search(said):
         # A graph is one launch, whatever a layer's router and experts add.
         stack = replace(stack, forward_kernels=1, router_kernels=0, expert_kernels=0)

@@ -13,6 +13,7 @@ from costmodel.table.published import RunRow, estimate_run, estimate_run_memory,
 from costmodel.table.rates import load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
 from costmodel.table.rows.row_cells import real
+from costmodel.table.rows.row_plan import RowPrices
 from planner.errors import PlannerError
 from planner.units import GIB, TFLOP
 from profiles import Profile, load_profile
@@ -62,15 +63,21 @@ def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 def predict_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the predicted columns of one row; raise PlannerError when it can't be priced."""
     run, profile, rates = run_of(row)
-    step_s = estimate_run(run, profile, rates).step_s
+    if run.lora_rank:
+        # The closed forms train all weights.
+        found = RowPrices().estimate(run, profile, rates)
+        step_s, peak_bytes = found.step_s, max(float(m.tensor_bytes) for m in found.memory)
+        fits = "yes" if peak_bytes <= _room(row, profile) else "no"
+    else:
+        step_s = estimate_run(run, profile, rates).step_s
+        peak_bytes, fits = estimate_run_memory(run).total, _fits(row, run, profile)
     samples_per_gpu_s = run.global_batch / step_s / run.gpus
-    peak_bytes = estimate_run_memory(run).total
     return {
         "predicted_step_time_s": step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
         "predicted_peak_mem_gib": peak_bytes / GIB,
-        "predicted_fits": _fits(row, run, profile),
+        "predicted_fits": fits,
         "assumed": "; ".join(run.assumed),
     }
 

@@ -4,7 +4,7 @@ import pytest
 
 from costmodel.table.published import estimate_run
 from costmodel.table.rows.row_plan import RowPrices, plan_of, transformer_of
-from costmodel.table.rows.rows import run_of
+from costmodel.table.rows.rows import predict_row, run_of
 
 GPT = {
     "stack": "megatron-classic", "gpu": "A100-SXM", "gpus": "8", "layers": "24", "hidden": "2048",
@@ -158,6 +158,13 @@ def test_a_row_of_adapters_trains_them_alone() -> None:
     assert (model.adapters.rank, model.adapters.alpha, model.adapters.dropout) == (16, 32, 0.1)
 
 
+def test_a_table_of_rows_prices_adapters_so_too() -> None:
+    found = predict_row(LORA)
+    assert 3.3 < found["predicted_step_time_s"] < 4.3
+    assert 32 < found["predicted_peak_mem_gib"] < 75
+    assert found["predicted_fits"] == "yes"
+
+
 @pytest.mark.parametrize(
     ("said", "rank"),
     [
@@ -172,6 +179,13 @@ def test_a_row_of_adapters_trains_them_alone() -> None:
 )
 def test_a_row_says_the_rank_of_its_adapters(said: dict[str, str], rank: int) -> None:
     assert run_of({**LORA, **said})[0].lora_rank == rank
+
+
+def test_a_row_says_that_layers_are_compiled() -> None:
+    row = {**ROWS["fsdp"], "notes": "torch.compile+Float8"}
+    assert run_of(row)[0].stack.name == "torchtitan-compiled"
+    assert run_of({**row, "notes": "ZB without compile"})[0].stack.name == "fsdp-flash"
+    assert run_of({**row, "stack": "nanotron"})[0].stack.name == "nanotron"
 
 
 def test_layers_as_cuda_graphs_leave_the_host_little_to_do() -> None:

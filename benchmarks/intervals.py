@@ -1,0 +1,155 @@
+"""How often an estimate's interval holds what was measured, a source left out at a time.
+
+    python benchmarks/intervals.py [folder] [--json] [--write]
+
+Published runs of a source are priced as plans of their runtimes. Their interval is that of an
+estimate for the runtime (`costmodel.uncertainty`) that knows all other sources and not this: its
+width is from their mean errors, of runs of the same kind. Four out of five of the source's runs
+should lie in it. Rates are those shipped, which were fitted to many of the sources (`fitted`), so
+that of these more lie in it than of runs that nobody has seen. Stalled runs and those with tp over
+nodes are left out. `--write` writes each runtime's mean errors into its record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from math import exp, log1p
+from pathlib import Path
+
+import numpy as np
+from accuracy import Case, estimated_errors, load_cases, stalls
+
+from costmodel.execution import execution_names
+from costmodel.execution.execution import DATA, RunKind, residuals_of_runs
+from costmodel.uncertainty import Z, sigma_of
+from planner.errors import PlannerError
+from profiles.devices import device_file, device_names
+
+DEFAULT_FOLDER = Path(__file__).resolve().parents[2] / "shared/data/published"
+FILES = (
+    ("measured.csv", False),
+    ("measured.csv", True),
+    ("mlperf.csv", False),
+    ("moe_cp.csv", False),
+    ("moe_cp.csv", True),
+    ("ultrascale_playbook.csv", False),
+)
+"""Tables, and whether their rows with experts are meant."""
+
+WIDEST_TP = 8
+
+LEAST_ROWS = 3
+"""Rows of a source whose mean error says something of the next source's."""
+
+Group = tuple[str, str, RunKind]
+"""Source, runtime and kind of its runs."""
+
+
+def kind_of(case: Case) -> RunKind:
+    """Return what a run trains."""
+    if case.run.shape.num_experts > 1:
+        return "experts"
+    return "adapters" if case.run.lora_rank else "dense"
+
+
+def priced_groups(folder: Path) -> dict[Group, np.ndarray]:
+    """Return relative errors of the estimates by source, runtime and kind."""
+    found: dict[Group, list[float]] = defaultdict(list)
+    for name, experts in FILES:
+        cases, _ = load_cases(folder / name, experts=experts, adapters=True)
+        kept, errors = estimated_errors([case for case in cases if case.ran])
+        stalled = stalls(kept, errors)
+        for case, error, stops in zip(kept, errors, stalled, strict=True):
+            if not stops and case.run.tp <= WIDEST_TP:
+                found[case.source, case.run.stack.name, kind_of(case)].append(float(error))
+    return {group: np.array(errors) for group, errors in found.items()}
+
+
+def fitted_sources() -> set[str]:
+    """Return the sources that some device's rates were fitted to."""
+    shipped = [device_file(name).shipped for name in device_names()]
+    return {
+        source
+        for device in shipped
+        if device is not None and device.training is not None
+        for source in device.training.residuals
+    }
+
+
+def table(groups: dict[Group, np.ndarray]) -> list[dict[str, str | int | float | bool]]:
+    """Return a line for each source, runtime and kind."""
+    fitted = fitted_sources()
+    lines: list[dict[str, str | int | float | bool]] = []
+    for (source, runtime, kind), errors in sorted(groups.items()):
+        sigma = sigma_of(residuals_of_runs(runtime, kind, leave_out={source}))
+        held = [abs(log1p(error)) <= Z * sigma for error in errors]
+        lines.append(
+            {
+                "source": source,
+                "runtime": runtime,
+                "kind": kind,
+                "fitted": source in fitted and kind == "dense",
+                "rows": len(errors),
+                "error_pct": 100 * float(np.abs(errors).mean()),
+                "interval_pct": 100 * (exp(Z * sigma) - 1),
+                "coverage_pct": 100 * float(np.mean(held)),
+            }
+        )
+    return lines
+
+
+def write_residuals(groups: dict[Group, np.ndarray]) -> None:
+    """Write the mean errors of each runtime's runs into its record."""
+    for name in execution_names():
+        found: dict[str, dict[str, float]] = {}
+        for (source, runtime, kind), errors in sorted(groups.items()):
+            if runtime == name and len(errors) >= LEAST_ROWS:
+                found.setdefault(kind, {})[source] = round(float(np.abs(errors).mean()), 4)
+        path = DATA / f"{name}.json"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        record["residuals"] = found
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT_FOLDER)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--write", action="store_true", help="write mean errors into records")
+    options = parser.parse_args()
+    try:
+        groups = priced_groups(options.folder)
+    except (OSError, PlannerError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.write:
+        write_residuals(groups)
+        return 0
+    lines = table(groups)
+    if options.json:
+        print(json.dumps(lines, indent=1))
+        return 0
+    print(
+        f"{'source':30}{'runtime':21}{'kind':10}{'':8}{'rows':>5}{'error':>8}{'interval':>10}{'held':>8}"
+    )
+    for line in lines:
+        print(f"{line['source']:30}{line['runtime']:21}{line['kind']:10}"
+              f"{'fitted' if line['fitted'] else '':8}{line['rows']:5}{line['error_pct']:7.1f}%"
+              f"{line['interval_pct']:9.1f}%{line['coverage_pct']:7.0f}%")  # fmt: skip
+    for name, chosen in (
+        ("all", lines),
+        ("fitted", [line for line in lines if line["fitted"]]),
+        ("others", [line for line in lines if not line["fitted"]]),
+    ):
+        held = np.array([float(line["coverage_pct"]) for line in chosen])
+        rows = np.array([int(line["rows"]) for line in chosen])
+        print(f"{name}: {held.mean():.0f}% of a source, {held @ rows / rows.sum():.0f}% of rows")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
