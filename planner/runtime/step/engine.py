@@ -604,7 +604,7 @@ class Engine:
         return self._accumulation.is_open
 
     def resume(self, *, extra: Mapping[str, Any] | None = None) -> Loaded | None:
-        """Go on from the newest whole checkpoint of a run that `planner launch --keep` keeps.
+        """Go on from the newest whole checkpoint of a run that its launcher keeps.
 
         Every rank calls it, after `planner.apply`. Returns None where the run begins, or is not
         kept. `extra` is as in `save`, and saved by each `keep`.
