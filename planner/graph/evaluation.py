@@ -39,10 +39,14 @@ def _aligned(graph: ModelGraph, block: Block, captured: ModelGraph, other: Block
     if len(program.inputs) != len(evaluated.inputs):
         raise _differs(f"{where} takes {len(evaluated.inputs)} tensors, not {len(program.inputs)}")
     names = dict(zip(evaluated.inputs, program.inputs, strict=True))
-    own = {_key(graph, name): name_in_class for name_in_class, name in _params(program, block)}
+    own = {
+        key: name_in_class
+        for name_in_class, name in _params(program, block)
+        for key in _keys(graph, name)
+    }
     for name_in_class, name in _params(evaluated, other):
-        key = _key(captured, name)
-        if key not in own:
+        key = next((key for key in _keys(captured, name) if key in own), None)
+        if key is None:
             raise _differs(f"{where} reads {captured.tensor[name].fqn or 'a constant'}")
         names[name_in_class] = own[key]
     ops = tuple(_in_names_of(program, evaluated, names, where))
@@ -57,9 +61,14 @@ def _params(program: Program, block: Block) -> Iterator[tuple[str, str]]:
     yield from zip(program.params, block.params, strict=True)
 
 
-def _key(graph: ModelGraph, name: str) -> tuple[object, ...]:
+def _keys(graph: ModelGraph, name: str) -> list[tuple[object, ...]]:
+    """Return what names a tensor in every capture: a parameter's or buffer's names in the module,
+    of which a tied one that has no values any more may show another; a constant's values.
+    """
     meta = graph.tensor[name]
-    return meta.kind, meta.fqn, *(() if meta.fqn else (meta.shape, meta.dtype, meta.data))
+    if not meta.fqn:
+        return [(meta.kind, meta.shape, meta.dtype, meta.data)]
+    return [(meta.kind, fqn) for fqn in (meta.fqn, *meta.aliases)]
 
 
 def _in_names_of(
