@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution import Execution
+from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import executed_times
 from costmodel.execution.saves import remade_in_backward
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
-from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
-from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
-from costmodel.time.program_times import ProgramTimes, Spent
+from costmodel.table.fusion import Kernels
+from costmodel.time.profiled_times import profiled_times
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import spread_params
-from planner.layout.redistribute import EXCHANGE_ROWS
-from planner.ops.flops import Work
-from planner.ops.weight_products import ProductArgs, deferrable_products
+from planner.ops.weight_products import deferrable_products
 from planner.units import DTYPE_BYTES
 from profiles import Profile
-from profiles.records import Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,158 +79,85 @@ def price_program(
     profile: Profile,
     *,
     axes: Mapping[str, Axis],
+    execution: Execution,
     remade: frozenset[str] = frozenset(),
-    kernels: Kernels = "eager",
     polls: bool = False,
+    alike: ProgramCost | None = None,
 ) -> ProgramCost:
     """Price a bound program that `planner.layout.lowering.lower` made local.
 
-    `axes` are those it was lowered on; `remade` names the ops that run again under selective
-    recomputation. Collectives run on the compute stream's time, as the
-    runtime waits for each. Fused `kernels` take less time; bytes are those of eager ones.
-    `polls`: as in `Split`.
+    `axes` are those it was lowered on, `execution` the runtime that runs it; `remade` names the ops
+    that run again under selective recomputation. Collectives run on the compute stream's time, as
+    the runtime waits for each. Bytes are those of eager kernels. `polls`: as in `Split`. `alike` is
+    the program's price on another profile of the same machine, whose bytes are the same.
     """
-    tensor = local.tensor
-    has_backward = any(tensor[name].requires_grad for name in local.outputs)
+    has_backward = any(local.tensor[name].requires_grad for name in local.outputs)
     remade = remade if has_backward else frozenset()
-    products = deferrable_products(local)
+    if execution.prices == "rates":
+        rated = rated_profile(profile)
+        times = executed_times(local, rated, axes=axes, recomputed=remade, polls=polls)
+    else:
+        kernels: Kernels = "fused" if execution.kernels == "fused" else "eager"
+        times = profiled_times(local, profile, axes=axes, recomputed=remade, kernels=kernels)
+    accumulate_s = accumulate_seconds(local, profile)
+    seconds: dict[str, Any] = {
+        "forward_s": times.forward.device_s + times.forward.host_s,
+        "backward_s": times.backward.device_s + times.backward.host_s + accumulate_s,
+        "weight_s": times.weight_s + accumulate_s,
+        "remade_s": times.recomputed.device_s + times.recomputed.host_s,
+        "forward_comm_s": times.forward_comm_s,
+        "backward_comm_s": times.backward_comm_s,
+        "host_forward_s": times.forward.host_s,
+        "host_backward_s": times.backward.host_s,
+    }
+    if alike is not None:
+        return replace(alike, **seconds)
+    return ProgramCost(
+        **seconds,
+        forward_flop=times.forward_flop,
+        backward_flop=times.backward_flop,
+        has_backward=has_backward,
+        **_bytes_held(local, profile.cluster.device_type, execution, remade),
+    )
+
+
+def _bytes_held(
+    local: Program, device_type: str, execution: Execution, remade: frozenset[str]
+) -> dict[str, Any]:
+    """Return the bytes of a program's price, by field."""
+    tensor = local.tensor
     trainable = [n for n in local.params if _is_trainable(local, n)]
     frozen = [n for n in local.params if not _is_trainable(local, n)]
     experts = spread_params(local)
     spread = [n for n in trainable if n in experts]
-    accumulate_s = accumulate_seconds(local, profile)
-    saved = saved_tensors(local, device_type=profile.cluster.device_type)
-    if isinstance(profile, ExecutedProfile):
-        times = executed_times(
-            local, profile, axes=axes, saved=saved, recomputed=remade, polls=polls
-        )
-        saved = saved_tensors(
-            local,
-            device_type=profile.cluster.device_type,
-            remade=remade_in_backward(local, profile),
-        )
-    else:
-        times = _program_times(local, profile, axes, remade, kernels, products)
-    forward_peak, backward_peak = peak_bytes(saved, products)
+    instead = remade_in_backward(local, execution)
+    saved = saved_tensors(local, device_type=device_type, remade=instead)
+    forward_peak, backward_peak = peak_bytes(saved, deferrable_products(local))
     selective_kept, unsaved = selective_bytes(saved, remade)
     activations = [n for n in local.inputs if tensor[n].requires_grad]
     side_bytes = _bytes(local, [n for n in saved.inputs if n not in activations])
-    return ProgramCost(
-        forward_s=times.forward.device_s + times.forward.host_s,
-        backward_s=times.backward.device_s + times.backward.host_s + accumulate_s,
-        weight_s=times.weight_s + accumulate_s,
-        remade_s=times.recomputed.device_s + times.recomputed.host_s,
-        forward_comm_s=times.forward_comm_s,
-        backward_comm_s=times.backward_comm_s,
-        host_forward_s=times.forward.host_s,
-        host_backward_s=times.backward.host_s,
-        forward_flop=times.forward_flop,
-        backward_flop=times.backward_flop,
-        has_backward=has_backward,
-        saved_bytes=saved.num_bytes - side_bytes,
-        saved_input_bytes=_bytes(local, [n for n in saved.inputs if n in activations]),
-        saved_output_bytes=_bytes(local, saved.outputs),
-        side_bytes=side_bytes,
-        side_positions=tuple(
+    return {
+        "saved_bytes": saved.num_bytes - side_bytes,
+        "saved_input_bytes": _bytes(local, [n for n in saved.inputs if n in activations]),
+        "saved_output_bytes": _bytes(local, saved.outputs),
+        "side_bytes": side_bytes,
+        "side_positions": tuple(
             position
             for position, name in enumerate(local.inputs)
             if name in saved.inputs and name not in activations
         ),
-        input_bytes=_bytes(local, activations),
-        selective_bytes=selective_kept,
-        selective_unsaved_bytes=unsaved,
-        forward_peak_bytes=forward_peak,
-        backward_peak_bytes=backward_peak - side_bytes,
-        param_bytes=_bytes(local, trainable),
-        frozen_bytes=_bytes(local, frozen),
-        frozen_param_bytes=_bytes(local, [n for n in frozen if tensor[n].kind == "param"]),
-        num_params=len(trainable),
-        spread_bytes=_bytes(local, spread),
-        num_spread=len(spread),
-    )
-
-
-def _program_times(
-    local: Program,
-    profile: Profile,
-    axes: Mapping[str, Axis],
-    remade: frozenset[str],
-    kernels: Kernels,
-    products: Mapping[str, ProductArgs],
-) -> ProgramTimes:
-    """Sum up ops and collectives, and put the host's part on top."""
-    tensor = local.tensor
-    works = {
-        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
+        "input_bytes": _bytes(local, activations),
+        "selective_bytes": selective_kept,
+        "selective_unsaved_bytes": unsaved,
+        "forward_peak_bytes": forward_peak,
+        "backward_peak_bytes": backward_peak - side_bytes,
+        "param_bytes": _bytes(local, trainable),
+        "frozen_bytes": _bytes(local, frozen),
+        "frozen_param_bytes": _bytes(local, [n for n in frozen if tensor[n].kind == "param"]),
+        "num_params": len(trainable),
+        "spread_bytes": _bytes(local, spread),
+        "num_spread": len(spread),
     }
-    seconds = _seconds_of_ops(local, profile, kernels, works)
-    forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
-    forward_flop = backward_flop = 0.0
-    views = backward_views = backward_ops = forward_waits = backward_waits = 0
-    for op in local.ops:
-        if op.target == "planner.redistribute":
-            there, back = redistribute_seconds(op, tensor, profile, axes)
-            forward_comm_s += there
-            backward_comm_s += back
-            forward_waits += there > 0
-            backward_waits += back > 0
-            continue
-        if op.target.startswith("planner."):
-            inner = inner_seconds(op, tensor, profile, axes)
-            forward_comm_s += sum(inner)
-            forward_waits += len(inner)
-            if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
-                backward_comm_s += sum(inner)
-                backward_waits += len(inner)
-        there, back = seconds[op.name]
-        forward_s += there
-        backward_s += back
-        recomputed_s += there if op.name in remade else 0.0
-        if op.name in products:
-            # One product for the weight, and one as large for the input if it needs one.
-            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
-        work, back_work = works[op.name]
-        forward_flop += work.flop
-        backward_flop += back_work.flop
-        views += there == 0.0
-        needs_gradient = tensor[op.outputs[0]].requires_grad
-        backward_views += there == 0.0 and needs_gradient
-        backward_ops += needs_gradient
-    # The host launches every op, a view too; compiled code launches a kernel for several ops.
-    forward_ops = len(local.ops)
-    if kernels == "fused":
-        forward_ops, views, backward_views = num_kernels(local), 0, 0
-        backward_ops = min(backward_ops, forward_ops)
-    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
-    backward = _with_host(
-        profile, "backward", backward_s, kernels, ops=backward_ops, views=backward_views
-    )
-    # Each collective waits for the slowest of its ranks.
-    forward_comm_s += profile.wait_seconds(
-        forward.device_s + forward.host_s, forward_waits, inside=True
-    )
-    backward_comm_s += profile.wait_seconds(
-        backward.device_s + backward.host_s, backward_waits, inside=True
-    )
-    again = [op for op in local.ops if op.name in remade]
-    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
-    recomputed = _with_host(
-        profile, "forward", recomputed_s, kernels, ops=len(again), views=again_views
-    )
-    # Of corrections of the whole block, weight gradients have their share.
-    if backward_s:
-        waited = backward.host_s * len(products) / max(backward_ops, 1)
-        weight_s = weight_s * backward.device_s / backward_s + waited
-    return ProgramTimes(
-        forward=forward,
-        backward=backward,
-        recomputed=recomputed,
-        weight_s=weight_s,
-        forward_comm_s=forward_comm_s,
-        backward_comm_s=backward_comm_s,
-        forward_flop=forward_flop,
-        backward_flop=backward_flop,
-    )
 
 
 def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) -> float:
@@ -246,46 +171,6 @@ def accumulate_seconds(program: Program, profile: Profile, *, cut: float = 1) ->
         num_bytes=sum(4 * prod(program.tensor[name].shape_at(1)) for name in trainable) / cut,
         num_tensors=len(trainable),
     ).seconds
-
-
-def _seconds_of_ops(
-    local: Program,
-    profile: Profile,
-    kernels: Kernels,
-    works: Mapping[str, tuple[Work, Work]],
-) -> dict[str, tuple[float, float]]:
-    """Return forward and backward seconds of every op but redistributions, by name."""
-    eager = {
-        op.name: op_seconds(op, local.tensor, profile, works[op.name])
-        for op in local.ops
-        if op.name in works
-    }
-    measured = profile.block_correction("forward", compiled=True) != 1.0
-    # Where whole compiled blocks were measured, that says it all.
-    return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
-
-
-def _with_host(
-    profile: Profile,
-    direction: Direction,
-    seconds: float,
-    kernels: Kernels,
-    *,
-    ops: int,
-    views: int,
-) -> Spent:
-    """Return the time of a whole block from the sum of its ops.
-
-    The host feeds ops one by one: a device that computes asynchronously is never ahead of
-    `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
-    whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
-    views in it. Ratios of compiled blocks are those of fused kernels.
-    """
-    correction = profile.block_correction(direction, compiled=kernels == "fused")
-    device_s = seconds * correction
-    if profile.cluster.device_type != "cpu":
-        return Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
-    return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
 
 
 def _is_trainable(program: Program, name: str) -> bool:
