@@ -38,7 +38,7 @@ CLOSED_FORMS_S = {
     "nanotron": 1.36, "mixtral": 1.19,
 }  # fmt: skip
 """Seconds of a step by a second cost model, of closed forms of a transformer's layer, that there
-was until decision 36: an independent count of the same kernels and messages."""
+was until decision 23: an independent count of the same kernels and messages."""
 
 
 @pytest.mark.parametrize("name", CLOSED_FORMS_S)
