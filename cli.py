@@ -13,13 +13,16 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from commands.check import check
 from commands.compare import compare
 from commands.convert import convert
 from commands.dryrun import dryrun
+from commands.emit import emit
 from commands.estimate import estimate
 from commands.launch import launch
 from commands.profile import profile
@@ -32,6 +35,7 @@ from commands.timeline import timeline
 from commands.verify import verify
 from commands.why import why
 from planner.errors import PlannerError
+from planner.plugins import load_plugins, name_files
 
 _BRIEF = 300
 """Characters of an unexpected error that its line shows."""
@@ -43,6 +47,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+@app.callback()
+def load(
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A Python file that adds schedules of your own; repeatable."
+        ),
+    ] = None,
+) -> None:
+    """Load what others add, before any command."""
+    name_files(plugin or ())
+    load_plugins()
+
+
 app.command()(profile)
 app.command()(search)
 app.command()(show)
@@ -54,6 +74,8 @@ app.command()(verify)
 app.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )(launch)
+app.command()(emit)
+app.command(context_settings={"ignore_unknown_options": True})(check)  # FLAGS begin with --
 app.command()(timeline)
 app.command()(compare)
 app.command()(convert)

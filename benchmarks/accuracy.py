@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 from accuracy_groups import Ranking, plot, print_rankings, rankings
+from accuracy_mlperf import as_submitted
 
 from costmodel.table.fit_rates import (
     RANGES,
@@ -126,12 +127,12 @@ def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[s
     Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
-    for row in read_rows(path):
+    for row in map(as_submitted, read_rows(path)):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
-            if any(word in notes for word in NOT_PRETRAINING):
-                raise PlannerError("not pre-training")
             run, profile, rates = run_of(row)
+            if not run.lora_rank and any(word in notes for word in NOT_PRETRAINING):
+                raise PlannerError("not pre-training")
             if (run.shape.num_experts > 1) != experts:
                 raise PlannerError("a dense model" if experts else "a mixture of experts")
             known = MODEL_SIZES if named_model(row["model"]) else ()
@@ -340,7 +341,8 @@ def main() -> int:
         print("nothing is fitted to rows with experts; leave --fit or --held-out out",
               file=sys.stderr)  # fmt: skip
         return 2
-    fitted = [case for case in cases if case.ran]
+    # Nothing is fitted to runs that train adapters alone.
+    fitted = [case for case in cases if case.ran and not case.run.lora_rank]
     if options.fit:
         name = load_profile(options.fit).name
         record = fit(name, fitted)

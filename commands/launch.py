@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from commands.common.options import DeviceOption, PlanFile
+from commands.common.options import DeviceOption, PlanFile, ProfileOption
+from commands.common.replan import replanner
 from commands.render.console import show_note
+from planner.errors import PlanError
 
 
 def launch(
@@ -22,15 +24,36 @@ def launch(
     rendezvous: Annotated[
         str, typer.Option(help="host:port of one of the nodes, the same on all.")
     ] = "localhost:0",
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="0,2,3", help="GPUs of this node that its ranks take, in order."),
+    ] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="Record what each rank does when in this folder.")
     ] = None,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Save checkpoints in this folder; go on from the newest there."),
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="With --keep: steps between checkpoints.")] = 100,
+    max_restarts: Annotated[
+        int, typer.Option(help="With --keep: how often ranks may start again after a failure.")
+    ] = 3,
+    elastic: Annotated[
+        int | None,
+        typer.Option(help="With --keep: go on with what is left of the ranks, down to so many."),
+    ] = None,
+    on_oom: Annotated[
+        str, typer.Option(help="With --keep, where memory is too small: stop, or replan.")
+    ] = "stop",
+    profile: ProfileOption = None,
 ) -> int:
-    """Train: run a script on every rank of a plan.
+    """Train: run a script on every rank of a plan, and keep it running.
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
     from planner.plan import OURS, load_plan
+    from planner.runtime.start.course import Keeping
     from planner.runtime.start.launch import launch as launch_ranks
 
     priced_for = load_plan(plan).execution
@@ -38,6 +61,23 @@ def launch(
         show_note(
             f"{plan} is priced for {priced_for}; this is {OURS}, which takes other times: "
             f"`planner estimate {plan} MODEL --execution {OURS}` tells them"
+        )
+    if on_oom not in ("stop", "replan"):
+        raise PlanError(f"`on_oom` {on_oom} was given; use stop or replan")
+    searches = elastic is not None or on_oom == "replan"
+    if searches and keep is None:
+        raise PlanError(
+            "`elastic` and `on_oom` replan go on from checkpoints; give `keep` a folder"
+        )
+    keeping = None
+    if keep is not None:
+        keeping = Keeping(
+            folder=keep,
+            save_every=save_every,
+            max_restarts=max_restarts,
+            min_ranks=elastic,
+            replan=replanner(load_plan(plan), profile) if searches else None,
+            replans_on_oom=on_oom == "replan",
         )
     return launch_ranks(
         plan,
@@ -47,4 +87,15 @@ def launch(
         num_nodes=num_nodes,
         rendezvous=rendezvous,
         timeline=timeline,
+        devices=None if devices is None else _numbers(devices),
+        keeping=keeping,
     )
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise PlanError(
+            f"`devices` {text!r} is no list of numbers; give for example 0,2,3"
+        ) from None

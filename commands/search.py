@@ -53,6 +53,13 @@ def search(
     time_limit: Annotated[
         str | None, typer.Option(help="Stop after this time, such as 30s, and say how sure.")
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for batch(size, LENGTH) of these, too, such as 128,256; batch(size) is the "
+            "longest."
+        ),
+    ] = None,
     measure: Annotated[
         int | None,
         typer.Option(min=1, help="Run the best so many for a few steps here; take the fastest."),
@@ -72,6 +79,7 @@ def search(
     from costmodel.uncertainty import step_interval
     from planner.plan import OURS, save_plan
     from planner.plan.batch_statistics import cut_batch_messages
+    from planner.plan.buckets import check_bucket, with_buckets
     from search import find_advice, find_pareto, find_plan_once
     from search.measured import check_measurable
 
@@ -92,6 +100,7 @@ def search(
     check_writable(out, "the plan", (model,))
     check_writable(pareto, "the Pareto set", (model, out))
     counts = parse_counts("--pareto-gpus", pareto_gpus, "numbers of devices, such as 2,4,8")
+    sizes = parse_counts("--lengths", lengths, "lengths of sequences, such as 128,256,512")
     if price == math.inf:
         raise PlannerError("--price inf was given; it is money per device and hour, such as 2.50")
     points: tuple[Point, ...] = ()
@@ -101,6 +110,9 @@ def search(
     with show_progress("searching") as progress:
         graph = graph_of(model, request.precision)
         request = replace(request, pins=question.pins_in(graph))
+        buckets = [graph_of(model, request.precision, length) for length in sizes]
+        for bucket in buckets:  # told before a long search
+            check_bucket(graph, bucket)
         result = find_plan_once(graph, profile, request, progress=progress, use_cache=cache)
         if result.plan is None:
             advice = find_advice(
@@ -129,6 +141,7 @@ def search(
         interval = step_interval(graph, profile, chosen)
         told = {**chosen.estimate, "relative_error": interval.relative}
         chosen = chosen.model_copy(update={"estimate": told})
+    chosen = with_buckets(chosen, graph, buckets)
     save_plan(chosen, out)
     for message in cut_batch_messages(graph, chosen):
         show_note(message)

@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from costmodel.execution import Execution, find_execution
-from costmodel.execution.own_modules import causal_inputs, causal_masks, with_own_modules
+from costmodel.execution.causal_masks import causal_inputs, causal_masks
+from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.execution.saves import remade_in_backward, with_sized_losses
 from costmodel.links import Links, find_links

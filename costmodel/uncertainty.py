@@ -82,6 +82,13 @@ def step_interval(graph: ModelGraph, profile: Profile, plan: Plan) -> Interval:
     return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
 
 
+def row_interval(step_s: float, profile: Profile) -> Interval:
+    """Return where the step of a run described by a row lies, from what its device's rates miss."""
+    sigma, basis = step_sigma(profile)
+    width = exp(_Z * sigma)
+    return Interval(low_s=step_s / width, high_s=step_s * width, basis=basis)
+
+
 def step_sigma(profile: Profile) -> tuple[float, str]:
     """Return one sigma of a profile's steps, relative, and what it is from."""
     found = profile.file.calibration

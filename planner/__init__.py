@@ -9,17 +9,17 @@ Importing the package loads neither torch nor anything else heavy.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
-from planner.data import ShardedSampler
+from planner.data import OwnPart, ShardedSampler
 from planner.loss_weight import count_tokens
 
 if TYPE_CHECKING:
     from planner.plan import Plan
     from planner.runtime.step.engine import Engine
 
-__all__ = ["ShardedSampler", "apply", "count_tokens"]
+__all__ = ["OwnPart", "ShardedSampler", "apply", "count_tokens"]
 
 
 def apply(
@@ -30,8 +30,10 @@ def apply(
     loss: Any = None,
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
-    loss_weight: Callable[[Any], float] | None = None,
+    loss_weight: Callable[[Any], float] | Literal["sum"] | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
+    pad: Mapping[str, float] | None = None,
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
@@ -46,9 +48,13 @@ def apply(
     each microbatch is normalised by its own; a plan that cuts the batch of such a model warns
     without it (BatchStatisticsWarning). `loss_weight` is for a loss that is a mean over
     something else than samples: from a part of the batch to how much of it counts, such as
-    ``planner.count_tokens("labels")``. `weights` is a path to take the model's values from
+    ``planner.count_tokens("labels")``; "sum" is for a loss that is a sum over samples, whose parts
+    are added instead of averaged. `weights` is a path to take the model's values from
     (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
-    the model may be built on the meta device. Raises PlanError or ModelError when plan, model and
+    the model may be built on the meta device. `pad` gives by path what fills a batch's tensors up
+    to the next of the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With
+    `check_values` a step whose loss or gradients are NaN or infinite raises, before weights
+    change, and says where that began. Raises PlanError or ModelError when plan, model and
     processes do not belong together.
     """
     from planner.runtime.start.apply import apply_plan
@@ -62,4 +68,6 @@ def apply(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         weights=weights,
+        check_values=check_values,
+        pad=pad,
     )

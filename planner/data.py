@@ -1,16 +1,21 @@
-"""The order in which samples are read: the same on every rank, whatever its random state.
+"""What a script hands to `Engine.step`, and in which order samples are read. Free of torch.
 
-Every rank of a plan passes the same global batch to `Engine.step`, so its loader must give
-the same samples in the same order everywhere. Free of torch; any DataLoader takes it:
+A step takes the same global batch on every rank, or on each the part of its replica:
 
     sampler = planner.ShardedSampler(len(dataset), batch_size=plan.global_batch)
     loader = DataLoader(dataset, batch_size=plan.global_batch, sampler=sampler)
+    engine.step(batch)
+
+    for part in engine.loader(dataset): engine.step(part)
+    engine.step(planner.OwnPart(batch))    # of a loader of your own
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from planner.errors import ModelError
 
@@ -77,3 +82,18 @@ class ShardedSampler:
         first, self._first = self._first, 0
         for turn in range(first, len(self)):
             yield order[(turn * self._num_shards + self._shard_id) % self._num_samples]
+
+
+@dataclass(frozen=True)
+class OwnPart:
+    """A batch that holds the samples of one replica alone, for `Engine.step` and `evaluate`.
+
+    Attributes:
+        batch: those samples in the structure that the plan was made with, or None on a rank whose
+            stages read nothing of it; tensors that its stages do not read may be None, too.
+        agreed: what all ranks know of all parts already; None for a part that `Engine.loader` has
+            not made, of which the step asks.
+    """
+
+    batch: Any = None
+    agreed: Any = field(default=None, repr=False)

@@ -7,6 +7,7 @@ its last line readable:
     {"kind": "F", "name": "F1.0", "step": 0, "stage": 1, "microbatch": 0, "start_s": …, "end_s": …}
 
 Kinds are the job kinds F, B, I, W; R, what a backward recomputes before its gradient has come;
+COLLECTIVE, inside a job, from its start until its result is used, so without what it hides;
 REDUCE and OPTIMIZE; WAIT, for a tensor that has not come yet; and with offload COPY, between
 device and host, and UPDATE, the optimizer's work on the host. Times are on the rank's own
 clock; adding its offset gives rank 0's. A simulated timetable is written the same way, so
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as _quoted
@@ -30,9 +32,10 @@ FORMAT, VERSION = "planner-timeline", 1
 
 JOB_KINDS = ("F", "B", "I", "W")
 REMAKE = "R"
+COLLECTIVE = "COLLECTIVE"
 COPY, UPDATE = "COPY", "UPDATE"
-KINDS = (*JOB_KINDS, REMAKE, "REDUCE", "OPTIMIZE", "WAIT", COPY, UPDATE)
-_TRACKS = {"WAIT": 1, "REDUCE": 1, COPY: 2, UPDATE: 3}
+KINDS = (*JOB_KINDS, REMAKE, COLLECTIVE, "REDUCE", "OPTIMIZE", "WAIT", COPY, UPDATE)
+_TRACKS = {"WAIT": 1, "REDUCE": 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,8 @@ def save_trace(
 class RankBubble:
     """How one rank spent one step, from the first job anywhere to the last one's end.
 
-    `compute_s` is in jobs, `bubble_s` the rest; `bubble_fraction` = bubble_s / step_s.
+    `compute_s` is in jobs without the collectives inside them, which take `collective_s`;
+    `bubble_s` is the rest of the step; `bubble_fraction` = bubble_s / step_s.
     """
 
     rank: int
@@ -211,11 +215,12 @@ class RankBubble:
     step: int
     step_s: float
     compute_s: float
+    collective_s: float
 
     @property
     def bubble_s(self) -> float:
         """Time in no job."""
-        return self.step_s - self.compute_s
+        return self.step_s - self.compute_s - self.collective_s
 
     @property
     def bubble_fraction(self) -> float:
@@ -226,11 +231,14 @@ class RankBubble:
 def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
     """Return how every rank spent every step, by step, then rank."""
     timeline = tuple(timeline)
-    jobs = {
-        (span.step, line.rank): [s for s in line.spans if s.step == span.step and _is_job(s)]
-        for line in timeline
-        for span in line.spans
-    }
+    jobs: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    collective_s: dict[tuple[int, int], float] = defaultdict(float)
+    for line in timeline:
+        for span in line.spans:
+            if span.kind in JOB_KINDS or span.kind == REMAKE:
+                jobs[span.step, line.rank].append(span)
+            elif span.kind == COLLECTIVE and span.microbatch >= 0:
+                collective_s[span.step, line.rank] += span.end_s - span.start_s
     result = []
     for step in sorted({step for step, _ in jobs}):
         bounds = [
@@ -243,17 +251,15 @@ def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
         step_s = max(end for _, end in bounds) - min(start for start, _ in bounds)
         for line in timeline:
             spans = jobs.get((step, line.rank), [])
+            inside_s = collective_s.get((step, line.rank), 0.0)
             result.append(
                 RankBubble(
                     rank=line.rank,
                     pp_rank=line.pp_rank,
                     step=step,
                     step_s=step_s,
-                    compute_s=sum(s.end_s - s.start_s for s in spans),
+                    compute_s=sum(s.end_s - s.start_s for s in spans) - inside_s,
+                    collective_s=inside_s,
                 )
             )
     return tuple(result)
-
-
-def _is_job(span: Span) -> bool:
-    return span.kind in JOB_KINDS or span.kind == REMAKE

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, product
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from costmodel.estimate import cost_cache
 from costmodel.execution import find_execution
 from costmodel.memory.bound import NOTHING, OnHost
 from planner.graph import ModelGraph
+from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import Degrees
 from planner.plan import OURS, ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
 from planner.plan.defaults import model_ref
@@ -49,6 +50,7 @@ class Candidates:
         receive_ahead: jobs that a receive is posted ahead of its use.
         on_host: what plans put on the host.
         cuts: stage boundaries that the request fixes, empty if it does not.
+        split_rank: the pp rank that a decoder begins, if the request fixes it.
         given: sizes on axes that a search does not try, as the request gives them.
     """
 
@@ -62,6 +64,7 @@ class Candidates:
     receive_ahead: int = 2
     on_host: OnHost = NOTHING
     cuts: tuple[int, ...] = ()
+    split_rank: int | None = None
     given: Degrees = field(default_factory=Degrees)
     _even_cuts: dict[tuple[TableKey, int], tuple[int, ...]] = field(default_factory=dict)
     _interleaved: dict[tuple[TableKey, str, int, int], InterleavedStages] = field(
@@ -99,6 +102,7 @@ class Candidates:
             receive_ahead=request.receive_ahead,
             on_host=on_host,
             cuts=tuple(accumulate(request.balance, initial=0)) if request.balance else (),
+            split_rank=request.split_rank,
             given=Degrees(**dict(request.axes)),
         )
 
@@ -179,10 +183,23 @@ class Candidates:
             choices=choices,
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
-            infeasible=infeasible,
+            infeasible=(*self._kept_apart(configuration.pp, len(choices)), *infeasible),
             copied=self._copied(configuration),
             is_conservative=is_conservative,
         )
+
+    def _kept_apart(self, num_stages: int, num_choices: int) -> Iterator[InfeasibleStage]:
+        """Yield that no stage holds blocks of both an encoder and a decoder, if that is asked for:
+        those before `split_rank` no first block of the decoder, others no last one of the encoder.
+        """
+        decoder = first_decoder_block(self.graph) if self.split_rank else None
+        if decoder is None or self.split_rank is None:
+            return
+        for stage, choice in product(range(num_stages), range(num_choices)):
+            block = decoder if stage < self.split_rank else decoder - 1
+            yield InfeasibleStage(
+                stage=stage, first=block, end=block + 1, choice=choice, and_longer=True
+            )
 
     def _copied(self, configuration: Configuration) -> tuple[CopiedRow, ...]:
         """Return each rank's jobs beside copies of activations; none where none are made."""

@@ -81,6 +81,9 @@ class SearchRequest:
     """Whether the step clips gradients by their norm; not searched."""
     balance: tuple[int, ...] = ()
     """Blocks of each stage, in order; empty: searched."""
+    split_rank: int | None = None
+    """The pp rank at which the decoder of an encoder-decoder model begins; those before it hold the
+    encoder alone. None: stages may hold blocks of both."""
     offload: Offload = "auto"
     """What is in host memory; ``auto`` offloads only where nothing fits without."""
     meshes: Meshes = "same"

@@ -19,6 +19,7 @@ from costmodel.table.rates import has_rates, load_rates
 from planner.cache_folder import cache_dir, write_entry
 from planner.graph import ModelGraph
 from planner.plan import Plan
+from planner.plugins import plugin_digests
 from profiles import Profile
 from search.find_plan import find_plan
 from search.request import Certificate, RunnerUp, SearchRequest, SearchResult
@@ -60,6 +61,7 @@ def question_digest(graph: ModelGraph, profile: Profile, request: SearchRequest)
     rates = load_rates(profile) if has_rates(profile) else None
     digest.update(repr(rates).encode())
     digest.update(repr((request, find_execution(request.execution))).encode())
+    digest.update(repr(plugin_digests()).encode())
     root = Path(__file__).parent.parent
     for room in _ROOMS:
         for file in sorted((root / room).rglob("*.py")):

@@ -67,6 +67,11 @@ def capture_tiny(name: str, **options: Any) -> ModelGraph:
 
 def capture_wide_llama(length: int, **sizes: int) -> ModelGraph:
     """Return two layers of a Llama in bf16 on sequences of a length; only its shapes exist."""
+    return capture_wide("LlamaForCausalLM", length, max_position_embeddings=length, **sizes)
+
+
+def capture_wide(family: str, length: int, **settings: int) -> ModelGraph:
+    """Return a model of the library in bf16 on sequences of a length; only its shapes exist."""
     pytest.importorskip("transformers")
 
     def batch(size: int) -> dict[str, torch.Tensor]:
@@ -74,8 +79,8 @@ def capture_wide_llama(length: int, **sizes: int) -> ModelGraph:
         return {"input_ids": ids, "labels": ids}
 
     with torch.device("meta"):
-        model = build_hf("LlamaForCausalLM", max_position_embeddings=length, **sizes)
-        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name="llama")
+        model = build_hf(family, **settings)
+        return capture_module(model.to(torch.bfloat16), batch(2), batch(3), name=family)
 
 
 class _Indescribable(Exception):

@@ -34,7 +34,7 @@ from tests.builders import (
 )
 
 REFUSED: dict[str, str] = {
-    "hf-gemma3n": "the model can't be captured: it uses a tensor that none of its ops made",
+    "hf-gemma3n": "forward writes in place into parameter model.layers.0.altup.",
 }
 """Models that capture refuses today, and how its reason begins."""
 

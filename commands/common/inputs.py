@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from profiles import Profile
 
 
-def graph_of(model: Path, precision: Precision = "model") -> ModelGraph:
-    """Return the graph of a model file, captured now or kept."""
+def graph_of(model: Path, precision: Precision = "model", length: int | None = None) -> ModelGraph:
+    """Return the graph of a model file, captured now or kept; on batches of a length, if given."""
     from planner.graph.capture_cache import load_graph
 
-    return load_graph(model, precision=precision)
+    return load_graph(model, precision=precision, length=length)
 
 
 def parse_precision(text: str) -> Precision:

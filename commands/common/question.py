@@ -44,6 +44,9 @@ class Question:
     balance: Annotated[
         str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")
     ] = None
+    split_rank: Annotated[
+        int | None, typer.Option(help="The pipeline rank that the decoder begins at.")
+    ] = None
     precision: Annotated[
         str, typer.Option(help="model: the model's own dtypes; bf16: with fp32 master weights.")
     ] = "model"
@@ -97,6 +100,7 @@ class Question:
                 self.balance,
                 "the number of blocks of each stage, in order, such as 1,3",
             ),
+            split_rank=self.split_rank,
             offload=self.offload,  # type: ignore[arg-type]  # the request checks it
             meshes=self.meshes,  # type: ignore[arg-type]  # the request checks it
             precision=self.precision,  # type: ignore[arg-type]  # the request checks it

@@ -14,6 +14,7 @@ from planner.graph import ModelGraph
 from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
+from planner.plan.buckets import shapes_of
 from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
 from planner.units import format_bytes, format_seconds
 
@@ -54,6 +55,7 @@ def _summary(plan: Plan) -> Table:
             f"{plan.global_batch} samples = {replicas} x {plan.num_microbatches} microbatches "
             f"of {plan.microbatch_size}",
         ),
+        *(("also takes", shapes_of(bucket.inputs)) for bucket in plan.model.buckets),
         ("schedule", plan.schedule),
         ("ZeRO stage", str(plan.zero_stage)),
         *([("priced for", plan.execution)] if plan.execution != OURS else []),

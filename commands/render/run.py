@@ -48,7 +48,7 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
     by_rank: dict[int, list[RankBubble]] = {}
     for bubble in bubbles(timeline):
         by_rank.setdefault(bubble.rank, []).append(bubble)
-    table = Table("rank", "pp rank", "steps", "median step", "in jobs", "bubble")
+    table = Table("rank", "pp rank", "steps", "median step", "compute", "collectives", "bubble")
     for rank, found in sorted(by_rank.items()):
         table.add_row(
             str(rank),
@@ -56,6 +56,7 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
             str(len(found)),
             format_seconds(median(bubble.step_s for bubble in found)),
             format_seconds(median(bubble.compute_s for bubble in found)),
+            format_seconds(median(bubble.collective_s for bubble in found)),
             f"{median(bubble.bubble_fraction for bubble in found):.1%}",
         )
     return [table]

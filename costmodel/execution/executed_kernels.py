@@ -31,6 +31,7 @@ LOSSES = (
     "sized_vocab_cross_entropy",
     "cross_entropy_sum",
 )
+HALVES = ("bfloat16", "float16")
 LOSS_KERNELS = 5
 """Launches of a loss, forward and as many backward."""
 
@@ -78,6 +79,23 @@ def _multiplied(op: Op, local: Program) -> tuple | None:
         return None
     needing = needing_gradient(op, local.tensor)
     return op.target, factor, factor in needing, weight in needing
+
+
+def _is_adapter(op: Op, local: Program) -> bool:
+    """Whether an op multiplies by a trained weight in a block of which others are frozen.
+
+    Adapters are layers beside a library's own, and multiply in 16 bits where those cast: NeMo's
+    are Megatron-Core's, not Transformer Engine's (adapters/parallel_adapters.py, NeMo 2.0).
+    """
+    weights = [
+        local.tensor[name]
+        for each in local.ops
+        if is_product(each)
+        for name in each.inputs
+        if _is_weight(name, local)
+    ]
+    is_trained = any(local.tensor[n].requires_grad for n in op.inputs if _is_weight(n, local))
+    return is_trained and not all(meta.requires_grad for meta in weights)
 
 
 def _is_weight(name: str, local: Program) -> bool:
@@ -138,7 +156,7 @@ def _product_seconds(
     of_weights = any(tensor[name].kind == "param" for name in op.inputs)
     of_weights |= family_of(op.target).deals_rows
     dtype = tensor[op.outputs[0]].dtype
-    if of_weights and not is_head and dtype in ("bfloat16", "float16"):
+    if of_weights and not is_head and not _is_adapter(op, local) and dtype in HALVES:
         dtype = profile.product_dtype
     if dtype not in rates.peak_flop_per_s:
         dtype = "bfloat16"

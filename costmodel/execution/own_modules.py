@@ -23,11 +23,13 @@ from typing import Any
 
 from costmodel.execution.executed_kernels import LOSSES
 from costmodel.execution.rings import GATHERED
-from planner.graph import Arg, ModelGraph, Op, Program, Ref
+from planner.graph import Arg, Op, Program, Ref, TensorMeta
+from planner.layout.placement import Shard, parse_placement
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.record import packet_of
 
 GELU = "aten.gelu.default"
+RESHAPE = "aten.reshape.default"
 NORM = "aten.rms_norm.default"
 FLASH = "scaled_dot_product_attention"
 VIEWS = ("view", "reshape", "contiguous", "slice", "unsqueeze", "expand", "transpose")
@@ -42,6 +44,8 @@ class Change:
 
     op: Op
     dtypes: Mapping[str, str]
+    before: tuple[tuple[Op, TensorMeta], ...] = ()
+    """New ops ahead of it, each with its output."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +90,8 @@ def with_own_modules(program: Program, causal: frozenset[str] = frozenset()) -> 
     def unmasked(op: Op, uses: Uses) -> Change | None:
         return _unmasked(op, uses, causal)
 
-    for rule in (_gelu, _norm, _weighted_norm, _cast_norm, _ungrouped, unmasked, _cast_logits):
+    norms = (_norm, _weighted_norm, _cast_norm)
+    for rule in (_gelu, *norms, _gathered_first, _ungrouped, unmasked, _cast_logits):
         program = _rewritten(program, rule)
     return program
 
@@ -96,15 +101,23 @@ def _rewritten(program: Program, rule: Rule) -> Program:
     changes = {op.name: found for op in program.ops if (found := rule(op, uses)) is not None}
     if not changes:
         return program
-    ops = [changes[op.name].op if op.name in changes else op for op in program.ops]
+    ops: list[Op] = []
+    added: list[TensorMeta] = []
+    for op in program.ops:
+        change = changes.get(op.name, Change(op=op, dtypes={}))
+        ops += [*(new for new, _ in change.before), change.op]
+        added += [meta for _, meta in change.before]
     dtypes = {name: dtype for change in changes.values() for name, dtype in change.dtypes.items()}
     return _without_unused(
         replace(
             program,
             ops=tuple(ops),
-            tensors=tuple(
-                replace(meta, dtype=dtypes[meta.name]) if meta.name in dtypes else meta
-                for meta in program.tensors
+            tensors=(
+                *(
+                    replace(meta, dtype=dtypes[meta.name]) if meta.name in dtypes else meta
+                    for meta in program.tensors
+                ),
+                *added,
             ),
         )
     )
@@ -204,6 +217,47 @@ def _norm_op(op: Op, uses: Uses, source: Arg, weight: Arg, epsilon: Arg) -> Chan
     return Change(op=replace(op, target=NORM, args=args, kwargs=()), dtypes={})
 
 
+def _gathered_first(op: Op, uses: Uses) -> Change | None:
+    """Heads that are gathered after a dim was opened to repeat them: gathered as they were made."""
+    found = _opened(op.args[0], uses) if op.target == REDISTRIBUTE else None
+    if found is None:
+        return None
+    opened, at = found
+    _, axis, source, target, *more = op.args
+    heads, gathered = (uses.program.tensor[name] for name in (opened.inputs[0], op.outputs[0]))
+    before = [_without_dim(str(place), at) for place in (source, target)]
+    if None in before:
+        return None
+    name = f"{op.name}_first"
+    shape = (*gathered.shape[:at], *gathered.shape[at + 1 :])
+    moved = replace(op, name=name, args=(Ref(heads.name), axis, *before, *more), outputs=(name,))
+    args = (Ref(name), gathered.shape_at(1))
+    again = replace(opened, name=op.name, target=RESHAPE, args=args, outputs=op.outputs)
+    return Change(op=again, dtypes={}, before=((moved, replace(gathered, name=name, shape=shape)),))
+
+
+def _opened(arg: Arg, uses: Uses) -> tuple[Op, int] | None:
+    """Return the op that makes an argument by opening a dim of size 1, and that dim. On a rank's
+    part of a tensor it is a reshape.
+    """
+    op = uses.made_by(arg, "unsqueeze", "reshape", "view")
+    if op is None:
+        return None
+    before, after = (uses.program.tensor[n].shape_at(1) for n in (op.inputs[0], op.outputs[0]))
+    dims = [
+        d for d, size in enumerate(after) if size == 1 and (*after[:d], *after[d + 1 :]) == before
+    ]
+    return (op, dims[0]) if dims else None
+
+
+def _without_dim(place: str, gone: int) -> str | None:
+    """Return a placement of a tensor without one of its dims; None where that dim is split."""
+    found = parse_placement(place)
+    if not isinstance(found, Shard) or found.dim < gone:
+        return place
+    return None if found.dim == gone else str(replace(found, dim=found.dim - 1))
+
+
 def _ungrouped(op: Op, uses: Uses) -> Change | None:
     """Attention whose keys and values were repeated for the queries of a group."""
     if packet_of(op.target) != FLASH:
@@ -221,15 +275,16 @@ def _before_repeat(arg: Arg, uses: Uses) -> Ref | None:
     folded = uses.made_by(arg, "reshape", "view", "flatten", "_unsafe_view")
     copied = folded and uses.made_by(folded.args[0], "clone", "contiguous")
     repeated = folded and uses.made_by((copied or folded).args[0], "expand")
-    opened = repeated and uses.made_by(repeated.args[0], "unsqueeze")
-    if not (folded and repeated and opened) or not isinstance(opened.args[0], Ref):
+    found = repeated and _opened(repeated.args[0], uses)
+    if not (folded and repeated and found):
         return None
+    source = Ref(found[0].inputs[0])
     tensor = uses.program.tensor
-    heads = tensor[opened.args[0].name].shape_at(1)
+    heads = tensor[source.name].shape_at(1)
     wide, flat = tensor[repeated.outputs[0]].shape_at(1), tensor[folded.outputs[0]].shape_at(1)
     if len(heads) != 4 or len(wide) != 5 or wide != (*heads[:2], wide[2], *heads[2:]):
         return None
-    return opened.args[0] if flat == (heads[0], heads[1] * wide[2], *heads[2:]) else None
+    return source if flat == (heads[0], heads[1] * wide[2], *heads[2:]) else None
 
 
 def _unmasked(op: Op, uses: Uses, causal: frozenset[str]) -> Change | None:
@@ -281,65 +336,3 @@ def _cast_logits(op: Op, uses: Uses) -> Change | None:
     # The cast has become a view, which moves nothing.
     dtypes = {made.outputs[0]: half for made in path[: casts[0] + 1]}
     return Change(op=op, dtypes=dtypes)
-
-
-# ------------------------------------------------------------------------------------ causal masks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Positions:
-    """Numbers 0, 1, .. along one dim of a tensor of so many dims."""
-
-    dim: int
-    rank: int
-
-
-def causal_masks(graph: ModelGraph) -> frozenset[str]:
-    """Return the values of a graph's preamble that are causal masks of every pair of positions,
-    made of positions alone: True where a key is no later than a query.
-    """
-    known: dict[str, _Positions | str] = {}
-    for op in graph.preamble.ops:
-        if len(op.outputs) == 1 and (found := _followed(op, known)) is not None:
-            known[op.outputs[0]] = found
-    return frozenset(name for name in graph.preamble.outputs if known.get(name) == "causal")
-
-
-def _followed(op: Op, known: Mapping[str, _Positions | str]) -> _Positions | str | None:
-    """Return what an op makes of positions: positions, a causal mask, or nothing that is known."""
-    packet, first = packet_of(op.target), known.get(op.inputs[0]) if op.inputs else None
-    if packet == "arange":
-        return _Positions(dim=0, rank=1) if len(op.args) == 1 else None
-    if first is None:
-        return None
-    if first == "causal":
-        return first if packet in ("expand", "contiguous", "clone", "to") else None
-    assert isinstance(first, _Positions)
-    if packet in ("to", "contiguous", "clone") or (packet in ("add", "sub") and op.args[1] == 0):
-        return first
-    if packet == "unsqueeze":
-        at = op.args[1]
-        assert isinstance(at, int)
-        at += (first.rank + 1) * (at < 0)
-        return _Positions(dim=first.dim + (at <= first.dim), rank=first.rank + 1)
-    if packet in _COMPARISONS and len(op.inputs) == 2:
-        pair = (first, known.get(op.inputs[1]))
-        keys, queries = pair if packet == "le" else pair[::-1]
-        if isinstance(keys, _Positions) and isinstance(queries, _Positions):
-            from_end = keys.dim - keys.rank, queries.dim - queries.rank
-            return "causal" if from_end == (-1, -2) else None
-    return None
-
-
-_COMPARISONS = ("le", "ge")
-
-
-def causal_inputs(graph: ModelGraph, masks: frozenset[str]) -> Mapping[int, frozenset[str]]:
-    """Return, by class, the inputs of its program that are a causal mask in all its blocks."""
-    found: dict[int, frozenset[str]] = {}
-    for block in graph.blocks:
-        names = graph.classes[block.class_index].inputs
-        mine = {own for own, name in zip(names, block.inputs, strict=True) if name in masks}
-        index = block.class_index
-        found[index] = found.get(index, frozenset(mine)) & mine
-    return found

@@ -22,11 +22,13 @@ from planner.graph.model_file import ModelSource
 from planner.plan import Precision
 
 
-def capture_source(source: ModelSource, *, precision: Precision = "model") -> ModelGraph:
+def capture_source(
+    source: ModelSource, *, precision: Precision = "model", length: int | None = None
+) -> ModelGraph:
     """Capture the model of a model file, as it computes in a precision.
 
-    Raises CaptureError naming the user's line, or ModelError when model() or batch()
-    themselves fail or do not fit together.
+    With a `length` its batches are ``batch(size, length)``. Raises CaptureError naming the user's
+    line, or ModelError when model() or batch() themselves fail or do not fit together.
     """
     try:
         module = build_without_values(source.build)
@@ -42,11 +44,12 @@ def capture_source(source: ModelSource, *, precision: Precision = "model") -> Mo
     batches = []
     for size in BATCH_SIZES:
         try:
-            batches.append(source.batch(size))
+            batches.append(source.batch(*((size,) if length is None else (size, length))))
         except Exception as error:
             where = user_line(error)
+            called = f"batch({size})" if length is None else f"batch({size}, {length})"
             raise ModelError(
-                f"{source.path.name}: batch({size}) failed{where}: {first_line(error)}"
+                f"{source.path.name}: {called} failed{where}: {first_line(error)}"
             ) from error
     return capture_module(module, *batches, loss=source.loss, name=source.name, precision=precision)
 

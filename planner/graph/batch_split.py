@@ -1,34 +1,90 @@
 """Which samples of a global batch are in which microbatch, and in which part of it.
 
 Microbatches are runs of the batch in order, and a microbatch is cut into runs, in order: one for
-each place along the mesh axes that cut the batch. Bounds are rounded down, so sizes differ by
-at most one, and the cut in D parts is a refinement of the cut in any divisor of D: stages that
-cut the batch differently see the same microbatch.
+each place along the mesh axes that cut the batch. Stages may cut it in different numbers of parts;
+all cuts are coarser than the *finest*, so they see the same microbatch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchSplit:
-    """A batch of `num_samples` in `num_microbatches`."""
+    """A batch in microbatches: ``sizes[m][p]`` samples are in part p of the finest cut of m."""
 
-    num_samples: int
-    num_microbatches: int
+    sizes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def even(cls, num_samples: int, *, num_microbatches: int, parts: int = 1) -> BatchSplit:
+        """Return a split of samples that lie together: sizes differ by at most one.
+
+        Bounds are rounded down, so a cut in any divisor of `parts` is that of as many alone.
+        """
+        return cls(sizes=tuple(_even(size, parts) for size in _even(num_samples, num_microbatches)))
+
+    @classmethod
+    def of_parts(cls, samples: tuple[int, ...], *, num_microbatches: int) -> BatchSplit:
+        """Return the split of parts that lie apart, of which part p has ``samples[p]``."""
+        return cls(sizes=tuple(zip(*(_even(n, num_microbatches) for n in samples), strict=True)))
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Samples of the whole batch."""
+        return sum(map(sum, self.sizes))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the batch."""
+        return len(self.sizes)
 
     def microbatch(self, index: int) -> range:
         """Return the samples of a microbatch. Raises IndexError for one there is not."""
         if not 0 <= index < self.num_microbatches:
             raise IndexError(f"microbatch {index} is not one of 0..{self.num_microbatches - 1}")
-        n, count = self.num_samples, self.num_microbatches
-        return range(n * index // count, n * (index + 1) // count)
+        return range(self._starts[index], self._starts[index + 1])
 
     def part(self, index: int, parts: int, number: int) -> range:
-        """Return one of the parts of a microbatch; IndexError as `microbatch`."""
+        """Return one of `parts` parts of a microbatch; IndexError as `microbatch`.
+
+        `parts` divides those of the finest cut.
+        """
+        start = self.microbatch(index).start
         if not 0 <= number < parts:
             raise IndexError(f"part {number} is not one of 0..{parts - 1}")
-        samples = self.microbatch(index)
-        n = len(samples)
-        return samples[n * number // parts : n * (number + 1) // parts]
+        first, last = part_bounds(self.sizes[index], parts, number)
+        return range(start + first, start + last)
+
+    def own(self, parts: int, number: int) -> tuple[range, ...]:
+        """Return the parts of one place of all microbatches, as they lie where it alone is read:
+        one behind the other.
+        """
+        sizes = [len(self.part(m, parts, number)) for m in range(self.num_microbatches)]
+        return _runs(sizes)
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return tuple(accumulate(map(sum, self.sizes), initial=0))
+
+
+def part_bounds(sizes: tuple[int, ...], parts: int, number: int) -> tuple[int, int]:
+    """Return where one of `parts` parts of a microbatch begins and ends.
+
+    `sizes` are those of its finest cut.
+    """
+    width = len(sizes) // parts
+    first = sum(sizes[: number * width])
+    return first, first + sum(sizes[number * width : (number + 1) * width])
+
+
+def _even(num_samples: int, count: int) -> tuple[int, ...]:
+    bounds = [num_samples * index // count for index in range(count + 1)]
+    return tuple(b - a for a, b in pairwise(bounds))
+
+
+def _runs(sizes: list[int]) -> tuple[range, ...]:
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(range(a, b) for a, b in pairwise(ends))

@@ -32,18 +32,22 @@ _MAX_DIGESTED_BYTES = 64 * MIB
 
 
 def load_graph(
-    path: str | os.PathLike[str], *, precision: Precision = "model", use_cache: bool = True
+    path: str | os.PathLike[str],
+    *,
+    precision: Precision = "model",
+    length: int | None = None,
+    use_cache: bool = True,
 ) -> ModelGraph:
     """Return the graph of a model file, captured now or kept from an equal earlier capture.
 
-    Raises ModelError or CaptureError as `planner.capture` does. A cache that can't be read
-    or written is only slower, never an error.
+    With a `length` its batches are ``batch(size, length)``. Raises ModelError or CaptureError as
+    `planner.capture` does. A cache that can't be read or written is only slower, never an error.
     """
     file = Path(path)
     if not file.is_file():
         kind = "is a directory" if file.is_dir() else "does not exist"
         raise ModelError(f"model file {path} {kind}; give a .py file that defines model()")
-    key = _digest(f"{file.resolve()} {precision}".encode())
+    key = _digest(f"{file.resolve()} {precision}{f' {length}' if length else ''}".encode())
     entry = cache_dir() / "captures" / f"{key[:32]}.json"
     if use_cache and (graph := _read(entry)) is not None:
         return graph
@@ -52,7 +56,7 @@ def load_graph(
 
     with recorded_reads() as reads:
         source = load_model_file(path)
-        graph = capture_source(source, precision=precision)
+        graph = capture_source(source, precision=precision, length=length)
     if use_cache:
         files = {*source.dependencies, *reads.files, *local_modules()}
         folder = os.getcwd() if reads.is_relative else None

@@ -25,7 +25,7 @@ class ModelSource:
 
     path: Path
     build: Callable[[], Any]
-    batch: Callable[[int], Any]
+    batch: Callable[..., Any]
     loss: Callable[[Any, Any], Any] | None
     dependencies: tuple[Path, ...]
 

@@ -2,9 +2,9 @@
 
 In: a search's or a user's decisions. Out: a checked `Plan`, which launches, estimates and
 verifications read. Read `parts` and `plan` first; `files` reads and writes it, `match_model`
-compares it with a model, `defaults` makes a plan without a search, `replication` says how
-replicas share weights, and `batch_statistics` what a plan changes in a model that computes
-across samples.
+compares it with a model, `buckets` says which other shapes its batches may have, `defaults` makes a
+plan without a search, `replication` says how replicas share weights, and `batch_statistics` what a
+plan changes in a model that computes across samples.
 """
 
 from planner.layout.class_layout import ClassLayout

@@ -56,12 +56,18 @@ def batch_norms(graph: ModelGraph) -> tuple[BatchNorm, ...]:
 
 
 def cut_batch_messages(
-    graph: ModelGraph, plan: Plan, *, deferred_batch_norm: bool = False, weighted_loss: bool = False
+    graph: ModelGraph,
+    plan: Plan,
+    *,
+    deferred_batch_norm: bool = False,
+    weighted_loss: bool = False,
+    summed_loss: bool = False,
 ) -> tuple[str, ...]:
     """Return what to tell a user whose plan cuts a batch that the model computes across.
 
     With `deferred_batch_norm` there is no message on BatchNorm, and with `weighted_loss` none on
-    losses that are divided by what a part holds: the user has chosen what to do about them.
+    losses that are divided by what a part holds, with `summed_loss` none on those that are sums
+    over samples: the user has chosen what to do about them.
     """
     num_parts = plan.num_microbatches * plan.degrees.along("batch")
     if num_parts == 1:
@@ -85,6 +91,8 @@ def cut_batch_messages(
         by_kind.setdefault((finding.kind, finding.power), []).append(finding)
     for (kind, power), findings in by_kind.items():
         if kind == "normaliser" and weighted_loss:
+            continue
+        if (kind, power) == ("sum", 1) and summed_loss:
             continue
         if kind == "repeated" and plan.num_microbatches == 1:
             continue
@@ -117,7 +125,8 @@ _TELL: dict[Kind, tuple[str, str]] = {
     "sum": (
         "the loss grows with the number of samples",
         ", whose losses are averaged, so one device's gradients are {factor} times as large; "
-        "return the mean over samples (divide by their number)",
+        "return the mean over samples (divide by their number), or let parts be summed with "
+        'planner.apply(..., loss_weight="sum")',
     ),
     "size": (
         "values depend on the number of samples",

@@ -18,19 +18,33 @@ ZeroStage = Literal[0, 1, 2, 3]
 _Size = Annotated[int, Field(ge=0, le=2**40)]
 
 
+InputSpec = tuple[tuple[str, str, tuple[_Size | tuple[_Size, _Size], ...]], ...]
+"""The tensors of a batch: path, dtype, shape, each size a number or [per_sample, fixed]."""
+
+
+class Bucket(Record):
+    """Another shape that batches may have: the tensors of such a batch, and the graph of the model
+    on it.
+    """
+
+    inputs: InputSpec
+    fingerprint: str = Field(min_length=64, max_length=64)
+
+
 class ModelRef(Record):
     """The model a plan is for: its name, file as given, and structural fingerprint.
 
-    `inputs` lists the batch's tensor leaves as (path, dtype, shape), a shape entry being a
-    number or [per_sample, fixed]; with `batch_tree` they are enough to capture the model
-    again without a batch.
+    `inputs` lists the batch's tensor leaves; with `batch_tree` they are enough to capture the model
+    again without a batch. `buckets` are the other shapes that batches may have, the smallest first;
+    none is larger than `inputs` in any dim.
     """
 
     name: str
     file: str
     fingerprint: str = Field(min_length=64, max_length=64)
-    inputs: tuple[tuple[str, str, tuple[_Size | tuple[_Size, _Size], ...]], ...]
+    inputs: InputSpec
     batch_tree: Any
+    buckets: tuple[Bucket, ...] = ()
 
     @field_validator("batch_tree")
     @classmethod
@@ -43,6 +57,9 @@ class ModelRef(Record):
         unknown = tensor_paths(self.batch_tree) - {path for path, _, _ in self.inputs}
         if unknown:
             raise ValueError(f"batch_tree has the tensor {min(unknown)} and inputs has not")
+        paths = [path for path, _, _ in self.inputs]
+        if any([path for path, _, _ in bucket.inputs] != paths for bucket in self.buckets):
+            raise ValueError("a bucket has other tensors than inputs")
         return self
 
 

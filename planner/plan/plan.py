@@ -10,6 +10,7 @@ then numbers its ranks by these.
 from __future__ import annotations
 
 from collections import Counter
+from math import lcm
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -143,6 +144,11 @@ class Plan(Record):
     def global_batch(self) -> int:
         """Samples per step over all ranks."""
         return self.microbatch_samples * self.num_microbatches
+
+    @property
+    def batch_parts(self) -> int:
+        """Parts of a microbatch of which every stage's cut puts some together."""
+        return lcm(*(self.stage_degrees(index).along("batch") for index in range(len(self.stages))))
 
     @property
     def stage_to_pp_rank(self) -> tuple[int, ...]:

@@ -178,7 +178,8 @@ def find_schedule(name: str) -> ScheduleSpec:
     near = get_close_matches(_simplified(name), simple, n=1, cutoff=0.5)
     hint = f"did you mean {simple[near[0]]!r}? " if near else ""
     raise ScheduleError(
-        f"schedule {name!r} is unknown; {hint}valid names: {', '.join(sorted(SCHEDULES))}"
+        f"schedule {name!r} is unknown; {hint}valid names: {', '.join(sorted(SCHEDULES))}; "
+        "one of your own comes with `plugin`"
     )
 
 

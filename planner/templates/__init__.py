@@ -10,6 +10,6 @@ layouts of its blocks on tp and cp.
 """
 
 from planner.templates.build import build_transformer
-from planner.templates.transformer import Experts, Latent, Transformer
+from planner.templates.transformer import Adapters, Experts, Latent, Transformer
 
-__all__ = ["Experts", "Latent", "Transformer", "build_transformer"]
+__all__ = ["Adapters", "Experts", "Latent", "Transformer", "build_transformer"]

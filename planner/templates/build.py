@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from planner.errors import PlannerError
 from planner.graph import Affine, Block, ModelGraph, Program, TensorMeta
 from planner.templates import huggingface, modules
 from planner.templates.preamble import preamble
@@ -50,6 +51,11 @@ def build_transformer(model: Transformer) -> ModelGraph:
 @lru_cache(maxsize=256)
 def template_of(model: Transformer) -> Template:
     """Return the graph of a model with the usual layouts of its classes."""
+    if model.adapters and (model.code == "huggingface" or model.latent):
+        raise PlannerError(
+            "adapters are written for ordinary attention in code of modules; leave adapters, "
+            "code='huggingface' or latent out"
+        )
     code = huggingface if model.code == "huggingface" else modules
     values = preamble(model)
     dense_first = model.experts.dense_layers if model.experts else 0
@@ -57,15 +63,22 @@ def template_of(model: Transformer) -> Template:
     classes = [_written(names[0], model, code.embed, ("input_ids", "positions"))]
     kinds: list[int] = []
     side = values.outputs
-    for dense in (True, False):
-        count = dense_first if dense else model.layers - dense_first
-        if count:
+    # Where the embedding is frozen, nothing that the first layer takes needs a gradient.
+    kinds_of_layers = [
+        (index < dense_first, index > 0 or model.adapters is None) for index in range(model.layers)
+    ]
+    for dense, differentiable in dict.fromkeys(kinds_of_layers):
 
-            def write(tape: Tape, model: Transformer, dense: bool = dense) -> Value:
-                return code.layer(tape, model, dense=dense)
+        def write(
+            tape: Tape,
+            model: Transformer,
+            dense: bool = dense,
+            differentiable: bool = differentiable,
+        ) -> Value:
+            return code.layer(tape, model, dense=dense, differentiable=differentiable)
 
-            kinds += [len(classes)] * count
-            classes.append(_written(names[1], model, write, ("x", *side)))
+        kinds += [len(classes)] * kinds_of_layers.count((dense, differentiable))
+        classes.append(_written(names[1], model, write, ("x", *side)))
     classes.append(_written(names[2], model, code.head, ("x", "labels")))
     order = [0, *kinds, len(classes) - 1]
     return Template(graph=_chain(model, classes, order, values), classes=tuple(classes))
@@ -77,7 +90,7 @@ def _written(
     write: Callable[[Tape, Transformer], Value],
     takes: Sequence[str],
 ) -> BlockClass:
-    tape = Tape(name.format("*"), dtype=model.dtype)
+    tape = Tape(name.format("*"), dtype=model.dtype, frozen=model.adapters is not None)
     output = write(tape, model)
     return BlockClass(
         name=name,

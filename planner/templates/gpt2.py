@@ -10,10 +10,10 @@ from planner.templates.transformer import Transformer
 BATCH = Affine(1)
 
 
-def gpt2_layer(tape: Tape, model: Transformer) -> Value:
-    """Write one layer."""
+def gpt2_layer(tape: Tape, model: Transformer, *, differentiable: bool = True) -> Value:
+    """Write one layer, whose input is `differentiable`."""
     s, width, hidden = model.seq_len, model.head_width, model.hidden
-    x = tape.input(BATCH, s, hidden)
+    x = tape.input(BATCH, s, hidden, differentiable=differentiable)
     mask = tape.input(BATCH, 1, s, s, dtype="bool", differentiable=False)
     tape.module = "ln_1"
     normed = layer_norm(tape, x)

@@ -43,11 +43,13 @@ def embed(tape: Tape, model: Transformer) -> Value:
     return dropped(tape, both, model)
 
 
-def layer(tape: Tape, model: Transformer, *, dense: bool) -> Value:
-    """Write one layer; `dense` ones have an ordinary feed-forward."""
+def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool = True) -> Value:
+    """Write one layer; `dense` ones have an ordinary feed-forward, and a `differentiable`
+    input.
+    """
     if model.norm == "layer":
-        return gpt2_layer(tape, model)
-    x = tape.input(BATCH, model.seq_len, model.hidden)
+        return gpt2_layer(tape, model, differentiable=differentiable)
+    x = tape.input(BATCH, model.seq_len, model.hidden, differentiable=differentiable)
     turn = model.latent.rope_dim if model.latent else model.head_width
     cos, sin = (
         tape.input(1, model.seq_len, turn, differentiable=False) for _ in range(2)

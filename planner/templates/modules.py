@@ -33,9 +33,11 @@ def embed(tape: Tape, model: Transformer) -> Value:
     return _dropped(tape, x, model, "embedding.dropout")
 
 
-def layer(tape: Tape, model: Transformer, *, dense: bool) -> Value:
-    """Write one layer; `dense` ones have an ordinary feed-forward."""
-    x = tape.input(BATCH, model.seq_len, model.hidden, place=STREAM)
+def layer(tape: Tape, model: Transformer, *, dense: bool, differentiable: bool = True) -> Value:
+    """Write one layer; `dense` ones have an ordinary feed-forward, and a `differentiable`
+    input.
+    """
+    x = tape.input(BATCH, model.seq_len, model.hidden, differentiable=differentiable, place=STREAM)
     turned: tuple[Value, ...] = ()
     if model.positions == "rotary":
         width = model.latent.rope_dim if model.latent else model.head_width
@@ -109,6 +111,7 @@ def _attention(tape: Tape, model: Transformer, x: Value, turned: tuple[Value, ..
     tape.module = "self_attention.qkv"
     columns = (model.heads + 2 * model.kv_heads) * width
     joined = tape.linear(x, columns, split="columns", bias=model.bias)
+    joined = _adapted(tape, model, x, joined)
     tape.module = "self_attention"
     of_head = (BATCH, s, model.kv_heads, (shared + 2) * width)
     parts = tape.split(
@@ -169,7 +172,33 @@ def _attended(tape: Tape, model: Transformer, query: Value, key: Value, value: V
     made = tape.call("aten.contiguous.default", made, shapes=(made.shape,), places=(made.place,))[0]
     made = tape.view(made, (BATCH, s, model.heads * width), said=(BATCH, s, -1))
     tape.module = "self_attention.proj"
-    return tape.linear(made, model.hidden, split="rows", bias=False)
+    return _adapted(tape, model, made, tape.linear(made, model.hidden, split="rows", bias=False))
+
+
+def _adapted(tape: Tape, model: Transformer, x: Value, made: Value) -> Value:
+    """A product of `x` with what its adapter adds, as NeMo's ParallelLinearAdapter has it
+    (nemo/collections/nlp/modules/common/megatron/adapters/parallel_adapters.py, 2.0).
+
+    tp ranks share the rows of A, or its columns where they have parts of `x`, and the columns of B.
+    With sequence parallelism the adapter gathers its input once more, as its dropout is ahead of
+    that. Beside a product that leaves terms of a sum they exchange columns of what is added for
+    positions (a2a_experimental) or, without sequence parallelism, gather the columns.
+    """
+    adapters, module = model.adapters, tape.module
+    if adapters is None:
+        return made
+    is_column = made.place != "P"
+    tape.frozen = False
+    tape.module = f"{module}.adapter.linear_in"
+    if adapters.dropout:
+        x = tape.pointwise("aten.dropout.default", x, adapters.dropout, True)
+    narrow = tape.linear(x, adapters.rank, split="columns" if is_column else "rows")
+    tape.module = f"{module}.adapter.linear_out"
+    wide = tape.linear(narrow, width_of(made), split="columns")
+    wide = tape.pointwise("aten.mul.Tensor", wide, adapters.alpha / adapters.rank)
+    tape.module, tape.frozen = module, True
+    takes = () if is_column else (STREAM, STREAM)
+    return tape.pointwise("aten.add.Tensor", made, wide, takes=takes)
 
 
 def _attended_by_parts(

@@ -70,8 +70,10 @@ class Value:
 class Tape:
     """The program of one block class as far as it is written. Mutable: it grows."""
 
-    def __init__(self, name: str, *, dtype: str) -> None:
+    def __init__(self, name: str, *, dtype: str, frozen: bool = False) -> None:
         self.name, self.dtype = name, dtype
+        self.frozen = frozen
+        """Parameters written now get no gradient."""
         self.module = ""
         """Qualified name of the module whose ops are written now."""
         self.inputs: list[Value] = []
@@ -115,7 +117,7 @@ class Tape:
             shape=shape,
             dtype=dtype or self.dtype,
             kind=kind,
-            requires_grad=kind == "param",
+            requires_grad=kind == "param" and not self.frozen,
             fqn=f"{self.module}.{name}" if self.module else name,
         )
         self.params.append(self._added(meta, place))

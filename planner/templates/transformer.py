@@ -48,6 +48,20 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685) beside the attention's products with
+    weights, with all other weights frozen: x W^T + alpha / rank * dropout(x) A^T B^T.
+    """
+
+    rank: int
+    """Rows of A, columns of B."""
+    alpha: float = 32.0
+    """Factor of what they add, times the rank."""
+    dropout: float = 0.1
+    """Part of their inputs' entries that is dropped out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
     """A decoder of equal layers between an embedding and a head."""
 
@@ -92,6 +106,8 @@ class Transformer:
     """Latent attention."""
     experts: Experts | None = None
     """A feed-forward of experts."""
+    adapters: Adapters | None = None
+    """Adapters alone are trained (of `modules` code)."""
     dtype: str = "bfloat16"
     """Dtype of parameters and activations."""
     code: Code = "modules"

@@ -55,6 +55,7 @@ def compare_choices(
         recompute=None,
         pins=(),
         balance=(),
+        split_rank=None,
     )
     best = find_plan(graph, profile, free, _half(progress, 0.5)).plan
     if fixed.plan is not None:

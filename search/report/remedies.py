@@ -31,7 +31,18 @@ Recapture = Callable[[Precision], ModelGraph]
 _MOST_COUNTS = 256
 """How many numbers of devices are tried, in ascending order."""
 _MEMORY_STEPS = (1.0, 1.01, 1.03, 1.1)
-_FREE = ("recompute", "zero", "microbatch_size", "schedule", "vpp", "cp", "tp", "pp", "dp")
+_FREE = (
+    "recompute",
+    "zero",
+    "microbatch_size",
+    "schedule",
+    "vpp",
+    "cp",
+    "tp",
+    "pp",
+    "dp",
+    "split_rank",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from math import prod
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
+from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import AXES, axis_names, batch_axes, lowered_axes
 from planner.plan.defaults import check_balance
 from planner.schedule import find_schedule
@@ -58,6 +59,8 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
         if request.pp:
             stages = request.pp * (request.vpp or max(1, stages // request.pp))
         check_balance(request.balance, num_blocks=blocks, num_stages=stages)
+    if request.split_rank is not None:
+        _check_split(request, graph)
     stages = (request.pp or 1) * (request.vpp or 1)
     if stages > blocks:
         raise LayoutError(
@@ -92,6 +95,26 @@ def validate_request(request: SearchRequest, graph: ModelGraph, cluster: Cluster
             f"pp={request.pp} needs at least {request.pp} microbatches, but the batch gives "
             f"at most {per_part // (size or 1)} per replica; use a larger `global_batch`, a "
             "smaller `microbatch_size` or a smaller `pp`"
+        )
+
+
+def _check_split(request: SearchRequest, graph: ModelGraph) -> None:
+    given = f"`split_rank` {request.split_rank} was given"
+    first = first_decoder_block(graph)
+    if first is None:
+        raise LayoutError(
+            f"{given}, but no block of an encoder stands before those of a decoder (blocks: "
+            f"{', '.join(block.name for block in graph.blocks[:8])}); leave it out"
+        )
+    most = min(first, (request.pp or request.num_devices) - 1)
+    if not 1 <= (request.split_rank or 0) <= most:
+        raise LayoutError(
+            f"{given}; ranks before it hold the encoder's {first} blocks, at least one each, and "
+            f"others the decoder, so use 1 to {most}"
+        )
+    if (request.vpp or 1) > 1 or request.meshes == "own" or request.solver == "ilp":
+        raise LayoutError(
+            f"{given}, which goes with one stage a rank, `meshes` same and `solver` dp or recursive"
         )
 
 

@@ -231,7 +231,7 @@ def _shapes(
                 options_of[key] = tuple(
                     option
                     for option in _schedules(request, graph, *key, reasons)
-                    if not (request.balance and pp * option[1] != len(request.balance))
+                    if _may_hold(request, pp, option[1])
                 )
             # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
             can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
@@ -244,6 +244,13 @@ def _shapes(
                     degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
                     options=options_of[key], zeros=zeros, recompute=recompute,
                 )  # fmt: skip
+
+
+def _may_hold(request: SearchRequest, pp: int, vpp: int) -> bool:
+    """Whether so many stages take the request's blocks of each stage, or its encoder apart."""
+    if request.balance and pp * vpp != len(request.balance):
+        return False
+    return request.split_rank is None or (vpp == 1 and pp > request.split_rank)
 
 
 def _schedules(

@@ -323,6 +323,12 @@ def test_no_such_training_script(planner, plan):
     assert "nosuch.py" in planner("launch", plan, "nosuch.py").complaint
 
 
+def test_a_training_script_that_is_not_python(planner, plan):
+    """X9: told before a process starts."""
+    Path("train.py").write_text("import planner\nengine = planner.apply(\n")
+    assert "train.py is not Python in line 2" in planner("launch", plan, "train.py").complaint
+
+
 def test_plan_with_an_unknown_schedule(planner, plan):
     """P10: also when the plan was written by hand."""
     plan.write_text(json.dumps(json.loads(plan.read_text()) | {"schedule": "1f2b"}))
@@ -335,6 +341,8 @@ def test_plan_with_an_unknown_schedule(planner, plan):
         (("simulate", "plan.json", "model.py", "--trace", "."), "can't write the trace to ."),
         (("launch", "--num-nodes", 3, "plan.json", "model.py"), "num_nodes=3 does not divide"),
         (("launch", "--device", "tpu", "plan.json", "model.py"), "use cpu or cuda"),
+        (("launch", "--device", "cpu", "--devices", "0,1", "plan.json", "model.py"), "leave it"),
+        (("launch", "--devices", "0,x", "plan.json", "model.py"), "for example 0,2,3"),
         (("profile", "--device", "tpu"), "use cpu or cuda"),
         (("dryrun", "plan.json", "model.py", "--rank", 5), "use 0 to 1"),
     ],

@@ -21,7 +21,7 @@ def flags() -> set[str]:
     group = typer.main.get_command(cli.app)
     return {
         name
-        for command in group.commands.values()  # type: ignore[attr-defined]
+        for command in (group, *group.commands.values())  # type: ignore[attr-defined]
         for parameter in command.params
         for name in (*parameter.opts, *parameter.secondary_opts)
         if name.startswith("--")

@@ -34,6 +34,48 @@ def test_a_cut_batch_is_noted_by_module(planner, write_model):
     assert json.loads(Path("early.json").read_text())["receive_ahead"] == 3  # P15
 
 
+SEQUENCES = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, ids):
+        return nn.functional.cross_entropy(self.head(self.token(ids)).flatten(0, 1), ids.flatten())
+
+
+def model():
+    return Model()
+
+
+def batch(size, length=16):
+    return {"ids": torch.zeros(size, length, dtype=torch.long)}
+"""
+
+
+def test_other_lengths_are_part_of_the_plan(planner, tmp_path):
+    """N19: those shorter than what batch(size) makes, once each, and no longer ones."""
+    path = tmp_path / "sequences.py"
+    path.write_text(SEQUENCES)
+    found = planner("search", path, *SEARCH, "--lengths", "8,4,16")
+    assert found.code == 0
+    buckets = json.loads(Path("plan.json").read_text())["model"]["buckets"]
+    assert [bucket["inputs"][0][2][1] for bucket in buckets] == [4, 8]
+    assert "also takes  ids [n, 4]" in planner("show", "plan.json", path).stdout
+    longer = planner("search", path, *SEARCH, "--lengths", "8,32")
+    assert longer.code == 2
+    assert "ids has 32 entries in a bucket and 16 in the plan's own shapes" in longer.stderr
+    without = tmp_path / "without.py"
+    without.write_text(SEQUENCES.replace(", length=16", "").replace("length", "16"))
+    refused = planner("search", without, *SEARCH, "--lengths", "8")
+    assert refused.code == 2
+    assert "batch(2, 8) failed" in refused.stderr
+
+
 def test_what_would_fit_stands_beside_a_refusal(planner, write_model):
     """X2: the refusal is one line on stderr; what would do is a table on stdout."""
     path = write_model(width=1024)

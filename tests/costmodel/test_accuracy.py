@@ -48,6 +48,15 @@ def test_runs_of_nanotron_up_to_eight_nodes(accuracy):
     assert np.median(abs(errors)) < 0.1
 
 
+def test_adapters_of_a_frozen_model(accuracy):
+    """MLPerf's LoRA submissions, to which nothing is fitted."""
+    cases, _ = accuracy.load_cases(ROWS.parent / "mlperf.csv")
+    tuned = [case for case in cases if case.run.lora_rank]
+    assert len(tuned) == 84
+    _, errors = accuracy.estimated_errors(tuned)
+    assert np.median(abs(errors)) < 0.12
+
+
 def test_ranking_and_memory(lines):
     """M16: little is lost by trusting the ranking; max-allocated memory within 5%."""
     assert lines["vtrain_single"]["regret_pct"] < 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -63,6 +64,48 @@ def test_every_value_equals_that_of_one_process():
         assert found[loss].mean() == pytest.approx(dense[loss].mean(), rel=1e-10)
 
 
+def fetch(name: str, plans: list[Plan]) -> list[tuple[dict[str, Any], dict[str, Any], float]]:
+    """Every value of a forward, the same fetched while training on the batch, and its loss."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for plan in plans:
+        tiny, module = build(name)
+        engine = planner.apply(plan, module)
+        names = intermediate_names(engine.graph)
+        batch = tiny.batch(SAMPLES)
+        looked = engine.intermediates(batch, names)
+        loss = engine.step(batch, fetch=names).item()
+        fetched = engine.fetched
+        engine.step(batch)
+        assert engine.fetched == {}
+        as_arrays = ({n: v.numpy() for n, v in values.items()} for values in (looked, fetched))
+        found.append((*as_arrays, loss))
+    torch.set_default_dtype(before)
+    return found
+
+
+def test_values_of_any_stage_are_fetched_in_a_training_step():
+    """P22: of stage 0 and of the last with its loss, whether activations are kept or made again."""
+    graph = capture("gpt", torch.float64)
+    choices = [
+        {"pp": 2, "dp": 2, "recompute": "selective"},
+        {"pp": 2, "tp": 2, "recompute": "full"},
+        {"pp": 2, "dp": 2, "zero_stage": 3},
+        {"pp": 2, "dp": 2, "schedule": "zb_h1"},
+    ]
+    by_rank = run_ranks(fetch, 4, "gpt", [_plan(graph, **choice) for choice in choices])
+    assert all(fetched == {} for rank in by_rank[1:] for _, fetched, _ in rank)
+    for choice, (looked, fetched, loss) in zip(choices, by_rank[0], strict=True):
+        assert fetched.keys() == looked.keys()
+        for name, value in fetched.items():
+            np.testing.assert_allclose(
+                value, looked[name], rtol=1e-12, atol=1e-14, err_msg=f"{name} {choice}"
+            )
+        last = next(n for n in reversed(fetched) if fetched[n].ndim == 1)
+        assert fetched[last].mean() == pytest.approx(loss, rel=1e-10)
+
+
 def _plan(graph: Any, **choices: Any) -> Plan:
     size = choices.pop("microbatch_size", 1)
     replicas = choices.get("dp", 1)
@@ -75,5 +118,7 @@ def test_an_unknown_name_is_answered_with_a_known_one():
     """D10."""
     tiny, module = build("gpt")
     engine = planner.apply(default_plan(capture("gpt")), module)
-    with pytest.raises(PlanError, match=r"no op makes 'layers.0/linaer'; .* layers\.0/linear"):
+    with pytest.raises(
+        PlanError, match=r"no op or module makes 'layers.0/linaer'; .* layers\.0/linear"
+    ):
         engine.intermediates(tiny.batch(2), ["layers.0/linaer"])

@@ -186,7 +186,8 @@ def test_each_rank_is_sent_exactly_what_it_needs():
     routes = Routes(plan=plan)
     samples, (_, sequence, hidden) = 2 * plan.microbatch_size, edge.shape
     boxes = {
-        (p.source, p.target): p.box for p in routes.parts(sharded, samples // 2, is_grad=False)
+        (p.source, p.target): p.box
+        for p in routes.parts(sharded, (samples // 4,) * 2, is_grad=False)
     }
     half = (0, sequence), (0, hidden // 2)
     other = (0, sequence), (hidden // 2, hidden)
@@ -196,7 +197,7 @@ def test_each_rank_is_sent_exactly_what_it_needs():
         (0, 3): ((1, 2), *half),
         (1, 3): ((1, 2), *other),
     }
-    back = {(p.source, p.target) for p in Routes(plan=plan).parts(sharded, 2, is_grad=True)}
+    back = {(p.source, p.target) for p in Routes(plan=plan).parts(sharded, (1, 1), is_grad=True)}
     assert back == {(2, 0), (3, 0), (2, 1), (3, 1)}
 
 
@@ -204,7 +205,7 @@ def test_an_uneven_microbatch_is_cut_alike_on_both_meshes():
     """D12: three samples are one and two on the dp 2 side; boxes still tile the tensor."""
     plan = plan_for("gpt", tp=2, pp=2, by_stage={"tp": (2, 1)})
     (edge,) = build_edges(capture("gpt", torch.float64), plan)
-    parts = Routes(plan=plan).parts(edge, 3, is_grad=False)
+    parts = Routes(plan=plan).parts(edge, (1, 2), is_grad=False)
     assert [(p.target, p.box[0]) for p in parts] == [(2, (0, 1)), (3, (1, 3))]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import planner
 from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.stage import collectives
 from planner.timeline import (
     RankTimeline,
     Span,
@@ -82,6 +84,53 @@ def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
     idle = bubbles(timeline)
     assert [(b.step, b.rank) for b in idle] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert idle[2].bubble_fraction > idle[3].bubble_fraction
+
+
+def train_with_slow_sums(plan: Plan, folder: str, slow_s: float) -> None:
+    """Train two steps with every all-reduce inside a job made `slow_s` longer."""
+    run = collectives.run
+
+    def slow(kind: str, start: Callable[[], torch.Tensor]) -> torch.Tensor:
+        def late() -> torch.Tensor:
+            time.sleep(slow_s)
+            return start()
+
+        return run(kind, late)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PLANNER_TIMELINE", folder)
+        patch.setattr(collectives, "run", slow)
+        tiny, module = build("gpt")
+        engine = planner.apply(plan, module)
+        for _ in range(2):
+            engine.step(tiny.batch(plan.global_batch))
+        engine.close()
+
+
+def test_collectives_inside_jobs_have_events_of_their_own(tmp_path):
+    """P28, P30: nested in their job, on the track of communication, and not counted as compute."""
+    slow_s = 0.05
+    plan = default_plan(capture("gpt"), tp=2, pp=2, num_microbatches=2)
+    run_ranks(train_with_slow_sums, 4, plan, str(tmp_path), slow_s)
+    timeline = load_timeline(tmp_path)
+    idle = {(b.step, b.rank): b for b in bubbles(timeline)}
+    for line in timeline:
+        jobs = {(s.step, s.kind, s.stage, s.microbatch): s for s in line.spans if s.kind in "FB"}
+        inside = [s for s in line.spans if s.kind == "COLLECTIVE"]
+        assert {s.name for s in inside} >= {"all_reduce"}
+        around = [
+            sum(job.start_s <= s.start_s and s.end_s <= job.end_s for job in jobs.values())
+            for s in inside
+        ]
+        assert around == [1] * len(inside)
+        assert {(s.stage, s.microbatch) for s in inside} == {key[2:] for key in jobs}
+        for step in (0, 1):
+            found, spent = idle[step, line.rank], [s for s in inside if s.step == step]
+            assert found.collective_s >= len(spent) * slow_s
+            in_jobs = sum(j.end_s - j.start_s for key, j in jobs.items() if key[0] == step)
+            assert found.compute_s == pytest.approx(in_jobs - found.collective_s)
+    tracks = {e["cat"]: e["tid"] for e in chrome_trace(timeline)["traceEvents"] if e["ph"] == "X"}
+    assert tracks["COLLECTIVE"] == tracks["WAIT"] != tracks["F"]
 
 
 def test_no_files_unless_asked(tmp_path, monkeypatch):

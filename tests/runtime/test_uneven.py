@@ -248,7 +248,7 @@ def test_batches_keep_their_structure():
 def test_microbatches_are_balanced_and_ids_are_checked():
     """P23: sizes differ by at most one, parts are runs in order, ids out of range raise."""
     for num_samples, num_microbatches, dp in [(7, 3, 1), (8, 4, 2), (11, 3, 2), (29, 4, 4)]:
-        split = BatchSplit(num_samples=num_samples, num_microbatches=num_microbatches)
+        split = BatchSplit.even(num_samples, num_microbatches=num_microbatches, parts=dp)
         parts = [split.part(m, dp, d) for m in range(num_microbatches) for d in range(dp)]
         assert [i for part in parts for i in part] == list(range(num_samples))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1

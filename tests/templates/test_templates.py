@@ -1,16 +1,19 @@
 """Templates are what captures of the same models are, op for op."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
+from math import prod
 from subprocess import run
 
 import pytest
 
 from costmodel.estimate import estimate
+from planner.errors import PlannerError
 from planner.graph import ModelGraph, Op
 from planner.layout.lowering import lower
 from planner.plan.defaults import default_plan
-from planner.templates import Experts, Latent, Transformer, build_transformer
+from planner.templates import Adapters, Experts, Latent, Transformer, build_transformer
 from planner.templates.build import template_of
 from planner.templates.splits import tp_layouts
 from profiles import load_profile
@@ -63,6 +66,7 @@ WIDE = Transformer(
     vocab=128256,
     seq_len=4096,
 )
+LATENT = Latent(query_rank=1536, key_rank=512, rope_dim=64)
 
 
 def without_padding_index(op: Op) -> Op:
@@ -190,7 +194,7 @@ def test_parameters_of_written_modules(model: Transformer, params: int) -> None:
     "model",
     [
         WIDE,
-        replace(WIDE, latent=Latent(query_rank=1536, key_rank=512, rope_dim=64), head_dim=128),
+        replace(WIDE, latent=LATENT, head_dim=128),
         replace(
             WIDE,
             kv_heads=32,
@@ -219,6 +223,56 @@ def test_the_usual_layout_has_two_sums_a_layer(model: Transformer, sequence_para
     whole = template.graph.classes[1].tensor
     cut = [n for n in params if params[n] != whole[n].shape]
     assert len(cut) >= 4  # qkv, proj, fc1 and fc2
+
+
+def test_adapters_alone_are_trained() -> None:
+    """MLPerf's: 44,564,480 parameters of Llama-2-70B's 80 layers."""
+    llama = Transformer(
+        layers=80,
+        hidden=8192,
+        heads=64,
+        kv_heads=8,
+        ffn_hidden=28672,
+        vocab=32000,
+        seq_len=8192,
+        adapters=Adapters(rank=16),
+    )
+    graph = build_transformer(llama)
+    trained = [meta for meta in graph.tensors if meta.kind == "param" and meta.requires_grad]
+    assert sum(prod(meta.shape_at(1)) for meta in trained) == 44_564_480
+    assert len(trained) == len({meta.fqn for meta in trained}) == 4 * 80
+    # Nothing before the first layer is trained, so it is a class of its own.
+    assert [block.class_index for block in graph.blocks] == [0, 1, *[2] * 79, 3]
+    stream = [graph.classes[i].tensor["in0"].requires_grad for i in (1, 2, 3)]
+    assert stream == [False, True, True]
+    assert not graph.classes[0].tensor[graph.classes[0].outputs[0]].requires_grad
+
+
+def test_adapters_gather_what_tp_ranks_share() -> None:
+    """Beside a product that gathers its input an adapter gathers the same, then its narrow product;
+    beside a product that leaves terms of a sum it sums its own and exchanges columns for positions.
+    """
+    model = replace(WIDE, adapters=Adapters(rank=16))
+    layout = tp_layouts(model, sequence_parallel=True)[2]
+    block = build_transformer(model).classes[2].bind(1)
+    local = lower(block, layout, axis="tp", axis_size=4)
+    moved = Counter(op.args[2:4] for op in local.ops if op.target == "planner.redistribute")
+    plain = template_of(WIDE).graph.classes[1].bind(1)
+    plain = lower(plain, tp_layouts(WIDE, sequence_parallel=True)[1], axis="tp", axis_size=4)
+    moved.subtract(op.args[2:4] for op in plain.ops if op.target == "planner.redistribute")
+    assert {way: count for way, count in moved.items() if count} == {
+        ("S(1)", "R"): 1,
+        ("S(2)", "R"): 1,
+        ("P", "R"): 1,
+        ("S(2)", "S(1)"): 1,
+        ("R", "R"): -2,  # frozen norms' weights have no gradients to sum
+    }
+
+
+@pytest.mark.parametrize("more", [{"code": "huggingface"}, {"latent": LATENT}], ids=str)
+def test_adapters_are_of_ordinary_attention(more: dict) -> None:
+    with pytest.raises(PlannerError, match="adapters are written for ordinary attention"):
+        build_transformer(replace(WIDE, adapters=Adapters(rank=16), **more))
 
 
 def test_templates_need_no_torch() -> None:

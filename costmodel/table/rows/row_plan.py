@@ -24,7 +24,7 @@ from planner.plan import (
     batch_spec,
 )
 from planner.schedule import stage_to_pp_rank
-from planner.templates import Experts, Latent, Transformer, build_transformer
+from planner.templates import Adapters, Experts, Latent, Transformer, build_transformer
 from planner.templates.splits import cp_layouts, tp_layouts
 from profiles import Profile
 
@@ -81,6 +81,7 @@ def transformer_of(run: RunRow) -> Transformer:
         fused_attention=stack.flash_attention,
         latent=latent,
         experts=experts,
+        adapters=Adapters(rank=run.lora_rank) if run.lora_rank else None,
     )
 
 

@@ -29,6 +29,9 @@ DROPS_ROWS = re.compile(r"(?i)token.?drop")
 EVEN_ROUTING = re.compile(r"(?i)forced?.balance")
 """Words for routers that are made to give all experts as many rows."""
 
+CUDA_GRAPHS = re.compile(r"(?i)cuda.?graph")
+"""Words for layers whose kernels the host starts together, as one graph."""
+
 FUSED_SINCE = {
     MEGATRON_CLASSIC: MEGATRON_CORE,
     MEGATRON_DEEPSPEED: EAGER_FLASH,
@@ -62,6 +65,9 @@ def stack_of_row(cells: Cells) -> Execution:
         stack = replace(stack, dropless=False, fullest_experts=1.0)
     elif EVEN_ROUTING.search(said):
         stack = replace(stack, fullest_experts=1.0)
+    if CUDA_GRAPHS.search(said):
+        # A graph is one launch, whatever a layer's router and experts add.
+        stack = replace(stack, forward_kernels=1, router_kernels=0, expert_kernels=0)
     return stack
 
 

@@ -31,6 +31,9 @@ published runs."""
 USUAL_STAGE_LAYERS = 4
 """Layers of a virtual stage; the interleaved runs that NVIDIA publishes have 1 to 5."""
 
+USUAL_LORA_RANK = 16
+"""Rank of adapters where a row does not say: MLPerf's (mlcommons/training, llama2_70b_lora)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunRow:
@@ -54,6 +57,8 @@ class RunRow:
     """Ranks of a stage that share the experts."""
     etp: int = 1
     """tp ranks that share each expert's matrices; 1: whole experts lie on tp ranks, too."""
+    lora_rank: int = 0
+    """Rank of the adapters that alone are trained, beside the attention's products; 0: all is."""
     assumed: tuple[str, ...] = field(default=())
 
     @property
@@ -119,6 +124,7 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
         zero_stage=_zero_stage(cells, stack),
         schedule=schedule,
         recompute=_recompute(cells, stack),
+        lora_rank=_lora_rank(cells),
         assumed=tuple(cells.assumed),
     )
 
@@ -254,6 +260,17 @@ def _dtype(cells: Cells) -> str:
     if dtype is None:
         raise RowError(f"dtype {named!r} is not priced; use fp32, fp16, bf16 or fp8")
     return dtype
+
+
+def _lora_rank(cells: Cells) -> int:
+    """Return the rank that a column or the model's name (``Llama2-70B-LoRA-r16``) states."""
+    given = cells.given("lora_rank", least=0)
+    if given is not None:
+        return given
+    named = re.search(r"lora(?:\W*r(?:ank)?\W?(\d+))?", cells.text("model"), re.I)
+    if named is None:
+        return 0
+    return int(named[1]) if named[1] else cells.assume("lora_rank", USUAL_LORA_RANK)
 
 
 def _recompute(cells: Cells, stack: Execution) -> str:

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from planner.errors import PlanError
-from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.graph import Affine, Block, ModelGraph, Op, Program, TensorMeta
 from planner.layout.axes import lowered_axes
-from planner.layout.lowering import local_program, made_as
+from planner.layout.lowering import made_as
 from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
 from planner.runtime.stage.collectives import run_step
-from planner.runtime.stage.program_fx import to_graph_module
-from planner.runtime.stage.programs import Run
+from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.step.wiring import stage_of
 from planner.schedule.jobs import JobKind
 
@@ -56,51 +55,44 @@ def intermediate_names(graph: ModelGraph) -> tuple[str, ...]:
 
 
 def intermediates(engine: Engine, batch: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return named values of one forward pass over a global batch, whole, on rank 0's CPU.
+    """Return named values of one forward pass over a global batch, as `gathered` does.
 
-    Other ranks get {}; all of them call it. A value without a dim that counts samples comes
-    stacked, one for each microbatch and replica. Raises PlanError for a name that
-    `intermediate_names` does not list.
+    Raises PlanError for a name that `intermediate_names` does not list.
     """
-    wanted = [_find(engine.graph, name) for name in dict.fromkeys(names)]
-    seen: dict[tuple[str, int], Tensor] = {}
-    with _watching(engine, wanted, seen):
-        engine.evaluate(batch)
-    mesh = engine.mesh
-    mine: list[tuple[str, int, int, Tensor]] = []
-    for watched in wanted:
-        placed = _made_as(engine, watched)
-        for microbatch in range(engine.plan.num_microbatches):
-            if (watched.name, microbatch) not in seen:
-                continue
-            value = seen.pop((watched.name, microbatch))
-            for axis, placement in reversed(placed.pairs):  # fine cuts first
-                value = _whole(value, placement, mesh.group_name(axis))
-            if mesh.is_first_of_samples:
-                mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
-    return _on_rank_0(mine, wanted, mesh.control)
+    with watching(engine, names) as seen:
+        engine.forward(batch)
+    return gathered(engine, seen)
 
 
-def _find(graph: ModelGraph, name: str) -> Watched:
-    block_name, _, tensor = name.rpartition("/")
-    for block in graph.blocks:
-        program = graph.classes[block.class_index]
-        if block.name == block_name and any(tensor in op.outputs for op in program.ops):
-            return Watched(name, block.index, tensor, program.tensor[tensor])
-    near = difflib.get_close_matches(name, intermediate_names(graph), n=1, cutoff=0.0)
-    raise PlanError(
-        f"no op makes {name!r}; names are BLOCK/TENSOR as intermediate_names lists them, for "
-        f"example {near[0]}"
-    )
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What this rank's blocks made of `wanted`: by name and microbatch, pieces on its device."""
+
+    wanted: tuple[Watched, ...]
+    pieces: dict[tuple[str, int], Tensor]
+
+
+def _module_of(op: Op, program: Program, block: Block) -> str:
+    """Return the name of the module that called an op: a block whose ops are all of its own module
+    has them relative to it.
+    """
+    if any(f"{each.module}.".startswith(f"{block.name}.") for each in program.ops):
+        return op.module
+    return f"{block.name}.{op.module}".strip(".")
 
 
 @contextmanager
-def _watching(
-    engine: Engine, wanted: Iterable[Watched], seen: dict[tuple[str, int], Tensor]
-) -> Iterator[None]:
-    """Run the blocks with watched tensors by programs that hand those out too."""
+def watching(
+    engine: Engine, names: Iterable[str], programs: Programs | None = None
+) -> Iterator[Seen]:
+    """Inside, blocks with these tensors run by programs that hand those out too, detached.
+
+    `programs` are those that blocks run by; None: those of training. Raises PlanError for a name
+    that `intermediate_names` does not list.
+    """
+    seen = Seen(tuple(_find(engine.graph, name) for name in dict.fromkeys(names)), {})
     by_block: dict[int, list[Watched]] = {}
-    for watched in wanted:
+    for watched in seen.wanted:
         by_block.setdefault(watched.block, []).append(watched)
     changed: list[tuple[BlockModule, Callable[..., Any]]] = []
     try:
@@ -110,49 +102,77 @@ def _watching(
                 position = index - engine.plan.stages[stage].first_block
                 block: Any = engine.stages[stage].blocks[position]
                 changed.append((block, block._program))
-                block._program = _handing_out(engine, stage, index, here, seen)
-        yield
+                block._program = _handing_out(
+                    engine, programs or engine.programs, index, here, seen.pieces
+                )
+        yield seen
     finally:
         for block, program in changed:
             block._program = program
 
 
-def _handing_out(
-    engine: Engine,
-    stage: int,
-    block_index: int,
-    watched: list[Watched],
-    seen: dict[tuple[str, int], Tensor],
-) -> Callable[[int], Run]:
-    """Return what gives, by number of samples, a program that notes the watched tensors."""
+def gathered(engine: Engine, seen: Seen) -> dict[str, Tensor]:
+    """Return what was seen of a global batch, whole, on rank 0's CPU.
+
+    Other ranks get {}; all of them call it. A value without a dim that counts samples comes
+    stacked, one for each microbatch and replica.
+    """
     mesh = engine.mesh
+    mine: list[tuple[str, int, int, Tensor]] = []
+    for watched in seen.wanted:
+        placed = _made_as(engine, watched)
+        for microbatch in range(engine.plan.num_microbatches):
+            value = seen.pieces.pop((watched.name, microbatch), None)
+            if value is None:
+                continue
+            for axis, placement in reversed(placed.pairs):  # fine cuts first
+                value = _whole(value, placement, mesh.group_name(axis))
+            if mesh.is_first_of_samples:
+                mine.append((watched.name, microbatch, mesh.rank("batch"), value.cpu()))
+    return _on_rank_0(mine, seen.wanted, mesh.control)
 
-    @cache
-    def program_of(num_samples: int) -> tuple[Run, int]:
-        program = local_program(
-            engine.graph,
-            engine.plan,
-            engine.graph.blocks[block_index].class_index,
-            degrees=mesh.degrees,
-            microbatch_size=num_samples,
-            watched=tuple(w.tensor for w in watched),
-        )
-        module = to_graph_module(program, mesh.lowered_groups(), mesh.device)
-        return module, len(program.outputs) - len(watched)
 
-    jobs = engine.schedule.jobs[mesh.rank("pp")]
-    order = iter(
-        [j.microbatch_index for j in jobs if j.kind is JobKind.FORWARD and j.stage_index == stage]
+def _find(graph: ModelGraph, name: str) -> Watched:
+    """Return what a name means: a tensor of a block, or what a module returned, the last time."""
+    block_name, _, tensor = name.rpartition("/")
+    for block in graph.blocks:
+        program = graph.classes[block.class_index]
+        if block.name == block_name and any(tensor in op.outputs for op in program.ops):
+            return Watched(name, block.index, tensor, program.tensor[tensor])
+    for block in reversed(graph.blocks):
+        program = graph.classes[block.class_index]
+        for op in reversed(program.ops):
+            if name and name == _module_of(op, program, block):
+                return Watched(name, block.index, op.outputs[0], program.tensor[op.outputs[0]])
+    near = difflib.get_close_matches(name, intermediate_names(graph), n=1, cutoff=0.0)
+    raise PlanError(
+        f"no op or module makes {name!r}; names are those of modules, and BLOCK/TENSOR as "
+        f"intermediate_names lists them, for example {near[0]}"
     )
 
-    def noted(run: Run, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made = run(*tensors)
-        microbatch = next(order)
-        for tensor, value in zip(watched, made[count:], strict=True):
-            seen[tensor.name, microbatch] = value
-        return made[:count]
 
-    return lambda num_samples: partial(noted, *program_of(num_samples))
+def _handing_out(
+    engine: Engine,
+    programs: Programs,
+    block_index: int,
+    watched: list[Watched],
+    pieces: dict[tuple[str, int], Tensor],
+) -> Callable[[int], Run]:
+    """Return what gives, by number of samples, a program that notes the watched tensors."""
+    class_index = engine.graph.blocks[block_index].class_index
+    program = programs.handing_out(class_index, tuple(each.tensor for each in watched))
+
+    def noted(run: Run, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = run(*tensors)
+        count = len(outputs) - len(watched)
+        job = engine.job
+        # A recomputation in the backward makes them once more.
+        if job is not None and job.kind is JobKind.FORWARD:
+            for each, value in zip(watched, outputs[count:], strict=True):
+                pieces[each.name, job.microbatch_index] = value.detach()
+        return outputs[:count]
+
+    return lambda num_samples: partial(noted, program(num_samples))
 
 
 def _made_as(engine: Engine, watched: Watched) -> Placements:
@@ -183,7 +203,7 @@ def _whole(value: Tensor, placement: Placement, group: str) -> Tensor:
 
 
 def _on_rank_0(
-    mine: list[tuple[str, int, int, Tensor]], wanted: list[Watched], control: dist.ProcessGroup
+    mine: list[tuple[str, int, int, Tensor]], wanted: Iterable[Watched], control: dist.ProcessGroup
 ) -> dict[str, Tensor]:
     is_first = dist.get_rank() == 0
     everyone: list[Any] = [None] * dist.get_world_size() if is_first else []

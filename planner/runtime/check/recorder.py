@@ -20,10 +20,11 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from planner.runtime.start import device as devices
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.start.workers import TIMELINE_DIR
 from planner.schedule.jobs import Job
-from planner.timeline import rank_file, span_line, write_header
+from planner.timeline import COLLECTIVE, rank_file, span_line, write_header
 
 _CLOCK_ROUNDS = 8
 _CLOCK_AGE_S = 10.0
@@ -42,7 +43,7 @@ def job_name(job: Job, kind: str | None = None) -> str:
     return f"{kind or job.kind}{job.stage_index}.{job.microbatch_index}"
 
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Events = tuple[torch.Event, torch.Event]
 _What = tuple[str, str, int, int, int]
 """Kind, name, step, stage, microbatch."""
 
@@ -56,12 +57,14 @@ class Recorder:
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.on_gpu = mesh.device.type == "cuda"
+        self.device = mesh.device
+        self.on_gpu = devices.is_accelerator(mesh.device)
         self.ended: deque[_Ended] = deque()
         self.memory_bytes = _memory_counter(mesh.device)
         self.step = 0
+        self.inside = -1, -1  # stage and microbatch of the job in work; of none
         offset = _clock_offset_s(mesh)
-        self._device_clock = DeviceClock() if self.on_gpu else None
+        self._device_clock = DeviceClock(mesh.device) if self.on_gpu else None
         path = rank_file(folder, dist.get_rank())
         with path.open("w") as file:
             write_header(file, rank=dist.get_rank(), pp_rank=mesh.rank("pp"), clock_offset_s=offset)
@@ -77,6 +80,11 @@ class Recorder:
         what = (kind, name, self.step, stage, microbatch)
         return (_OpenByEvents if self.on_gpu and not on_host else _Open)(self, what)
 
+    def collective(self, kind: str) -> _Open | _OpenByEvents:
+        """Record a collective of the job in work."""
+        stage, microbatch = self.inside
+        return self.span(COLLECTIVE, kind, stage, microbatch)
+
     def end_step(self) -> None:
         """Write out what has ended: on a GPU, that is not yet all of the step."""
         self.step += 1
@@ -85,7 +93,7 @@ class Recorder:
             self._write(len(self.ended))
             return
         if clock.age_s() > _CLOCK_AGE_S:
-            torch.cuda.synchronize()
+            devices.synchronize(self.device)
             self._write(len(self.ended))
             clock.set()
             return
@@ -99,7 +107,7 @@ class Recorder:
         if self._file.closed:
             return
         if self.on_gpu:
-            torch.cuda.synchronize()
+            devices.synchronize(self.device)
         self._write(len(self.ended))
         self._file.close()
 
@@ -119,14 +127,17 @@ def _has_happened(span: _Ended) -> bool:
 
 
 class DeviceClock:
-    """Says when CUDA events happened, on the host's clock. Mutable: it is set now and then."""
+    """Says when events of a device happened, on the host's clock. Mutable: it is set now and
+    then.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._module = devices.of(device)
         self.set()
 
     def set(self) -> None:
         """Take an event that both clocks know, which events to come are counted from."""
-        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero = self._module.Event(enable_timing=True)
         self._zero.record()
         self._zero.synchronize()
         self._zero_s = perf_counter()
@@ -135,24 +146,42 @@ class DeviceClock:
         """How long ago it was set."""
         return perf_counter() - self._zero_s
 
-    def seconds(self, event: torch.cuda.Event) -> float:
+    def seconds(self, event: torch.Event) -> float:
         """When an event happened, that has, and was recorded since the clock was set."""
         return self._zero_s + self._zero.elapsed_time(event) / 1e3
+
+
+def _enter(recorder: Recorder, what: _What) -> tuple[int, int] | None:
+    """Note the job that begins, and return what it is in; None for what is no job's, such as
+    copies, which other threads record.
+    """
+    stage, microbatch = what[3:]
+    if microbatch < 0:
+        return None
+    outer, recorder.inside = recorder.inside, (stage, microbatch)
+    return outer
+
+
+def _leave(recorder: Recorder, outer: tuple[int, int] | None) -> None:
+    if outer is not None:
+        recorder.inside = outer
 
 
 class _Open:
     """A span that goes on; a class and not a generator, as it is made twice for every job."""
 
-    __slots__ = ("_recorder", "_start_s", "_what")
+    __slots__ = ("_outer", "_recorder", "_start_s", "_what")
 
     def __init__(self, recorder: Recorder, what: _What) -> None:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
+        self._outer = _enter(self._recorder, self._what)
         self._start_s = perf_counter()
 
     def __exit__(self, *_: object) -> None:
         end_s, recorder = perf_counter(), self._recorder
+        _leave(recorder, self._outer)
         recorder.ended.append(
             (self._what, self._start_s, end_s, recorder.memory_bytes(end_s), None)
         )
@@ -161,19 +190,22 @@ class _Open:
 class _OpenByEvents:
     """A span that goes on on a GPU."""
 
-    __slots__ = ("_events", "_recorder", "_start_s", "_what")
+    __slots__ = ("_events", "_outer", "_recorder", "_start_s", "_what")
 
     def __init__(self, recorder: Recorder, what: _What) -> None:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
-        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._outer = _enter(self._recorder, self._what)
+        event = devices.of(self._recorder.device).Event
+        self._events = event(enable_timing=True), event(enable_timing=True)
         self._events[0].record()
         self._start_s = perf_counter()
 
     def __exit__(self, *_: object) -> None:
         end_s, recorder = perf_counter(), self._recorder
         self._events[1].record()
+        _leave(recorder, self._outer)
         held = recorder.memory_bytes(end_s)
         recorder.ended.append((self._what, self._start_s, end_s, held, self._events))
 
@@ -188,9 +220,9 @@ def _memory_counter(device: torch.device) -> Callable[[float], int]:
     """Return what tells, at a time, the bytes a device holds for this process; on a CPU its
     resident set.
     """
-    if device.type == "cuda":
+    if devices.is_accelerator(device):
         # (`memory_allocated` is this after flattening all statistics: ten times as long.)
-        stats = torch.cuda.memory_stats_as_nested_dict
+        stats = devices.of(device).memory_stats_as_nested_dict
         return lambda _: int(stats(device)["allocated_bytes"]["all"]["current"])
     if sys.platform != "linux":
         return lambda _: 0

@@ -279,19 +279,19 @@ def _run(folder: Path, asked: dict[str, Any], plan: int, turn: int) -> list[floa
     import torch.distributed as dist
 
     from planner.graph.model_file import load_model_file
-    from planner.runtime.start.device import backend, choose_device, prepare
+    from planner.runtime.start import device as devices
     from planner.runtime.start.mesh import build_mesh
     from planner.runtime.step.engine import Engine
 
-    device = choose_device()
-    prepare(device)
+    device = devices.choose_device()
+    devices.prepare(device)
     dist.init_process_group(
-        backend(device),
+        devices.backend(device),
         init_method=f"file://{folder}/meeting-{plan}-{turn}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=asked["limits_s"][plan]),
-        device_id=device if device.type == "cuda" else None,
+        device_id=devices.bound_to(device),
     )
     chosen = load_plan(_plan_file(folder, plan))
     graph = from_json(json.loads((folder / "graph.json").read_text()))

@@ -22,7 +22,7 @@ from planner.errors import PlanError
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import Assembly
-from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts
+from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts, optimized_parts
 from planner.runtime.checkpoint.snapshot import Notes, check_extra, describe, restore, take
 from planner.runtime.checkpoint.sources import CheckpointSource, fill, open_source
 from planner.runtime.checkpoint.staging import Copies, Staging
@@ -38,7 +38,9 @@ from planner.runtime.checkpoint.storage import (
     targets_of,
     tensor_item,
 )
-from planner.runtime.checkpoint.together import together, told_plainly
+from planner.runtime.checkpoint.together import told_plainly
+from planner.runtime.start import device as devices
+from planner.runtime.start.together import together
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -112,8 +114,7 @@ class Checkpoints:
 
     def _run(self, write: partial[None]) -> None:
         try:
-            if self._engine.mesh.device.type == "cuda":
-                torch.cuda.set_device(self._engine.mesh.device)
+            devices.prepare(self._engine.mesh.device)
             write()
         except BaseException as error:  # told in training's thread
             self._failure = error
@@ -273,10 +274,8 @@ class Checkpoints:
         ]
         if engine.optimizer is None:
             return parts, None
-        by_fqn = {p.holding.meta.fqn: p for p in parts if p.holding.meta.kind == "param"}
-        assembly = Assembly(
-            engine.optimizer, engine._trained.stepped_by_name(), by_fqn, notes.optimizer, metadata
-        )
+        params, by_fqn = optimized_parts(engine, parts)
+        assembly = Assembly(engine.optimizer, params, by_fqn, notes.optimizer, metadata)
         return parts + assembly.parts, assembly
 
     def _casts(

@@ -96,12 +96,22 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in found]
 
 
+def newest_in(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder, if it has any."""
+    return max(_numbered(folder), default=(0, None))[1]
+
+
+def sweep(folder: Path) -> None:
+    """Remove what crashed runs have left of checkpoints that are none; nothing may be saving."""
+    for left in folder.iterdir() if folder.is_dir() else ():
+        if left.name.startswith((_SAVING, _REMOVING)):
+            shutil.rmtree(left)
+
+
 def begin(folder: Path) -> Path:
     """Return a new folder to write to, and remove what crashed runs have left."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.iterdir():
-        if left.name.startswith((_SAVING, _REMOVING)):
-            shutil.rmtree(left)
+    sweep(folder)
     number = max((number for number, _ in _numbered(folder)), default=0) + 1
     scratch = folder / f"{_SAVING}{number:06d}"
     scratch.mkdir()

@@ -8,13 +8,13 @@ optim.STATE.FQN        the optimizer's state of a parameter, shaped like it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.graph import TensorMeta
@@ -87,6 +87,26 @@ def model_parts(engine: Engine) -> list[Part]:
         whole_part(model_key(fqn), tensor, is_written=is_first)
         for fqn, tensor in engine._unused.items()
     ]
+
+
+def optimized_parts(
+    engine: Engine, parts: Iterable[Part]
+) -> tuple[dict[str, list[nn.Parameter]], dict[str, Part]]:
+    """Return what the optimizer steps on here, by name, and which part of the whole each is.
+
+    `parts` are those of the model. Where a parameter is made whole for the optimizer, its owner has
+    all of it: one rank among those with its pieces, so it writes what it would of its piece.
+    """
+    stepped = engine._trained.optimized_by_name()
+    found = {}
+    for part in parts:
+        fqn = part.holding.meta.fqn
+        if part.holding.meta.kind == "param" and fqn in stepped:
+            tensors = tuple(map(local, stepped[fqn]))
+            is_whole = tuple(tensors[0].shape) == part.piece.shape
+            piece = Piece.whole(part.piece.shape) if is_whole else part.piece
+            found[fqn] = replace(part, piece=piece, tensors=tensors)
+    return stepped, found
 
 
 def whole_part(key: str, tensor: Tensor, *, is_written: bool = True) -> Part:

@@ -23,7 +23,7 @@ from torch import Tensor
 from planner.errors import PlanError
 from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import OptimizerNotes, take_apart
-from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts
+from planner.runtime.checkpoint.parts import Part, dtype_name, model_parts, optimized_parts
 from planner.runtime.step.randomness import read_generators, write_generators
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def take(engine: Engine, extra: Mapping[str, Any]) -> tuple[list[Part], Notes]:
     parts = model_parts(engine)
     optimizer = OptimizerNotes()
     if engine.optimizer is not None:
-        params = engine._trained.stepped_by_name()
-        by_fqn = {p.holding.meta.fqn: p for p in parts if p.holding.meta.kind == "param"}
+        params, by_fqn = optimized_parts(engine, parts)
         states, optimizer = take_apart(engine.optimizer, params, by_fqn)
         parts += states
     notes = Notes(engine.steps, engine.samples, optimizer)

@@ -16,6 +16,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from planner.runtime.start import device as devices
+
 SLAB_BYTES = 2**28
 """Of pinned memory, in one piece: PyTorch rounds such pieces up to powers of two."""
 
@@ -27,9 +29,9 @@ class Staging:
     """Host memory that is used again from save to save. Mutable."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
+        self._device, self._on_gpu = device, devices.is_accelerator(device)
         self._slabs: list[Tensor] = []
-        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
+        self._stream = devices.of(device).Stream(device) if self._on_gpu else None
 
     def begin(self, sources: Sequence[Tensor]) -> Copies:
         """Begin to copy tensors; the copies before are no longer used."""
@@ -38,13 +40,14 @@ class Staging:
         later = [pair for pair in pairs if pair[0].device.type == "cpu"]
         event = None
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream), torch.no_grad():
+            module = devices.of(self._device)
+            self._stream.wait_stream(module.current_stream(self._device))
+            with module.stream(self._stream), torch.no_grad():
                 for source, target in pairs:
                     if source.device.type != "cpu":
                         target.copy_(source, non_blocking=True)
             event = self._stream.record_event()
-        return Copies(targets, later, event)
+        return Copies(targets, later, event, self._device)
 
     def _places(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Deal slabs of host memory to tensors, in order."""
@@ -72,10 +75,11 @@ class Copies:
         self,
         tensors: list[Tensor],
         later: list[tuple[Tensor, Tensor]],
-        event: torch.cuda.Event | None,
+        event: torch.Event | None,
+        device: torch.device,
     ) -> None:
         self.tensors = tensors
-        self._later, self._event = later, event
+        self._later, self._event, self._device = later, event, device
         self._is_done = threading.Event()
 
     @torch.no_grad()
@@ -94,4 +98,4 @@ class Copies:
         """Let sources change only after their copies: waits here, or lets the device wait."""
         self._is_done.wait()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            devices.of(self._device).current_stream().wait_event(self._event)

@@ -1,17 +1,11 @@
-"""Work that all ranks do and that fails on all of them when it fails on one."""
+"""What torch's checkpoints raise for all ranks, told as what went wrong on one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-
-from planner.errors import PlanError, PlannerError
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -23,28 +17,3 @@ def told_plainly() -> Iterator[None]:
         rank, (first, _) = min(error.failures.items())
         first.add_note(f"on rank {rank}")
         raise first from None
-
-
-def together(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
-    """Return what `work` returns on each rank of a group for host messages; all ranks call it.
-
-    Raises PlanError on every rank where it raised an error of the user's or of the system's files
-    on any, RuntimeError for another error.
-    """
-    own: tuple[Any, str, bool] = (None, "", False)
-    raised: Exception | None = None
-    try:
-        own = (work(), "", False)
-    except Exception as error:
-        raised = error
-        of_user = isinstance(error, (PlannerError, OSError))
-        text = str(error) if isinstance(error, PlannerError) else f"{type(error).__name__}: {error}"
-        own = (None, text or type(error).__name__, of_user)
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group=group)
-    for rank, (_, failure, of_user) in enumerate(found):
-        if failure and of_user:
-            raise PlanError(failure) from raised
-        if failure:
-            raise RuntimeError(f"rank {rank}: {failure}") from raised
-    return [value for value, _, _ in found]

@@ -22,6 +22,8 @@ runs eagerly, under `torch.compile` and on fake tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -34,11 +36,28 @@ from planner.layout.placement import Partial, Placement, Replicate, Shard, parse
 
 _funcol = torch.ops._c10d_functional
 
+_span: Callable[[str], AbstractContextManager[object]] | None = None
+"""What records a collective of a name while it runs; None: nobody looks."""
+
 Step = tuple[str, int | Shard, int | Shard]
 """A step: (kind, where, where to); an int stands for a plain Shard of that dim. Only an
 all-to-all has a second place, where it splits; `run_step` says what the kinds do."""
 
 _NOTHING: Step = ("identity", 0, 0)
+
+
+def record(span: Callable[[str], AbstractContextManager[object]] | None) -> None:
+    """Record this process's collectives from now on, each under its kind; None: no longer."""
+    global _span
+    _span = span
+
+
+def run(kind: str, start: Callable[[], Tensor]) -> Tensor:
+    """Start a collective and return what it gives, which the caller may use at once."""
+    if _span is None or torch.compiler.is_compiling():
+        return _funcol.wait_tensor(start())
+    with _span(kind):
+        return _funcol.wait_tensor(start())
 
 
 def redistribute(x: Tensor, group: str, src: str, dst: str, grad_partial: bool) -> Tensor:
@@ -102,7 +121,7 @@ def run_step(x: Tensor, group: str, step: Step) -> Tensor:
         case "identity":
             return x.view_as(x)
         case "all_reduce":
-            return _wait(_funcol.all_reduce(x.contiguous(), "sum", group))
+            return run(kind, lambda: _funcol.all_reduce(x.contiguous(), "sum", group))
         case "all_gather":
             return _all_gather(x, group, dim)
         case "reduce_scatter":
@@ -161,10 +180,6 @@ def rank(group: str) -> int:
     return _group(group).rank() if group else 0
 
 
-def _wait(x: Tensor) -> Tensor:
-    return _funcol.wait_tensor(x)
-
-
 def _check_divides(x: Tensor, dim: int, parts: int) -> None:
     if x.shape[dim] % parts:
         raise LayoutError(
@@ -181,7 +196,8 @@ def _own_piece(x: Tensor, group: str, dim: int) -> Tensor:
 
 def _all_gather(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
-    gathered = _wait(_funcol.all_gather_into_tensor(x.contiguous(), parts, group))
+    x = x.contiguous()
+    gathered = run("all_gather", lambda: _funcol.all_gather_into_tensor(x, parts, group))
     # The collective stacks along dim 0; elsewhere the pieces must be put side by side.
     return gathered if dim == 0 else torch.cat(gathered.chunk(parts), dim)
 
@@ -190,7 +206,10 @@ def _reduce_scatter(x: Tensor, group: str, dim: int) -> Tensor:
     parts = size(group)
     _check_divides(x, dim, parts)
     stacked = x if dim == 0 else torch.cat(x.chunk(parts, dim))
-    return _wait(_funcol.reduce_scatter_tensor(stacked.contiguous(), "sum", parts, group))
+    stacked = stacked.contiguous()
+    return run(
+        "reduce_scatter", lambda: _funcol.reduce_scatter_tensor(stacked, "sum", parts, group)
+    )
 
 
 def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Tensor:
@@ -198,5 +217,5 @@ def _all_to_all(x: Tensor, group: str, *, gather_dim: int, split_dim: int) -> Te
     _check_divides(x, split_dim, parts)
     stacked = torch.stack(x.chunk(parts, split_dim))
     ones = [1] * parts
-    received = _wait(_funcol.all_to_all_single(stacked, ones, ones, group))
+    received = run("all_to_all", lambda: _funcol.all_to_all_single(stacked, ones, ones, group))
     return torch.cat(received.unbind(0), gather_dim)

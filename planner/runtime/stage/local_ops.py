@@ -220,8 +220,8 @@ def grouped_mm(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _reduce(x: Tensor, group: str, how: str) -> Tensor:
     if not group:
         return x
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), how, group))
+    all_reduce = torch.ops._c10d_functional.all_reduce
+    return collectives.run("all_reduce", lambda: all_reduce(x.contiguous(), how, group))
 
 
 def count_gradient_once(x: Tensor, group: str) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.runtime.stage import collectives
+from planner.runtime.start.device import forked_generators
 
 # The negative limit of SELU, to which alpha dropout sets what it drops.
 _ALPHA = 1.7580993408473766
@@ -72,7 +73,7 @@ def own_attention(
         )
     with _disable_current_modes():  # on fake tensors the seed is a real number all the same
         seed = int(_seed()) + stream
-    with torch.random.fork_rng(devices=[query.device] if query.device.type == "cuda" else []):
+    with forked_generators(query.device):
         torch.manual_seed(seed)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, **settings

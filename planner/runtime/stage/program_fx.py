@@ -75,7 +75,10 @@ def to_graph_module(
         _keep_results(program, root, calls, env, keeper, made_again)
     graph.output(tuple(env[name] for name in program.outputs))
     graph.lint()
-    return fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
+    module = fx.GraphModule(root, graph, class_name="".join(_words(program.name)))
+    # Whose op a line of its code is, for messages (`planner.runtime.check.values`).
+    module.meta["lines"] = {calls[op.name].name: (op.name, op.line) for op in program.ops}
+    return module
 
 
 def aten_overload(target: str) -> torch._ops.OpOverload:

@@ -1,4 +1,4 @@
-"""The programs a rank runs: one for each block class and number of samples.
+"""The programs a rank runs: one for each block class, bucket and number of samples.
 
 All blocks of a class share its program. A batch that does not divide evenly brings
 microbatches of two sizes; the program of a size is made when the size is first met.
@@ -6,7 +6,7 @@ microbatches of two sizes; the program of a size is made when the size is first 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from torch import Tensor
@@ -25,18 +25,22 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Programs:
-    """Makes and keeps the programs of one rank. Mutable: sizes are met as batches come."""
+    """Makes and keeps the programs of one rank. Mutable: sizes are met as batches come, and
+    `bucket` is that of the step: which of the graphs blocks run.
+    """
 
     def __init__(
         self,
-        graph: ModelGraph,
+        graphs: Sequence[ModelGraph],
         plan: Plan,
         mesh: Mesh,
         *,
         keeper: Keeper,
         weight_queue: WeightQueue | None,
     ) -> None:
-        self._graph, self._plan, self._mesh = graph, plan, mesh
+        """`graphs` are the model on batches of each shape, the plan's own first."""
+        self._graphs, self._plan, self._mesh = graphs, plan, mesh
+        self.bucket = 0
         selective = any(stage.recompute == "selective" for stage in plan.stages)
         self._keeper = keeper if selective else None
         self._weight_queue = weight_queue
@@ -51,19 +55,31 @@ class Programs:
         later if it can't run on another number.
         """
         if class_index not in self._of_class:
-            made = cache(lambda num_samples: self._make(class_index, num_samples))
-            made(self._full_size)
-            self._of_class[class_index] = made
+            made = cache(lambda bucket, num_samples: self._make(class_index, bucket, num_samples))
+            for bucket in range(len(self._graphs)):
+                made(bucket, self._full_size)
+            self._of_class[class_index] = lambda num_samples: made(self.bucket, num_samples)
         return self._of_class[class_index]
 
-    def _make(self, class_index: int, num_samples: int) -> Run:
+    def handing_out(self, class_index: int, tensors: tuple[str, ...]) -> Callable[[int], Run]:
+        """Return the same, where these tensors of the class come as further outputs."""
+        made = cache(
+            lambda bucket, num_samples: self._make(class_index, bucket, num_samples, tensors)
+        )
+        return lambda num_samples: made(self.bucket, num_samples)
+
+    def _make(
+        self, class_index: int, bucket: int, num_samples: int, watched: tuple[str, ...] = ()
+    ) -> Run:
+        graph = self._graphs[bucket]
         try:
             program = local_program(
-                self._graph,
+                graph,
                 self._plan,
                 class_index,
                 degrees=self._mesh.degrees,
                 microbatch_size=num_samples,
+                watched=watched,
             )
         except LayoutError as error:
             if num_samples == self._full_size:
@@ -72,7 +88,7 @@ class Programs:
                 f"a microbatch of {num_samples} instead of {self._full_size} samples a rank "
                 f"can't be run as planned ({error}); give batches of {self._plan.global_batch}"
             ) from error
-        whole = self._graph.classes[class_index]
+        whole = graph.classes[class_index]
         module = to_graph_module(
             program,
             self._mesh.lowered_groups(),

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from planner.capture.checks.hooks import refuse_lost
+from planner.errors import PlanError, PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, validate_model
 from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan.buckets import validate_bucket
+from planner.plugins import load_plugins
+from planner.runtime.check import out_of_memory
+from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
+from planner.runtime.start.together import together
 from planner.runtime.step.engine import Engine
+from planner.runtime.step.evaluation import reads_mode
 from planner.runtime.step.loss_weights import LossWeight
 
 
@@ -31,18 +38,24 @@ def apply_plan(
     deferred_batch_norm: bool = False,
     loss_weight: LossWeight | None = None,
     weights: str | os.PathLike[str] | None = None,
+    check_values: bool = True,
+    pad: Mapping[str, float] | None = None,
 ) -> Engine:
     """Join the plan's ranks, capture the model, and return its engine; see `planner.apply`."""
+    load_plugins()
+    # The launcher of an elastic run may have chosen another plan than the script names.
+    plan = os.environ.get(PLAN) or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
     refuse_lost(model)  # on each rank: rank 0 alone captures
-    graph = shared_capture(plan, model, loss, mesh)
+    graph, *buckets = shared_captures(plan, model, loss, mesh)
     if dist.get_rank() == 0:
         for message in cut_batch_messages(
             graph,
             plan,
             deferred_batch_norm=deferred_batch_norm,
-            weighted_loss=loss_weight is not None,
+            weighted_loss=callable(loss_weight),
+            summed_loss=loss_weight == "sum",
         ):
             warnings.warn(BatchStatisticsWarning(message), stacklevel=3)
     engine = Engine(
@@ -55,37 +68,98 @@ def apply_plan(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         may_be_empty=weights is not None,
+        check_values=check_values,
+        buckets=tuple(buckets),
+        pad=pad,
+        capture_evaluation=_evaluation_captures(plan, model, loss, mesh),
     )
     if weights is not None:
         engine.load_weights(weights)
     # Each rank has its pieces; the whole model would stay in memory beside them.
     model.to_empty(device="meta")
     engine.watch(model)
+    out_of_memory.watch(engine)
     return engine
 
 
 def shared_capture(
     plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
 ) -> ModelGraph:
-    """Capture on rank 0 and hand the graph, which is plain JSON, to the others.
+    """Capture on the plan's own shapes; see `shared_captures`."""
+    own = plan.model.model_copy(update={"buckets": ()})
+    return shared_captures(plan.model_copy(update={"model": own}), model, loss, mesh)[0]
 
-    Raises PlanError when the model is not the one the plan was made for.
+
+def shared_captures(
+    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
+) -> tuple[ModelGraph, ...]:
+    """Capture on rank 0 and hand the graphs, which are plain JSON, to the others.
+
+    The first is on the plan's own shapes, the others on those of its buckets. Raises PlanError
+    when the model is not the one the plan was made for.
     """
-    payload: list[str | None] = [None]
-    graph = None
-    if dist.get_rank() == 0:
-        from planner.capture import batch_from_spec, capture_module
 
-        spec, tree = plan.model.inputs, plan.model.batch_tree
-        two, three = (batch_from_spec(spec, tree, size) for size in (2, 3))
-        graph = capture_module(
+    def captured() -> tuple[ModelGraph, ...]:
+        graph, *others = graphs = _captures(plan, model, loss)
+        validate_model(plan, graph)
+        for bucket, other in zip(plan.model.buckets, others, strict=True):
+            validate_bucket(bucket, graph, other)
+        return graphs
+
+    return _of_rank_0(captured, mesh)
+
+
+def _evaluation_captures(
+    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None, mesh: Mesh
+) -> Callable[[], tuple[ModelGraph, ...]] | None:
+    """Return what captures the model in evaluation mode; None where no part reads its mode."""
+    if not reads_mode(model):
+        return None
+
+    def captured() -> tuple[ModelGraph, ...]:
+        modes = [(part, part.training) for part in model.modules()]
+        model.eval()
+        try:
+            return _captures(plan, model, loss)
+        finally:
+            for part, mode in modes:
+                part.training = mode
+
+    return lambda: _of_rank_0(captured, mesh)
+
+
+def _captures(
+    plan: Plan, model: nn.Module, loss: Callable[[Any, Any], Any] | None
+) -> tuple[ModelGraph, ...]:
+    """Capture on the plan's own shapes, then on those of its buckets."""
+    from planner.capture import batch_from_spec, capture_module
+
+    def on(spec: Any) -> ModelGraph:
+        two, three = (batch_from_spec(spec, plan.model.batch_tree, size) for size in (2, 3))
+        return capture_module(
             model, two, three, loss=loss, name=plan.model.name, precision=plan.precision
         )
-        validate_model(plan, graph)
-        payload = [json.dumps(to_json(graph))]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(payload, src=0, group=mesh.control)
-    if graph is None:
-        assert payload[0] is not None
-        graph = from_json(json.loads(payload[0]))
-    return graph
+
+    return tuple(
+        on(spec) for spec in (plan.model.inputs, *(each.inputs for each in plan.model.buckets))
+    )
+
+
+def _of_rank_0(make: Callable[[], tuple[ModelGraph, ...]], mesh: Mesh) -> tuple[ModelGraph, ...]:
+    """Return what rank 0 makes, on every rank; raise there what it raises."""
+    own: list[ModelGraph] = []
+
+    def as_text() -> str | None:
+        if dist.get_rank() != 0:
+            return None
+        own.extend(make())
+        return json.dumps([to_json(graph) for graph in own])
+
+    try:
+        text, *_ = together(mesh.control, as_text)
+    except PlanError as error:
+        if isinstance(error.__cause__, PlannerError):  # rank 0's own
+            raise error.__cause__ from None
+        raise
+    assert text is not None
+    return tuple(own or from_json(json.loads(text)))

@@ -1,51 +1,120 @@
-"""Every difference between a CPU rank on gloo and a GPU rank on NCCL, in one place."""
+"""Every difference between a CPU rank on gloo and a rank on an accelerator, in one place.
+
+An accelerator is what this PyTorch has (`torch.accelerator`): CUDA and ROCm GPUs, or what a
+package adds that PyTorch loads by itself. Its module (`of`) has streams, events and memory under
+the names of ``torch.cuda``; its backend is the one that is registered for it with
+`torch.distributed`.
+"""
 
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
+from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from planner.errors import PlanError
+from planner.runtime.start.workers import DEVICE, DEVICES
+
+
+def accelerator() -> str | None:
+    """Return the type of the accelerator that is here ("cuda"), or None."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_types() -> list[str]:
+    """Return what ranks may run on by this PyTorch: the CPU and its accelerator, here or not."""
+    built_for = torch.accelerator.current_accelerator()
+    return ["cpu", "cuda" if built_for is None else built_for.type]
+
+
+def device_type(name: str | None) -> str:
+    """Return the type of device that a name asks for; None: the accelerator that is here, if any.
+
+    Raises PlanError for a type that this PyTorch does not have.
+    """
+    name = name or accelerator() or "cpu"
+    if name not in device_types():
+        raise PlanError(f"device {name!r} is unknown; use {' or '.join(device_types())}")
+    return name
+
+
+def num_devices(kind: str) -> int:
+    """Return how many accelerators of a type are here; on a CPU ranks need none."""
+    return 0 if kind == "cpu" else int(torch.get_device_module(kind).device_count())
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """Return this process's device: ``cpu``, or the GPU of its local rank.
+    """Return this process's device: ``cpu``, or the accelerator of its local rank.
 
-    `name` is ``cpu``, ``cuda`` or None (the environment's PLANNER_DEVICE, else a GPU when
-    there is one). Raises PlanError when a GPU is asked for and none is left for this rank.
+    `name` is a type of device or None (the environment's PLANNER_DEVICE, else an accelerator when
+    there is one). Local rank i takes the i-th of PLANNER_DEVICES, or accelerator i. Raises
+    PlanError when an accelerator is asked for and none is left for this rank.
     """
-    name = name or os.environ.get("PLANNER_DEVICE")
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
+    kind = device_type(name or os.environ.get(DEVICE))
+    if kind == "cpu":
         return torch.device("cpu")
-    if name != "cuda":
-        raise PlanError(f"device {name!r} is unknown; use cpu or cuda")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
-    if index >= torch.cuda.device_count():
+    local_rank, here = int(os.environ.get("LOCAL_RANK", "0")), num_devices(kind)
+    listed = os.environ.get(DEVICES)
+    numbers = [int(number) for number in listed.split(",")] if listed else list(range(here))
+    if local_rank >= len(numbers):
         raise PlanError(
-            f"local rank {index} needs its own GPU; this machine has {torch.cuda.device_count()}; "
+            f"local rank {local_rank} needs its own GPU; "
+            f"this machine has {here}{f', of which {listed} are listed' if listed else ''}; "
             "launch fewer ranks here, or use `device` cpu"
         )
-    return torch.device("cuda", index)
+    return torch.device(kind, numbers[local_rank])
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory, streams and a clock beside the host's."""
+    return device.type != "cpu"
+
+
+def of(device: torch.device) -> ModuleType:
+    """Return the module of an accelerator, ``torch.cuda`` or one with its names."""
+    return torch.get_device_module(device)
 
 
 def prepare(device: torch.device) -> None:
-    """Bind this process to its device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    """Bind this thread to its device."""
+    if is_accelerator(device):
+        of(device).set_device(device)
 
 
 def backend(device: torch.device) -> str:
-    """Return the communication backend of a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """Return the communication backend of a device.
+
+    Raises PlanError when this PyTorch was built without it.
+    """
+    name = dist.get_default_backend_for_device(device)
+    if not dist.is_backend_available(name):
+        raise PlanError(
+            f"ranks on {device.type} talk through {name}, which this PyTorch is built without; "
+            "install a PyTorch that has it, or use `device` cpu"
+        )
+    return name
+
+
+def bound_to(device: torch.device) -> torch.device | None:
+    """Return the device that a process group is bound to from its start, if any."""
+    return device if is_accelerator(device) else None
+
+
+def forked_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, what is drawn leaves the generators of the host and of a device as they were."""
+    if is_accelerator(device):
+        return torch.random.fork_rng(devices=[device], device_type=device.type)
+    return torch.random.fork_rng(devices=[])
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        of(device).synchronize(device)
 
 
 def p2p_needs_own_groups(device: torch.device) -> bool:
@@ -54,4 +123,4 @@ def p2p_needs_own_groups(device: torch.device) -> bool:
     NCCL runs what one communicator is given in order, so a send behind a receive that
     waits would wait too. Gloo matches by tag.
     """
-    return device.type == "cuda"
+    return is_accelerator(device)

@@ -8,12 +8,18 @@ from pathlib import Path
 
 from planner.errors import PlanError
 from planner.plan import Plan, load_plan
-from planner.runtime.start.workers import TIMELINE_DIR, run_workers
+from planner.runtime.check.watchdog import ENDS_S
+from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
+from planner.runtime.start.course import Keeping
+from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, run_workers
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
 
 _PROCESS_BYTES = 256 * MIB
 """What a rank on a CPU holds at least: Python, torch, gloo (220 to 330 MiB on Linux)."""
+
+_STALL_ENDS_S = 60.0
+"""How long a kept run may stay stalled after it was told: a slow disk has come back by then."""
 
 
 def launch(
@@ -25,6 +31,8 @@ def launch(
     num_nodes: int = 1,
     rendezvous: str = "localhost:0",
     timeline: str | os.PathLike[str] | None = None,
+    devices: Sequence[int] | None = None,
+    keeping: Keeping | None = None,
 ) -> int:
     """Run `script` on every rank of the plan; return the run's exit code.
 
@@ -32,24 +40,69 @@ def launch(
     ScheduleError for a plan that can't run here. Ranks get RANK, WORLD_SIZE and LOCAL_RANK,
     this process's working directory, and the script's folder as the first import path. On
     several nodes, run the same on each, `rendezvous` being host:port of one of them. With
-    `timeline`, every rank records its jobs in that folder (see `planner.timeline`).
+    `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
+    the numbers of the accelerators that this node's ranks take, in their order. A run of which
+    `keeping` is given starts again after failures, from its newest checkpoint.
     """
     plan = load_plan(plan_path)
-    if not Path(script).is_file():
-        raise PlanError(f"no script {script}; give the Python file that trains the model")
+    _check_script(Path(script))
     device = check_runnable(plan, device, num_nodes)
+    extra = {} if timeline is None else {TIMELINE_DIR: os.path.abspath(timeline)}
+    if devices is not None:
+        check_listed(devices, plan.world_size // num_nodes, device)
+        extra[DEVICES] = ",".join(map(str, devices))
+    if keeping is not None:
+        if keeping.min_ranks is not None and keeping.min_ranks > plan.world_size:
+            raise PlanError(
+                f"`elastic` {keeping.min_ranks} is more than the plan's {plan.world_size} ranks; "
+                "it is the fewest that the run goes on with"
+            )
+        extra[KEEP] = os.path.abspath(keeping.folder)
+        extra[SAVE_EVERY] = str(keeping.save_every)
+        extra[ENDS_S] = os.environ.get(ENDS_S, str(_STALL_ENDS_S))
     return run_workers(
         [str(script), *args],
         num_ranks=plan.world_size,
         device=device,
         num_nodes=num_nodes,
         rendezvous=rendezvous,
-        extra={} if timeline is None else {TIMELINE_DIR: os.path.abspath(timeline)},
+        extra=extra,
+        plan=Path(os.path.abspath(plan_path)),
+        keeping=keeping,
     )
 
 
+def _check_script(script: Path) -> None:
+    """Raise PlanError for a script that is not there or that Python can't read."""
+    if not script.is_file():
+        raise PlanError(f"no script {script}; give the Python file that trains the model")
+    try:
+        compile(script.read_bytes(), str(script), "exec")
+    except (SyntaxError, ValueError) as error:
+        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise PlanError(f"script {script} is not Python{where}: {what}; mend it first") from error
+
+
+def check_listed(listed: Sequence[int], ranks_here: int, device: str) -> None:
+    """Raise PlanError when a list of accelerators is not what a node's ranks can take."""
+    from planner.runtime.start.device import num_devices
+
+    given = ",".join(map(str, listed))
+    if device == "cpu":
+        raise PlanError(f"`devices` {given} lists GPUs, and ranks run on the CPU; leave it away")
+    if len(listed) != ranks_here or len(set(listed)) != len(listed):
+        raise PlanError(
+            f"`devices` {given} must name {ranks_here} different GPUs, one for each rank of this "
+            "node"
+        )
+    here = num_devices(device)
+    if missing := [number for number in listed if not 0 <= number < here]:
+        raise PlanError(f"`devices` {given}: there is no GPU {missing[0]}; {here} are here")
+
+
 def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
-    """Return the device ("cpu" or "cuda") the plan will run on.
+    """Return the type of device ("cpu", "cuda") the plan will run on.
 
     Raises ScheduleError when its schedule does not take its numbers, PlanError when its
     ranks do not divide over the nodes, or this node has too few GPUs or too little memory.
@@ -64,18 +117,15 @@ def check_runnable(plan: Plan, device: str | None, num_nodes: int = 1) -> str:
 
 
 def check_ranks(here: int, device: str | None) -> str:
-    """Return the device ("cpu" or "cuda") of so many ranks on this machine.
+    """Return the type of device ("cpu", "cuda") of so many ranks on this machine.
 
     Raises PlanError when it has too few GPUs or too little memory for their processes.
     """
-    import torch
+    from planner.runtime.start.device import device_type, num_devices
 
-    gpus = torch.cuda.device_count()
-    if device is None:
-        device = "cuda" if gpus else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise PlanError(f"device {device!r} is unknown; use cpu or cuda")
-    if device == "cuda" and gpus < here:
+    device = device_type(device)
+    gpus = num_devices(device)
+    if device != "cpu" and gpus < here:
         raise PlanError(
             f"the plan needs {here} GPUs on this node and {gpus} are here; "
             "use `device` cpu, or search with `num_devices` for what is here"

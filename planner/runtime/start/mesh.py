@@ -241,5 +241,5 @@ def _start_process_group(plan: Plan, device: torch.device) -> None:
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=seconds),
-        device_id=device if device.type == "cuda" else None,
+        device_id=devices.bound_to(device),
     )

@@ -16,12 +16,15 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from planner.errors import PlannerError
+from planner.plugins import load_plugins
 from planner.runtime.start.cores import available_cores, own_cores, stay_on
+from planner.runtime.start.failures import FAILURE_FILE, Failure, Kind, claim
 from planner.runtime.start.heap import keep_freed_memory
 from planner.runtime.start.lifetime import die_with
-from planner.runtime.start.workers import FAILURE_FILE, LAUNCHER, runs_script
+from planner.runtime.start.workers import DEVICE, LAUNCHER, runs_script
 
 
 def main(args: list[str]) -> None:
@@ -29,6 +32,7 @@ def main(args: list[str]) -> None:
     die_with(int(os.environ.get(LAUNCHER, os.getppid())))
     _settle_on_cpu()
     try:
+        load_plugins()
         if args[0] == "--verify":
             from planner.runtime.check.verify import verify_worker
 
@@ -44,25 +48,29 @@ def main(args: list[str]) -> None:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            _fail(code, error.code)
+            _fail("script", code, error.code)
         if code == 0:  # as at the script's end: a checkpoint may be under way
             _leave()
         _end(code)
     except KeyboardInterrupt:  # the launcher was interrupted and tells
         _end(128 + signal.SIGINT)
     except PlannerError as error:
-        _fail(2, f"planner: {error}", str(error))
+        _fail("user", 2, str(error))
     except BaseException as error:
+        if type(error).__name__ == "ValuesError":  # (its module loads torch, as the script has)
+            _fail("values", 1, f"planner: {error}")
         story = _story(error, args[0])
-        # A user's script shows its own traceback; what the library runs is told by the launcher.
-        _fail(*((1, story) if runs_script(args) else (3, story, story)))
+        if runs_script(args):
+            _fail_without_memory(error)
+            _fail("peer" if _lost_a_peer(error) else "script", 1, story)
+        _fail("library", 3, story)
 
 
 def _settle_on_cpu() -> None:
     """Stay on this rank's share of the cores, which all of a node's ranks inherited alike, and
     keep memory from step to step.
     """
-    if os.environ.get("PLANNER_DEVICE") == "cpu":
+    if os.environ.get(DEVICE) == "cpu":
         keep_freed_memory()
         cores = available_cores()
         ranks = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -100,28 +108,53 @@ def _story(error: BaseException, script: str) -> str:
     return f"planner: rank {os.environ.get('RANK', '0')} failed\n{text.rstrip()}"
 
 
-def _fail(code: int, text: str, to_launcher: str = "") -> None:
-    """Tell the failure if no rank has told one, and end.
-
-    With a launcher, the message `to_launcher` is left to it to tell.
+def _lost_a_peer(error: BaseException) -> bool:
+    """Whether a message failed, as it does when another rank is gone: gloo raises no type of its
+    own, but names its source files.
     """
-    claim = os.environ.get(FAILURE_FILE)
-    first = True
-    if claim:
-        try:
-            with open(claim, "x") as file:
-                file.write(f"{code}\n{to_launcher}" if to_launcher else str(code))
-                first = not to_launcher
-        except FileExistsError:
-            first = False
-        except FileNotFoundError:  # the launcher is gone and has cleaned up
-            first = False
-    if first:
-        print(text, file=sys.stderr)
+    import torch.distributed as dist
+
+    chain = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(
+        isinstance(each, dist.DistError)
+        or (isinstance(each, RuntimeError) and "gloo/transport" in str(each))
+        for each in chain
+    )
+
+
+def _fail_without_memory(error: BaseException) -> None:
+    """End with what this rank held if that is why it fails."""
+    from planner.runtime.check.out_of_memory import describe, is_out_of_memory
+
+    if is_out_of_memory(error):
+        text, peak = describe(error, int(os.environ.get("RANK", "0")))
+        _fail("memory", 1, text, peak_bytes=peak)
+
+
+def _fail(kind: Kind, code: int, text: str, *, peak_bytes: int | None = None) -> NoReturn:
+    """Tell the failure if no rank has told it, and end.
+
+    A script's own traceback is shown here, all else by the launcher, who may know better.
+    """
+    has_launcher = FAILURE_FILE in os.environ
+    shown_here = kind == "script" or not has_launcher
+    failure = Failure(
+        kind=kind,
+        rank=int(os.environ.get("RANK", "0")),
+        code=code,
+        text="" if shown_here else text,
+        peak_bytes=peak_bytes,
+    )
+    if (claim(failure) or not has_launcher) and shown_here:
+        print(text if kind != "user" else f"planner: {text}", file=sys.stderr)
     _end(code)
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     # Interpreter shutdown would wait for peers in process-group destructors, and may abort
     # when it meets a thread of torch's.
     sys.stdout.flush()

@@ -1,7 +1,8 @@
 """Starts the processes of a plan with torchelastic, in this process and without its noise.
 
 Workers run ``python -m planner.runtime.start.worker``. The first one to fail says why, once, and
-leaves its exit code in a file; torchelastic then ends the others. Interrupting this
+leaves it in a file; torchelastic then ends the others (`agent`), and all start again where the run
+is kept (`course`). Interrupting this
 process ends them too, and the kernel does so if it is killed outright.
 """
 
@@ -16,15 +17,22 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
+from planner.runtime.start.failures import FAILURE_FILE, Failure
 
-FAILURE_FILE = "PLANNER_FAILURE_FILE"
-"""Names the file the first rank to fail creates: its exit code, then what the launcher tells: a
-user error's message, or the traceback of a rank that runs no script of the user's."""
+if TYPE_CHECKING:
+    from planner.runtime.start.course import Keeping
 
 LAUNCHER = "PLANNER_LAUNCHER"
 """Names the process that ranks must not outlive."""
+
+DEVICE = "PLANNER_DEVICE"
+"""Names the type of device that ranks take."""
+
+DEVICES = "PLANNER_DEVICES"
+"""The numbers of this node's accelerators, one for each local rank, with commas between."""
 
 TIMELINE_DIR = "PLANNER_TIMELINE"
 """Names the folder in which ranks record timelines; unset, they record none."""
@@ -42,46 +50,56 @@ def run_workers(
     num_nodes: int = 1,
     rendezvous: str = "localhost:0",
     extra: Mapping[str, str] | None = None,
+    plan: Path | None = None,
+    keeping: Keeping | None = None,
 ) -> int:
     """Run the worker module with `args` on `num_ranks` ranks; return the exit code.
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
     (host:port of the first); `extra` is added to their environment. An interrupted run
-    returns 128 plus the signal's number. Raises PlannerError with a rank's own message when
-    that is what a rank raised, and RankFailed when one that runs no script of the user's fails.
+    returns 128 plus the signal's number. With `keeping` it starts again after failures, from the
+    newest checkpoint; `plan` is then the plan it begins with. Raises PlannerError with a rank's own
+    message when that is what a rank raised, and RankFailed when one that runs no script of the
+    user's fails.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from planner.runtime.start.agent import run_agent
+    from planner.runtime.start.course import Course
 
     per_node = num_ranks // num_nodes
+    fewest = num_nodes
+    if keeping is not None and keeping.min_ranks is not None:
+        fewest = -(-keeping.min_ranks // per_node)
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         failure = Path(folder) / "failure"
-        config = LaunchConfig(
-            min_nodes=num_nodes,
-            max_nodes=num_nodes,
-            nproc_per_node=per_node,
-            run_id=uuid.uuid4().hex if num_nodes == 1 else "planner",
-            rdzv_backend="c10d",
-            rdzv_endpoint=rendezvous,
-            max_restarts=0,
-            monitor_interval=0.1,
-        )
+        course = Course(plan=plan, failure=failure, ranks_here=per_node, keeping=keeping)
         environment = _environment(per_node, device) | {FAILURE_FILE: str(failure)}
         environment[LAUNCHER] = str(os.getpid())
+        if keeping is not None:
+            # Ranks would else meet in one store in all rounds, and read the addresses that those
+            # of the round before have left there (torch 2.13).
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         environment |= extra or {}
-        # -P: a folder of the user's that is called like one of ours must not shadow it.
-        command = ("-P", "-m", "planner.runtime.start.worker", *args)
         with _set_environment(environment), _quiet_elastic():
             try:
-                elastic_launch(config, entrypoint=sys.executable)(*command)
-            except ChildFailedError as error:
-                return _exit_code(failure, error, is_script=runs_script(args))
+                ended = run_agent(
+                    # -P: a folder of the user's called like one of ours must not shadow it.
+                    (sys.executable, "-P", "-m", "planner.runtime.start.worker", *args),
+                    course=course,
+                    ranks_here=per_node,
+                    nodes=(fewest, num_nodes),
+                    rendezvous=rendezvous,
+                    run_id=uuid.uuid4().hex if num_nodes == 1 else "planner",
+                    max_restarts=0 if keeping is None else keeping.max_restarts,
+                )
             except SignalException as error:
                 return 128 + int(error.sigval)
             except KeyboardInterrupt:
                 return 130
-    return 0
+        if not ended.is_failed():
+            return 0
+        return _exit_code(course.failure, is_script=runs_script(args))
 
 
 def runs_script(args: Sequence[str]) -> bool:
@@ -89,31 +107,27 @@ def runs_script(args: Sequence[str]) -> bool:
     return not args[0].startswith("--")
 
 
-def _exit_code(failure: Path, error: Exception, *, is_script: bool) -> int:
-    """The code the first failing rank left; a rank that died silently is named here.
+def _exit_code(failure: Failure | None, *, is_script: bool) -> int:
+    """Tell how a run failed, and return its exit code.
 
-    Raises PlannerError where that is what the rank raised, RankFailed where the rank ran no
+    Raises PlannerError where that is what a rank raised, RankFailed where the rank ran no
     script of the user's: the caller tells the user.
     """
-    if failure.exists() and failure.read_text().strip():
-        code, _, message = failure.read_text().partition("\n")
-        if message and int(code) == 2:
-            raise PlannerError(message)
-        if message:
-            failed = RankFailed(message.strip().splitlines()[-1])
-            failed.add_note(message)
-            raise failed
-        return int(code)
-    rank, first = error.get_first_failure()  # type: ignore[attr-defined]
-    how = f"signal {-first.exitcode}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+    if failure is None:  # a node without ranks, when the others have ended
+        return 1
+    if failure.kind == "user":
+        raise PlannerError(failure.text)
     if not is_script:
-        raise RankFailed(f"rank {rank} died with {how} and said nothing")
-    print(f"planner: rank {rank} died with {how} and said nothing", file=sys.stderr)
-    return 1
+        failed = RankFailed(failure.text.strip().splitlines()[-1].removeprefix("planner: "))
+        failed.add_note(failure.text)
+        raise failed
+    if failure.text:
+        print(failure.text, file=sys.stderr)
+    return failure.code
 
 
 def _environment(ranks_here: int, device: str) -> dict[str, str]:
-    environment = {"PLANNER_DEVICE": device}
+    environment = {DEVICE: device}
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))
         environment["OMP_NUM_THREADS"] = str(max(1, cores // ranks_here))

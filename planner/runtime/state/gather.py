@@ -40,15 +40,16 @@ def gather(
         if not holders:
             continue
         home = holders[0]
-        whole = _whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
+        found = whole(*piece(meta), mesh) if mesh.rank("pp") == home else None
         dtype = rest_dtype(meta, plan.precision)
-        received = _to_rank_0(whole, meta, dtype, mesh.meshes[home].ranks[0], mesh)
+        received = _to_rank_0(found, meta, dtype, mesh.meshes[home].ranks[0], mesh)
         if received is not None:
             result |= dict.fromkeys((meta.fqn, *meta.aliases), received)
     return result
 
 
-def _whole(tensor: Tensor, placements: Placements, mesh: Mesh) -> Tensor:
+def whole(tensor: Tensor, placements: Placements, mesh: Mesh) -> Tensor:
+    """Return all of a tensor from the pieces of the ranks that share it, which call it together."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         tensor = _over_data(tensor, placements, mesh)

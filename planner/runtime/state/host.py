@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime.check.recorder import Recorder
+from planner.runtime.start import device as devices
 from planner.timeline import COPY, UPDATE
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -35,13 +36,14 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _OnStream:
-    event: torch.cuda.Event
+    event: torch.Event
+    device: torch.device
 
     def wait(self) -> None:
         self.event.synchronize()
 
     def hold_device(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        devices.of(self.device).current_stream().wait_event(self.event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Host:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
-        self._on_gpu = device.type == "cuda"
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._on_gpu = devices.is_accelerator(device)
+        self._streams: dict[str, torch.Stream] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, *, is_copied: bool = False) -> Tensor:
@@ -108,15 +110,15 @@ class Host:
         return _OnThread(thread.submit(self._copy, pairs, name))
 
     def _on_stream(self, pairs: Pairs, direction: str, name: str) -> Ticket:
-        stream = self._streams.get(direction)
+        module, stream = devices.of(self.device), self._streams.get(direction)
         if stream is None:
-            stream = self._streams[direction] = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+            stream = self._streams[direction] = module.Stream(self.device)
+        stream.wait_stream(module.current_stream(self.device))
+        with module.stream(stream):
             self._copy(pairs, name)
-            event = torch.cuda.Event()
+            event = module.Event()
             event.record(stream)
-        return _OnStream(event)
+        return _OnStream(event, self.device)
 
     @torch.no_grad()
     def _copy(self, pairs: Pairs, name: str) -> None:

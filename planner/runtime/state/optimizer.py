@@ -2,60 +2,69 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import ModelError
 from planner.layout.axes import split_axes
+from planner.runtime.state.reach import fresh_state, reaches
+from planner.runtime.state.several import Several
 
 
 def build_optimizer(
-    given: Any,
-    module: nn.Module,
-    held: Mapping[str, Sequence[nn.Parameter]],
-    *,
-    is_cut: bool = False,
+    given: Any, module: nn.Module, held: Mapping[str, Sequence[nn.Parameter]]
 ) -> torch.optim.Optimizer | None:
     """Return an optimizer over the held parameters; None when this rank holds none.
 
     `given` is an optimizer over the module's parameters, whose param groups are pointed at
     what stands here for the same parameters (so a learning-rate scheduler on it goes on
-    working); a class or function that makes one from parameters; or None for AdamW.
-    `held` maps the user's parameter names to this rank's trainable copies. Optimizers see
-    a rank's pieces: element-wise ones (SGD, Adam, AdamW, …) do the same as on the whole. Of
-    others, such as Adafactor or Muon, which read rows, columns or whole matrices, the update is
-    another one where `is_cut` says that parameters are.
-    Raises ModelError for an optimizer that has stepped already, is over other parameters, has
-    hooks on its step, or would do something else on pieces.
+    working); several of these, each over some of the parameters; a class or function that makes
+    one from parameters; or None for AdamW. `held` maps the user's parameter names to this rank's
+    trainable copies. Raises ModelError for an optimizer that has stepped already, is over other
+    parameters, has hooks on its step, or evaluates the model in it.
     """
+    if isinstance(given, (list, tuple)):
+        given = Several(given)
     optimizer = _built(given, module, held)
     if optimizer is not None:
-        _check_step(optimizer)
-        by_element = works_by_element(optimizer) if is_cut else True
-        if by_element is None:
+        for each in optimizer.parts if isinstance(optimizer, Several) else (optimizer,):
+            _check_step(each)
+    return optimizer
+
+
+def read_beyond_elements(
+    optimizer: torch.optim.Optimizer, *, is_cut: bool, is_spread: bool
+) -> list[nn.Parameter]:
+    """Return the parameters that the optimizer must have whole, where the plan cuts some.
+
+    `is_cut` says that ranks hold pieces of parameters, `is_spread` that a rank does not hold all
+    of the model. Raises ModelError for an optimizer that would do something else on a part of it.
+    """
+    found: list[nn.Parameter] = []
+    for group, reach in zip(optimizer.param_groups, reaches(optimizer), strict=True):
+        if reach == "model" and (is_cut or is_spread):
+            raise ModelError(
+                f"{type(optimizer).__name__} updates a parameter by the gradients of others, and "
+                "the plan gives each rank a part of the model; use another optimizer, or search "
+                f"with `pp` 1, {', '.join(f'`{axis.name}` 1' for axis in split_axes())} and "
+                "`zero` 0"
+            )
+        if reach is None and is_cut:
             warnings.warn(
-                f"the plan cuts parameters over ranks, and whether {type(optimizer).__name__} does "
-                "the same on pieces can't be told; if it reads more than an element's own values, "
-                "the training is another one",
+                f"{type(optimizer).__name__} does not step on small matrices alone, so what it "
+                "reads can't be measured: parameters that the plan cuts are made whole for it; if "
+                "it reads other parameters too, the training is another one",
                 stacklevel=2,
             )
-        if by_element is False:
-            raise ModelError(
-                f"{type(optimizer).__name__} updates an element by others of its parameter, and "
-                "the plan cuts parameters over ranks, which would change the training; use an "
-                "element-wise optimizer (SGD, Adam, AdamW, ...), or search with "
-                f"{', '.join(f'`{axis.name}` 1' for axis in split_axes())} and `zero` 0"
-            )
-    return optimizer
+        if reach != "element" and is_cut:
+            found += group["params"]
+    return found
 
 
 def _built(
@@ -81,26 +90,58 @@ def _take_over(
     module: nn.Module,
     held: Mapping[str, Sequence[nn.Parameter]],
 ) -> None:
-    if optimizer.state:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         raise ModelError("the optimizer has stepped already; apply the plan before training")
     names = {id(p): fqn for fqn, p in module.named_parameters()}
     for group in optimizer.param_groups:
-        fqns = [names.get(id(p)) for p in group["params"]]
-        if None in fqns:
+        stand_ins = []
+        for param in group["params"]:
+            if id(param) not in names:
+                raise ModelError(
+                    "the optimizer has parameters that are not the model's; "
+                    "make it from model.parameters() of the model given to apply"
+                )
+            copies = [p for p in held.get(names[id(param)], ()) if p.requires_grad]
+            stand_ins += [(names[id(param)], copy) for copy in copies]
+            _move_state(optimizer, param, copies)
+        group["params"] = [copy for _, copy in stand_ins]
+        if "param_names" in group:
+            group["param_names"] = [fqn for fqn, _ in stand_ins]
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a step was counted; some optimizers (Adagrad) make their state when they are made."""
+    count = state.get("step", 0)
+    return bool(count != 0) if isinstance(count, (int, float, Tensor)) else True
+
+
+def _move_state(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, copies: Sequence[nn.Parameter]
+) -> None:
+    state = optimizer.state.pop(param, None)
+    if not state:
+        return
+    name = type(optimizer).__name__
+    for copy in copies:
+        try:
+            optimizer.state[copy] = fresh_state(state, param, copy)
+        except ValueError as error:
             raise ModelError(
-                "the optimizer has parameters that are not the model's; "
-                "make it from model.parameters() of the model given to apply"
-            )
-        group["params"] = [p for fqn in fqns for p in held.get(fqn or "", ()) if p.requires_grad]
+                f"{name} has state before planner.apply whose {error}; apply the plan before "
+                f"training, or give a function: optimizer=lambda params: {name}(params, ...)"
+            ) from None
 
 
 def _check_step(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ModelError(
-            f"{type(optimizer).__name__} evaluates the model several times in a step, which the "
+            f"{name} evaluates the model several times in a step, which the "
             "engine does not; use an optimizer whose step() needs no closure"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ModelError(f"{name} takes sparse gradients, and those of a plan are dense; use Adam")
     hooks = {
         **_global_optimizer_pre_hooks,
         **_global_optimizer_post_hooks,
@@ -109,40 +150,7 @@ def _check_step(optimizer: torch.optim.Optimizer) -> None:
     }
     if hooks:
         raise ModelError(
-            f"{type(optimizer).__name__} has a hook on its step, which would see only this rank's "
+            f"{name} has a hook on its step, which would see only this rank's "
             "pieces of parameters and gradients; clip with planner.apply(max_grad_norm=...), and "
             "do the rest after engine.step"
         )
-
-
-def works_by_element(optimizer: torch.optim.Optimizer) -> bool | None:
-    """Whether an optimizer does the same to a matrix as to its quarters; None where it can't tell.
-
-    Two steps of copies of it, with its own settings, are compared.
-    """
-    generator = torch.Generator().manual_seed(0)
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-
-    def trained(cut: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        params = [nn.Parameter(piece.clone()) for piece in cut(start)]
-        probe = copy.copy(optimizer)
-        probe.state = defaultdict(dict)
-        probe.param_groups = [settings | {"params": params}]
-        for grad in grads:
-            for param, piece in zip(params, cut(grad), strict=True):
-                param.grad = piece.clone()
-            type(probe).step(probe)  # the class's own: schedulers wrap that of the object
-        return [param.detach() for param in params]
-
-    with _disable_current_modes():  # a dry run's tensors have no values to compare
-        start, *grads = torch.randn(3, 8, 8, dtype=torch.float64, generator=generator)
-        try:
-            (whole,) = trained(lambda tensor: [tensor])
-            pieces = trained(_quarters)
-        except Exception:
-            return None
-        return all(map(torch.allclose, pieces, _quarters(whole)))
-
-
-def _quarters(tensor: Tensor) -> list[Tensor]:
-    return [part for half in tensor.chunk(2, 0) for part in half.chunk(2, 1)]

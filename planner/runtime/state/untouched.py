@@ -34,10 +34,6 @@ class Untouched:
             if _of_part(part) != before:
                 self._refuse(f"module {name or 'model'}", _PART, before, _of_part(part))
 
-    def is_training_as_before(self) -> bool:
-        """Whether every module is in the mode it was in."""
-        return all(part.training == before[0] for _, part, before in self._parts)
-
     @staticmethod
     def _refuse(
         what: str, fields: tuple[str, ...], before: tuple[Any, ...], now: tuple[Any, ...]

@@ -43,6 +43,7 @@ from planner.layout.placement import Placement, Shard
 from planner.layout.placements import Placements
 from planner.plan import Precision
 from planner.runtime.stage.stage import BlockModule, StageModule
+from planner.runtime.start import device as devices
 from planner.runtime.start.mesh import Mesh
 
 
@@ -80,7 +81,9 @@ def shard_stage(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if on_host else OffloadPolicy()
+        CPUOffloadPolicy(pin_memory=devices.is_accelerator(mesh.device))
+        if on_host
+        else OffloadPolicy()
     )
     policies: dict[str, Any] = {
         "mp_policy": policy,
@@ -101,11 +104,17 @@ def shard_stage(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def before_backward(stage: nn.Module, zero_stage: int, *, is_last: bool) -> None:
-    """Tell FSDP2 what to do in the backward that comes; `is_last` is the stage's last one."""
+def before_backward(
+    stage: nn.Module, zero_stage: int, *, is_last: bool, is_update: bool = True
+) -> None:
+    """Tell FSDP2 what to do in the backward that comes.
+
+    `is_last` is the stage's last of a batch; with `is_update` no other batch comes before the
+    optimizer steps.
+    """
     assert isinstance(stage, FSDPModule)
     # Without sync FSDP2 accumulates the gathered gradient: whole, as ZeRO 1 keeps it.
-    stage.set_requires_gradient_sync(zero_stage > 1 or is_last)
+    stage.set_requires_gradient_sync(zero_stage > 1 or (is_last and is_update))
     stage.set_reshard_after_backward(zero_stage == 3 or is_last)
     stage.set_is_last_backward(is_last)
 

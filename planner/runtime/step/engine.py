@@ -1,14 +1,14 @@
 """Engine: a model trained as its plan says, from the outside like one device.
 
-Every rank builds the engine with the same model and calls `step` with the same global
-batch; the engine takes its part of both. One device is the plan with all sizes one and takes
-the same path.
+Every rank builds the engine with the same model and calls `step` with the same global batch, of
+which the engine takes its part, or with that part alone. One device is the plan with all sizes
+one and takes the same path.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +23,13 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.layout.placements import Placements
 from planner.ops.record import is_random
 from planner.plan import Plan
-from planner.plan.batch_statistics import batch_norms, deferred
+from planner.plan.batch_statistics import deferred
 from planner.plan.replication import Replication
+from planner.runtime.check.intermediates import gathered, intermediates, watching
 from planner.runtime.check.recorder import start_recorder
+from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
@@ -45,9 +48,12 @@ from planner.runtime.state.weights import (
     own_piece,
     synced_tensors,
 )
+from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
+from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.feed import Feed, Preamble, cut_batch
+from planner.runtime.step.feed import Feed, Preamble
+from planner.runtime.step.feeder import Feeder, Shaped
 from planner.runtime.step.loss_weights import LossWeight, LossWeights
 from planner.runtime.step.p2p import Post
 from planner.runtime.step.randomness import RandomStream
@@ -56,13 +62,19 @@ from planner.runtime.step.wiring import (
     block_placements,
     build_edges,
     param_placements,
+    shaped_edges,
     stage_params,
     wire_stage,
 )
-from planner.schedule import schedule_of
+from planner.schedule import Job, schedule_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from planner.runtime.checkpoint.checkpoints import Checkpoints, Loaded
+    from planner.runtime.checkpoint.kept import Kept
+    from planner.runtime.data.loader import Loader
+    from planner.runtime.data.order import AtEnd
 
 
 class Engine:
@@ -70,7 +82,8 @@ class Engine:
 
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
-    last step's gradients before clipping, when they are clipped.
+    last step's gradients before clipping, when they are clipped; `fetched` what the last step was
+    told to fetch.
     """
 
     def __init__(
@@ -86,11 +99,22 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        check_values: bool = False,
+        buckets: tuple[ModelGraph, ...] = (),
+        pad: Mapping[str, float] | None = None,
+        capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
     ) -> None:
         """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
         what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
-        tensors on the meta device, whose values are loaded afterwards.
+        tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
+        on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
+        gives all of them in evaluation mode, on every rank; None: they are the same.
         """
+        if buckets and deferred_batch_norm:
+            raise PlanError(
+                "deferred_batch_norm merges statistics of one shape, and the plan's batches may "
+                "have several; leave it out, or search without `lengths`"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
@@ -101,7 +125,7 @@ class Engine:
         captured = graph
         if deferred_batch_norm:
             graph = replace(graph, classes=tuple(map(deferred, graph.classes)))
-        self.plan, self.graph, self.mesh = plan, graph, mesh
+        self.plan, self.graph, self.mesh, self.captured = plan, graph, mesh, (captured, *buckets)
         used = {name for names in stage_params(graph, plan) for name in names}
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
@@ -126,8 +150,11 @@ class Engine:
         self._param_placements = param_placements(graph, plan, mesh.rank("pp"))
         edges = build_edges(graph, plan)
         self.stages: dict[int, StageModule] = {}
+        self._made_programs: list[Programs] = []
+        self.programs = self.programs_of((graph, *buckets))
         owners = self._build_stages(model, edges)
-        self._preambles = self._build_preambles(model)
+        preambles = [self._build_preambles(model, each) for each in (graph, *buckets)]
+        self._preambles = preambles[0]
         self._trained = TrainedParams(
             graph,
             plan,
@@ -140,16 +167,24 @@ class Engine:
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
+        self.fetched: dict[str, Tensor] = {}
         self._statistics = (
             DeferredStatistics(captured, plan, mesh, self.stages) if deferred_batch_norm else None
         )
         self._recorder = self._host.recorder = start_recorder(mesh)
+        collectives.record(None if self._recorder is None else self._recorder.collective)
         self._executor = Executor(
             schedule=self.schedule,
             pp_rank=mesh.rank("pp"),
             stages=self.stages,
             edges=edges,
-            post=Post(mesh, self.schedule, edges, plan),
+            post=Post(
+                mesh,
+                self.schedule,
+                edges,
+                plan,
+                buckets=[shaped_edges(edges, bucket) for bucket in buckets],
+            ),
             weight_queue=self._weight_queue,
             lookahead=plan.receive_ahead,
             recorder=self._recorder,
@@ -157,21 +192,31 @@ class Engine:
             hooks=Hooks(
                 after_forward=self._after_forward,
                 before_backward=self._before_backward,
-                after_gradients=self._trained.start_sums,
+                after_gradients=self._after_gradients,
             ),
         )
+        self._values = ValueCheck(mesh, self._executor) if check_values else None
         random = any(is_random(op) for program in graph.classes for op in program.ops)
         self._random = RandomStream(_shared_seed(mesh), mesh) if random else None
         self._checkpoints: Checkpoints | None = None
+        self._kept: Kept | None = None
+        self._accumulation = Accumulation()
         start_watchdog(self._executor.status)
         self._untouched: Untouched | None = None
-        self._has_modes = random or bool(batch_norms(captured))
+        self._evaluation = Evaluation(self, capture_evaluation)
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
-        self._loss_weights = LossWeights(
+        self._feeder = Feeder(
+            [Shaped(each, made) for each, made in zip((graph, *buckets), preambles, strict=True)],
+            plan,
             mesh,
-            dtype=self._loss_dtype,
-            has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
-            count=loss_weight,
+            pad=pad or {},
+            side_inputs={s: stage.wiring.side_inputs for s, stage in self.stages.items()},
+            loss_weights=LossWeights(
+                mesh,
+                dtype=self._loss_dtype,
+                has_loss=any(stage.wiring.has_loss for stage in self.stages.values()),
+                count=loss_weight,
+            ),
         )
 
     # -- building -----------------------------------------------------------------------
@@ -185,7 +230,6 @@ class Engine:
         whole = synced_tensors(
             graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
         )
-        programs = Programs(graph, plan, mesh, keeper=self._keeper, weight_queue=self._weight_queue)
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
@@ -203,7 +247,7 @@ class Engine:
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
-                programs=programs,
+                programs=self.programs,
                 tensors=pieces if in_fp32 else cast_params(pieces, metas),
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
@@ -238,8 +282,8 @@ class Engine:
             return None
         return ActivationsOnHost(self._host, self.schedule.jobs[pp_rank], stages)
 
-    def _build_preambles(self, model: nn.Module) -> dict[int, Preamble]:
-        graph, mesh = self.graph, self.mesh
+    def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
+        mesh = self.mesh
         tensors = synced_tensors(graph, model, mesh, graph.preamble.params, empty=self._empty)
         tensors = {name: materialized(t, mesh.device) for name, t in tensors.items()}
         return {
@@ -247,64 +291,184 @@ class Engine:
             for index, stage in self.stages.items()
         }
 
+    def programs_of(self, graphs: Sequence[ModelGraph]) -> Programs:
+        """Return the programs of this rank's blocks, by graphs of the plan's shapes."""
+        made = Programs(
+            graphs, self.plan, self.mesh, keeper=self._keeper, weight_queue=self._weight_queue
+        )
+        self._made_programs.append(made)
+        return made
+
+    @property
+    def has_deferred_statistics(self) -> bool:
+        """Whether running statistics are those of the whole batch, so alike on all replicas."""
+        return self._statistics is not None
+
     # -- running ------------------------------------------------------------------------
+
+    @property
+    def num_replicas(self) -> int:
+        """Into how many parts this rank's stages cut the batch."""
+        return self.mesh.size("batch")
+
+    @property
+    def replica(self) -> int:
+        """Which of them is this rank's own."""
+        return self.mesh.rank("batch")
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Paths of the batch's tensors that this rank needs; an `OwnPart` may lack the others."""
+        return self._feeder.reads
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        at_end: AtEnd | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        prefetch_factor: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> Loader:
+        """Return what deals a dataset to the ranks, for each step the own part of this replica.
+
+        `data` is a map-style dataset, an iterable of samples that begins anew at each `iter`, a
+        stream of shards (`datasets`), or a DataLoader, whose dataset, order, collate_fn and workers
+        are taken; all ranks give the same. `at_end` says what becomes of the last samples of a
+        pass, fewer than a batch: "wrap" fills up from the front, "drop" leaves them out, "short"
+        trains on a smaller batch (None: "wrap", or as the DataLoader drops). `shuffle` draws an
+        order for each pass from `seed`. The rest is as a DataLoader takes it; memory is pinned
+        where there is a GPU. Raises ModelError for data that can't be dealt like this.
+        """
+        from planner.runtime.data.loader import Loader
+
+        return Loader(
+            self,
+            data,
+            shuffle=shuffle,
+            seed=seed,
+            at_end=at_end,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+        )
 
     def watch(self, module: nn.Module) -> None:
         """Refuse steps from now on when the user's module is no longer what it is."""
         self._untouched = Untouched(module)
 
-    def step(self, batch: Any) -> Tensor:
+    @property
+    def job(self) -> Job | None:
+        """The job that this rank runs now; None between steps."""
+        return self._executor.job
+
+    def step(self, batch: Any, *, update: bool = True, fetch: Iterable[str] = ()) -> Tensor:
         """Train on one global batch; return its mean loss, equal on every rank.
 
-        It may be of fewer samples than ``plan.global_batch``, down to one for each microbatch
-        and replica; each counts the same, however unevenly they are cut. Raises ModelError
-        for a batch that the plan can't take, PlanError when the module that the plan was applied
-        to was changed since (a parameter frozen, a hook set, evaluation mode).
+        Every rank gives the whole batch, or every rank the `planner.OwnPart` of its replica. It may
+        be of fewer samples than ``plan.global_batch``, down to one for each microbatch and
+        replica; each counts the same, however unevenly they are cut. Raises ModelError for a
+        batch that the plan can't take, PlanError when the module that the plan was applied to
+        was changed since (a parameter frozen, a hook set, evaluation mode), ValuesError, before
+        weights change, where the loss or a gradient is NaN or infinite.
+
+        Without `update` its gradients are kept for the next step with it, which takes the mean
+        over all samples (or what `loss_weight` counts) since the last update.
+
+        `fetch` names values inside the model, on any stage (`BLOCK/TENSOR`, as `intermediates` has
+        them): they are in `fetched` afterwards, whole, on rank 0's CPU; on other ranks that is {}.
+        Until the step ends they stay on their devices.
         """
         if self._untouched is not None:
             self._untouched.check()
         # A bad batch is told before any gradient of the last step is lost.
         feed = self._feed(batch)
-        self._trained.zero_gradients()
-        if self._statistics is not None:
-            self._statistics.begin()
-        with self._drawn():
-            losses = self._executor.train(feed)
+        if not self._accumulation.is_open:
+            self._trained.zero_gradients()
+            if self._statistics is not None:
+                self._statistics.begin()
+        with self._drawn(), watching(self, fetch) as seen:
+            losses = self._executor.train(self._accumulation.add(feed, is_last=update))
         # The loss is summed over ranks beside the reduction of gradients and the optimizer's step.
         loss, shared = self._share_loss(losses, feed)
+        if update:
+            self._update(feed, loss, shared)
+        elif self._values is not None:
+            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=False)
+        self.samples += feed.split.num_samples
+        if shared is not None:
+            shared.wait()
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        if self._recorder is not None:
+            self._recorder.end_step()
+        return loss
+
+    def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
         with self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
+            self._accumulation.finish(self._trained.with_gradients())
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
+        if self._values is not None:
+            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
         with self._recorded("OPTIMIZE"):
             if self._checkpoints is not None:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
         self.steps += 1
-        self.samples += feed.split.num_samples
+
+    def _stop_if_wrong(
+        self,
+        values: ValueCheck,
+        feed: Feed,
+        loss: Tensor,
+        shared: dist.Work | None,
+        *,
+        has_gradients: bool,
+    ) -> None:
+        """Raise ValuesError where the loss, or a gradient that is complete, is not finite."""
         if shared is not None:
             shared.wait()
-        if self._recorder is not None:
-            self._recorder.end_step()
-        return loss
+        gradients = self._trained.gradients() if has_gradients else ()
+        if not values.is_wrong(loss, gradients, self.grad_norm if has_gradients else None):
+            return
+        self._accumulation.forget()
+        held = self._trained.stepped_by_name()
+        named = {f"parameter {name}": copies[0].detach() for name, copies in held.items()}
+
+        def again() -> None:
+            self._trained.zero_gradients()
+            with self._drawn():
+                self._executor.train(feed)
+            self._trained.finish_sums()
+
+        raise values.explain(again, step=self.steps + 1, loss=loss, named=named)
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
 
-    def evaluate(self, batch: Any) -> Tensor:
-        """Return the mean loss of one global batch without training on it.
+    def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
+        """Return the mean loss of one global batch, as the model computes it after ``eval()``.
 
-        The model is in the mode it was captured in, which is training; no buffer changes.
-        Raises PlanError after ``model.eval()`` when that would give another loss.
+        Nothing is dropped, norms read their running statistics (of the first replica, where each
+        has its own), and no buffer changes. `fetch` is as in `step`: a module's name gives what it
+        returned. The first call captures the model once more, if any part of it reads its mode;
+        raises PlanError where it then computes what it does not in training.
         """
-        if self._has_modes and self._untouched and not self._untouched.is_training_as_before():
-            raise PlanError(
-                "the model is in another mode (train or eval) than when the plan was applied, and "
-                "its dropout or batch statistics run as they were captured; leave the mode alone, "
-                "or evaluate a copy: model.load_state_dict(engine.full_state_dict(), assign=True)"
-            )
+        programs = self._evaluation.programs
+        with self._evaluation.running(), watching(self, fetch, programs) as seen:
+            loss = self.forward(batch)
+        self.fetched = gathered(self, seen) if seen.wanted else {}
+        return loss
+
+    def forward(self, batch: Any) -> Tensor:
+        """Return the mean loss of one global batch as training computes it, without training."""
         with self._drawn():
             feed = self._feed(batch)
             loss, shared = self._share_loss(self._executor.evaluate(feed), feed)
@@ -316,34 +480,10 @@ class Engine:
         return nullcontext() if self._random is None else self._random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
-        cut = cut_batch(batch, self.graph, self.plan)
-        count, number = self.mesh.size("batch"), self.mesh.rank("batch")
-        parts = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
-        wanted = {name for preamble in self._preambles.values() for name in preamble.inputs}
-        metas = [self.graph.tensor[name] for name in sorted(wanted)]
-        microbatches = [
-            {
-                meta.name: cut.tensor(meta.fqn, samples).to(
-                    self.mesh.device, getattr(torch, meta.dtype), non_blocking=True
-                )
-                for meta in metas
-            }
-            for samples in parts
-        ]
-
-        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
-            names = self.stages[stage_index].wiring.side_inputs
-            values = self._preambles[stage_index](
-                microbatches[microbatch_index], len(parts[microbatch_index])
-            )
-            return tuple(values[name] for name in names)
-
-        return Feed(
-            split=cut.split,
-            num_samples=tuple(map(len, parts)),
-            side_inputs=side_inputs,
-            loss_weights=self._loss_weights.of(cut),
-        )
+        feed = self._feeder.feed(batch)
+        for programs in self._made_programs:
+            programs.bucket = feed.bucket
+        return feed
 
     def _after_forward(self, stage_index: int, num_samples: int) -> None:
         if self._zero_stage and not self._has_backward(stage_index):
@@ -358,7 +498,16 @@ class Engine:
 
     def _before_backward(self, stage_index: int, is_last: bool) -> None:
         if self._zero_stage:
-            zero.before_backward(self.stages[stage_index], self._zero_stage, is_last=is_last)
+            zero.before_backward(
+                self.stages[stage_index],
+                self._zero_stage,
+                is_last=is_last,
+                is_update=self._accumulation.is_last,
+            )
+
+    def _after_gradients(self, stage_index: int) -> None:
+        if self._accumulation.is_last:
+            self._trained.start_sums(stage_index)
 
     def _share_loss(self, losses: list[Tensor], feed: Feed) -> tuple[Tensor, dist.Work | None]:
         """Return the mean loss, and what to wait for until it is that of all ranks."""
@@ -376,9 +525,15 @@ class Engine:
 
         `planner.runtime.check.intermediates` says what names there are; every rank calls this.
         """
-        from planner.runtime.check.intermediates import intermediates
-
         return intermediates(self, batch, names)
+
+    def shard_tensor(self, tensor: Tensor, **dims: int) -> DTensor:
+        """Return a tensor of the script's, equal on all ranks, cut over those of this stage's mesh:
+        ``engine.shard_tensor(table, tp=0)``. See `planner.runtime.state.user_tensors`.
+        """
+        from planner.runtime.state.user_tensors import shard_tensor
+
+        return shard_tensor(tensor, self.mesh, dims)
 
     def close(self) -> None:
         """Give the process groups made for this engine back; all ranks call it, last.
@@ -387,6 +542,7 @@ class Engine:
         """
         if self._checkpoints is not None:
             self._checkpoints.wait()
+        collectives.record(None)
         self.mesh.close()
 
     # -- checkpoints --------------------------------------------------------------------
@@ -406,6 +562,7 @@ class Engine:
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
         `state_dict` and a `load_state_dict`: schedulers, scalers.
         """
+        self._accumulation.refuse_open("engine.save")
         self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
 
     def wait_for_save(self) -> None:
@@ -422,7 +579,32 @@ class Engine:
         one checkpoint in it. `extra` gives what `save` was given. Raises PlanError where no
         checkpoint is whole, or is of another model.
         """
+        self._accumulation.forget()
         return self._own_checkpoints().load(Path(path), extra=extra or {})
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients of batches wait for the step that updates."""
+        return self._accumulation.is_open
+
+    def resume(self, *, extra: Mapping[str, Any] | None = None) -> Loaded | None:
+        """Go on from the newest whole checkpoint of a run that `planner launch --keep` keeps.
+
+        Every rank calls it, after `planner.apply`. Returns None where the run begins, or is not
+        kept. `extra` is as in `save`, and saved by each `keep`.
+        """
+        return self._own_kept().resume(extra or {})
+
+    def keep(self) -> None:
+        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step."""
+        self._own_kept().keep()
+
+    def _own_kept(self) -> Kept:
+        if self._kept is None:
+            from planner.runtime.checkpoint.kept import Kept
+
+            self._kept = Kept(self)
+        return self._kept
 
     def _own_checkpoints(self) -> Checkpoints:
         if self._checkpoints is None:
@@ -455,7 +637,7 @@ class Engine:
         self._trained.write_back()
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
         values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
-        for preamble in self._preambles.values():
+        for preamble in self._feeder.preambles:
             preamble.take_values(values)
 
     # -- what it holds ------------------------------------------------------------------
@@ -479,10 +661,11 @@ class Engine:
         }
 
     def full_gradients(self) -> dict[str, Tensor]:
-        """Return the last step's gradients, whole, on rank 0's CPU; {} elsewhere.
+        """Return the last update's gradients, whole, on rank 0's CPU; {} elsewhere.
 
         A parameter that got no gradient has zeros. Every rank calls it.
         """
+        self._accumulation.refuse_open("engine.full_gradients")
         wanted = [t for t in self.graph.params if t.requires_grad]
         return gather(
             self.graph,

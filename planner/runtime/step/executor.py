@@ -172,7 +172,7 @@ class Executor:
         order = list(positions)
         ahead = iter(order)
         losses: dict[int, Tensor] = {}
-        self._post.open(with_grads=with_grads, split=feed.split)
+        self._post.open(with_grads=with_grads, split=feed.split, bucket=feed.bucket)
         # Receives are posted early, so that a message travels while earlier jobs compute.
         for position in islice(ahead, self._lookahead):
             self._post.expect(self._taken[position])
@@ -292,6 +292,11 @@ class Executor:
     def _flush(self, job: Job) -> None:
         assert self._queue is not None
         self._queue.flush((job.stage_index, job.microbatch_index))
+
+    @property
+    def job(self) -> Job | None:
+        """The job in work; None between two steps."""
+        return self._current
 
     def status(self) -> Status:
         """Return what this rank is doing; called from the watchdog's thread."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from planner.errors import ModelError
 from planner.graph import Affine, ModelGraph, TensorMeta
@@ -24,20 +26,27 @@ SideInputs = Callable[[int, int], tuple[Tensor, ...]]
 class Feed:
     """One step's batch as this rank takes it.
 
-    `num_samples` counts the samples it has of each microbatch; `loss_weights` are what the
-    mean loss of those counts for in the batch's (0-d; the gradients they start from). Over
-    all microbatches and parts of them they sum to one.
+    `bucket` says which of the plan's shapes it has (0: its own). `num_samples` counts the samples
+    it has of each microbatch; `loss_weights` are what the mean loss of those counts for in the
+    batch's (0-d; the gradients they start from). Over all microbatches and parts of them they sum
+    to one. `total` gives what the whole batch counts: its samples, or what the user counts in it;
+    None where losses are sums, whose weights are one.
     """
 
     split: BatchSplit
     num_samples: tuple[int, ...]
     side_inputs: SideInputs
     loss_weights: Sequence[Tensor]
+    total: Callable[[], float] | None
+    bucket: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
-    """A global batch found to be one the plan can take, and where it is cut."""
+    """A batch found to be one the plan can take, and where it is cut.
+
+    Its `leaves` are of the whole batch, or of the samples of one replica.
+    """
 
     split: BatchSplit
     tree: Tree
@@ -59,16 +68,30 @@ class CutBatch:
 
 
 def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
-    """Return a batch with its cut into microbatches, whose sizes differ by at most one.
+    """Return a whole batch with its cut into microbatches, whose sizes differ by at most one.
 
-    Every rank is given the same global batch, of up to ``plan.global_batch`` samples and at
-    least one for each microbatch and replica. Raises ModelError for another number, and for
-    a batch whose structure, plain values or shapes are not those of the captured one.
+    Every rank is given the same, of up to ``plan.global_batch`` samples and at least one for
+    each microbatch and replica. Raises ModelError for another number, and for a batch whose
+    structure, plain values or shapes are not those of the captured one.
     """
     leaves, tree = flatten_batch(batch)
-    metas = {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
-    _check_structure(tree, leaves, graph.batch_tree, metas)
-    num_samples = _num_samples(leaves, metas, plan)
+    metas = batch_metas(graph)
+    check_structure(tree, leaves, graph, needed=metas)
+    num_samples = count_samples(leaves, metas)
+    return CutBatch(split=even_split(num_samples, plan), tree=tree, leaves=leaves, metas=metas)
+
+
+def batch_metas(graph: ModelGraph) -> dict[str, TensorMeta]:
+    """Return what is known of the batch's tensors, by path."""
+    return {graph.tensor[name].fqn: graph.tensor[name] for name in graph.batch_inputs}
+
+
+def even_split(num_samples: int, plan: Plan) -> BatchSplit:
+    """Return the split of a global batch whose samples lie together.
+
+    Raises ModelError for more samples than the plan's, or fewer than one for each microbatch and
+    replica.
+    """
     most_replicas = max(
         plan.stage_degrees(index).along("batch") for index in range(len(plan.stages))
     )
@@ -80,22 +103,26 @@ def cut_batch(batch: Any, graph: ModelGraph, plan: Plan) -> CutBatch:
             f"{most_replicas} replicas of at most {plan.microbatch_size} samples take "
             f"{fitting}{plan.global_batch}; give batches of that size"
         )
-    split = BatchSplit(num_samples=num_samples, num_microbatches=plan.num_microbatches)
-    return CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)
+    return BatchSplit.even(
+        num_samples, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
+    )
 
 
-def _check_structure(
-    tree: Tree, leaves: Iterable[str], captured: Tree, metas: Iterable[str]
+def check_structure(
+    tree: Tree, leaves: Iterable[str], graph: ModelGraph, *, needed: Iterable[str]
 ) -> None:
-    found, expected = set(leaves), set(metas)
-    if found != expected:
-        lacking, strange = sorted(expected - found), sorted(found - expected)
+    """Raise ModelError for a batch that lacks needed tensors, or has others than the captured one,
+    or other plain values.
+    """
+    expected = {graph.tensor[name].fqn for name in graph.batch_inputs}
+    lacking, strange = sorted(set(needed) - set(leaves)), sorted(set(leaves) - expected)
+    if lacking or strange:
         what = f"lacks {', '.join(lacking)}" if lacking else f"has {', '.join(strange)} in addition"
         raise ModelError(
             f"the batch {what}; the plan was made with the tensors {', '.join(sorted(expected))}; "
             "give batches of that structure, or search again with this one"
         )
-    given, planned = plain_values(tree), plain_values(captured)
+    given, planned = plain_values(tree), plain_values(graph.batch_tree)
     for path in sorted(given | planned):
         if given.get(path) != planned.get(path):
             raise ModelError(
@@ -104,19 +131,33 @@ def _check_structure(
             )
 
 
-def _num_samples(leaves: Mapping[str, Tensor], metas: Mapping[str, TensorMeta], plan: Plan) -> int:
-    """The number of samples that the shapes of all tensors agree on."""
-    first, found = "", plan.global_batch
-    for path, meta in metas.items():
-        shape = tuple(leaves[path].shape)
+def count_samples(
+    leaves: Mapping[str, Tensor],
+    metas: Mapping[str, TensorMeta],
+    *,
+    filled_up: Mapping[str, frozenset[int]] = MappingProxyType({}),
+) -> int:
+    """Return the number of samples that the shapes of all tensors agree on.
+
+    Dims that are `filled_up` may be smaller. Raises ModelError where shapes are others.
+    """
+    first, found = "", 0
+    for path, tensor in leaves.items():
+        meta, shape = metas[path], tuple(tensor.shape)
         for dim, size in enumerate(meta.shape):
             if isinstance(size, Affine) and not first and dim < len(shape):
                 first, found = path, (shape[dim] - size.fixed) // size.per_sample
-        if shape != meta.shape_at(found):
+    for path, tensor in leaves.items():
+        shape, meta = tuple(tensor.shape), metas[path]
+        wanted, may_differ = meta.shape_at(found), filled_up.get(path, frozenset())
+        if len(shape) != len(wanted) or any(
+            have > want or (have < want and dim not in may_differ)
+            for dim, (have, want) in enumerate(zip(shape, wanted, strict=True))
+        ):
             raise ModelError(
                 f"batch tensor {path} has shape {shape}; for {found} samples"
                 f"{f', as {first} has,' if first not in ('', path) else ''} it must be "
-                f"{meta.shape_at(found)}"
+                f"{wanted}{' or less, filled up' if may_differ else ''}"
             )
     return found
 
@@ -133,6 +174,14 @@ def _piece(tensor: Tensor, meta: TensorMeta, samples: range) -> Tensor:
                 dim, size.per_sample * samples.start, size.per_sample * len(samples)
             )
     return tensor
+
+
+def filled(tensor: Tensor, shape: tuple[int, ...], value: float) -> Tensor:
+    """Return a tensor filled up to a shape, at the end of each dim."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    behind = [(0, want - have) for have, want in zip(tensor.shape, shape, strict=True)]
+    return F.pad(tensor, [n for pair in reversed(behind) for n in pair], value=value)
 
 
 def _reversed(tensor: Tensor, meta: TensorMeta) -> Tensor:

@@ -1,28 +1,32 @@
 """What the mean loss of each part of a batch counts for in the mean loss of the whole.
 
-A part counts by its samples, or by what the user counts in it (`planner.count_tokens`). As
-every rank is given the whole batch, no rank needs to ask another.
+A part counts by its samples, or by what the user counts in it (`planner.count_tokens`). Where
+every rank is given the whole batch, no rank needs to ask another; where replicas have their own
+parts, `agreement` sums what they count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from planner.errors import ModelError
+from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.step.feed import CutBatch
 
-LossWeight = Callable[[Any], float]
+LossWeight = Callable[[Any], float] | Literal["sum"]
+"""What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over
+samples has it."""
 
 
 class LossWeights:
-    """Weighs one rank's microbatches. Mutable: weights by sample are kept by batch size.
+    """Weighs one rank's microbatches. Mutable: weights by sample are kept by how a batch is cut.
 
-    `count` is the user's function from a part of the batch to how much of it counts.
+    `count` is what the user says of a part; None: it counts by its samples.
     """
 
     def __init__(
@@ -31,36 +35,82 @@ class LossWeights:
         self._num_parts, self._number = mesh.size("batch"), mesh.rank("batch")
         self._device = mesh.device
         self._dtype, self._has_loss, self._count = dtype, has_loss, count
-        self._by_samples: dict[int, tuple[Tensor, ...]] = {}
+        self._by_samples: dict[tuple[tuple[int, ...], int], tuple[Tensor, ...]] = {}
+
+    @property
+    def reads_batch(self) -> bool:
+        """Whether it is given the rank's parts of the batch."""
+        return self._has_loss and callable(self._count)
 
     def of(self, cut: CutBatch) -> tuple[Tensor, ...]:
-        """Return the weight of each of this rank's microbatches; () where no loss is."""
+        """Return the weight of each of this rank's microbatches; () where no loss is.
+
+        `cut` is a whole batch. Raises ModelError where the user's counts can't be weights.
+        """
+        if not self.reads_batch:
+            return self.by_samples(cut.split)
+        counts = self._counts(cut)
+        return self.by_counts(counts[self._number], sum(map(sum, counts)))
+
+    @property
+    def are_sums(self) -> bool:
+        """Whether losses of parts are added."""
+        return self._count == "sum"
+
+    def total(self, cut: CutBatch) -> float:
+        """Return what a whole batch counts: its samples, or what the user counts in it."""
+        if not callable(self._count):
+            return float(cut.split.num_samples)
+        return sum(map(sum, self._counts(cut)))
+
+    def _counts(self, cut: CutBatch) -> list[list[float]]:
+        """Return what the user counts in each microbatch of each replica of a whole batch."""
+        split, parts = cut.split, self._num_parts
+        return [
+            self.count(cut, (split.part(m, parts, number) for m in range(split.num_microbatches)))
+            for number in range(parts)
+        ]
+
+    def by_samples(self, split: BatchSplit) -> tuple[Tensor, ...]:
+        """Return the weights where each sample counts the same, in a mean over all or in a sum;
+        () where no loss is.
+        """
         if not self._has_loss:
             return ()
-        if self._count is not None:
-            return self._tensors(self._counted(cut, self._count))
-        num_samples = cut.split.num_samples
-        if num_samples not in self._by_samples:
-            weights = [len(own) / num_samples for own in self._parts(cut, self._number)]
-            self._by_samples[num_samples] = self._tensors(weights)
-        return self._by_samples[num_samples]
+        own = tuple(map(len, split.own(self._num_parts, self._number)))
+        key = (own, split.num_samples)
+        if key not in self._by_samples:
+            is_sum = self._count == "sum"
+            weights = (float(n > 0) if is_sum else n / split.num_samples for n in own)
+            self._by_samples[key] = self._tensors(weights)
+        return self._by_samples[key]
 
-    def _parts(self, cut: CutBatch, number: int) -> list[range]:
-        count = cut.split.num_microbatches
-        return [cut.split.part(index, self._num_parts, number) for index in range(count)]
+    def count(self, cut: CutBatch, runs: Iterable[range]) -> list[float]:
+        """Return what the user counts in each of some runs of samples.
 
-    def _counted(self, cut: CutBatch, count: LossWeight) -> list[float]:
-        counts = [
-            [float(count(cut.part(samples))) for samples in self._parts(cut, number)]
-            for number in range(self._num_parts)
-        ]
-        total = sum(map(sum, counts))
-        if not total > 0 or min(map(min, counts)) < 0:
-            raise ModelError(
-                f"loss_weight gave {counts} for the parts of the batch on each replica; they must "
-                "not be negative, nor all zero"
-            )
-        return [own / total for own in counts[self._number]]
+        Raises ModelError for what is less than zero, or no number.
+        """
+        assert callable(self._count)
+        counts = [float(self._count(cut.part(samples))) for samples in runs]
+        if not all(count >= 0 for count in counts):
+            raise _no_weights(counts)
+        return counts
 
-    def _tensors(self, weights: list[float]) -> tuple[Tensor, ...]:
-        return torch.tensor(weights, dtype=self._dtype, device=self._device).unbind()
+    def by_counts(self, own: Sequence[float], total: float) -> tuple[Tensor, ...]:
+        """Return the weights of runs that count so much of a total.
+
+        Raises ModelError where nothing counts.
+        """
+        if not total > 0:
+            raise _no_weights(own)
+        return self._tensors(count / total for count in own)
+
+    def _tensors(self, weights: Iterable[float]) -> tuple[Tensor, ...]:
+        return torch.tensor(list(weights), dtype=self._dtype, device=self._device).unbind()
+
+
+def _no_weights(counts: Sequence[float]) -> ModelError:
+    return ModelError(
+        f"loss_weight gave {list(counts)} for the microbatches of a replica; they must not be "
+        "negative, nor all zero"
+    )

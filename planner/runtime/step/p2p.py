@@ -12,7 +12,7 @@ tensor is handed over in place.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,7 +75,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """How messages of one edge, direction and size go from pp rank `source` to `target`.
+    """How messages of one edge, direction and cut go from pp rank `source` to `target`.
 
     `shape` is what this rank has or needs of the tensor.
     """
@@ -130,16 +130,26 @@ class Post:
     waiting for those is no waiting.
     """
 
-    def __init__(self, mesh: Mesh, schedule: Schedule, edges: tuple[Edge, ...], plan: Plan) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        schedule: Schedule,
+        edges: tuple[Edge, ...],
+        plan: Plan,
+        *,
+        buckets: Sequence[tuple[Edge, ...]] = (),
+    ) -> None:
+        """`buckets` are the same edges with the shapes of each of the plan's buckets."""
         self._mesh, self._edges = mesh, edges
+        self._by_bucket, self._bucket = (edges, *buckets), 0
         self._here, self._rank = mesh.rank("pp"), dist.get_rank()
         self._home = schedule.stage_to_pp_rank
-        self._routes = Routes(plan=plan)
-        self._full = BatchSplit(
-            num_samples=plan.global_batch, num_microbatches=plan.num_microbatches
+        self._all_routes = tuple(Routes(plan=plan) for _ in self._by_bucket)
+        self._full = BatchSplit.even(
+            plan.global_batch, num_microbatches=plan.num_microbatches, parts=plan.batch_parts
         )
-        self._sizes: tuple[int, ...] = ()
-        self._groups = _p2p_groups(mesh, edges, self._home, self._routes)
+        self._cuts: tuple[tuple[int, ...], ...] = ()
+        self._groups = _p2p_groups(mesh, edges, self._home, self._all_routes[0])
         self._taken_at: dict[Message, int] = {}
         self._made_at: dict[Message, int] = {}
         self._orders = {
@@ -152,7 +162,7 @@ class Post:
         self._sending: deque[Sending] = deque()
         self._local: dict[Message, Tensor] = {}
         self._dtypes = tuple(getattr(torch, edge.dtype) for edge in edges)
-        self._crossings: dict[tuple[int, bool, int], Crossing] = {}
+        self._crossings: dict[tuple[int, bool, tuple[int, ...], int], Crossing] = {}
         self.waiting_for: Message | None = None
         self.bytes_sent = 0
         self._sent: Counter[int] = Counter()
@@ -180,19 +190,21 @@ class Post:
         return ends[::-1] if message.is_grad else ends
 
     def _crossing(self, message: Message) -> Crossing:
-        """Return how a message of this step goes, worked out once for each size."""
+        """Return how a message of this step goes, worked out once for each cut."""
         edge, microbatch, is_grad = message
-        key = (edge, is_grad, self._sizes[microbatch])
+        key = (edge, is_grad, self._cuts[microbatch], self._bucket)
         if key not in self._crossings:
             self._crossings[key] = self._find_crossing(*key)
         return self._crossings[key]
 
-    def _find_crossing(self, edge_index: int, is_grad: bool, num_samples: int) -> Crossing:
-        edge = self._edges[edge_index]
+    def _find_crossing(
+        self, edge_index: int, is_grad: bool, cut: tuple[int, ...], bucket: int
+    ) -> Crossing:
+        edge, routes = self._by_bucket[bucket][edge_index], self._all_routes[bucket]
         source, target = self._ends(Message(edge_index, 0, is_grad))
-        held = self._routes.box(edge, num_samples, self._rank)
+        held = routes.box(edge, cut, self._rank)
         legs = []
-        for a, b, box in self._routes.parts(edge, num_samples, is_grad=is_grad):
+        for a, b, box in routes.parts(edge, cut, is_grad=is_grad):
             if source == target or self._rank not in (a, b):
                 continue
             other, group = (b if a == self._rank else a), self._groups[source, target]
@@ -201,13 +213,14 @@ class Post:
             legs.append(Leg(rank=other, peer=peer, group=group, shape=sizes(box), where=where))
         return Crossing(source=source, target=target, shape=sizes(held), legs=tuple(legs))
 
-    def open(self, *, with_grads: bool, split: BatchSplit | None = None) -> None:
+    def open(self, *, with_grads: bool, split: BatchSplit | None = None, bucket: int = 0) -> None:
         """Begin a step; without gradients when it is forward only.
 
-        `split` is how the step's batch is cut; None for the plan's full batch.
+        `split` is how the step's batch is cut; None for the plan's full batch. `bucket` is which
+        of its shapes it has.
         """
-        split = split or self._full
-        self._sizes = tuple(len(split.microbatch(m)) for m in range(split.num_microbatches))
+        self._bucket = bucket
+        self._cuts = (split or self._full).sizes
         self._waiting = {
             source: deque(m for m in order if with_grads or not m.is_grad)
             for source, order in self._orders.items()

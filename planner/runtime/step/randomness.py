@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from planner.runtime.start.device import forked_generators, is_accelerator, of
 from planner.runtime.start.mesh import Mesh
 
 _PRIME = 1_000_003
@@ -32,7 +33,7 @@ class RandomStream:
         self._begin(seed)
 
     def _begin(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=_gpus(self._device)):
+        with forked_generators(self._device):
             torch.manual_seed((seed + _PRIME * self.place) % 2**63)
             self._state = read_generators(self._device)
 
@@ -55,23 +56,26 @@ class RandomStream:
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Draw from the stream inside; the script's generators come back unchanged."""
-        with torch.random.fork_rng(devices=_gpus(self._device)):
+        with forked_generators(self._device):
             write_generators(self._device, self._state)
             yield
             self._state = read_generators(self._device)
 
 
 def read_generators(device: torch.device) -> list[Tensor]:
-    """Return the states of the default generators of the CPU and, if it is one, of a GPU."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in _gpus(device))]
+    """Return the states of the default generators of the CPU and of an accelerator, if any."""
+    return [
+        torch.get_rng_state(),
+        *(of(each).get_rng_state(each) for each in _accelerators(device)),
+    ]
 
 
 def write_generators(device: torch.device, states: list[Tensor]) -> None:
     """Set the generators to what `read_generators` returned."""
     torch.set_rng_state(states[0])
-    for gpu, state in zip(_gpus(device), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, gpu)
+    for each, state in zip(_accelerators(device), states[1:], strict=True):
+        of(each).set_rng_state(state, each)
 
 
-def _gpus(device: torch.device) -> list[torch.device]:
-    return [device] if device.type == "cuda" else []
+def _accelerators(device: torch.device) -> list[torch.device]:
+    return [device] if is_accelerator(device) else []

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planner.errors import LayoutError
 from planner.graph import Affine, size_at
-from planner.graph.batch_split import BatchSplit
+from planner.graph.batch_split import BatchSplit, part_bounds
 from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh
 from planner.layout.placement import Shard
@@ -31,32 +31,34 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """The parts of every message, worked out once for each size of a microbatch."""
+    """The parts of every message, worked out once for each way a microbatch is cut.
+
+    `cut` is everywhere the sizes of the finest parts of a microbatch (`BatchSplit.sizes`).
+    """
 
     plan: Plan
-    _known: dict[tuple[int, int, bool], tuple[Part, ...]] = field(default_factory=dict)
+    _known: dict[tuple[int, tuple[int, ...], bool], tuple[Part, ...]] = field(default_factory=dict)
 
-    def parts(self, edge: Edge, num_samples: int, *, is_grad: bool) -> tuple[Part, ...]:
-        """Return who sends what of a microbatch of `num_samples` over all replicas."""
-        key = (edge.index, num_samples, is_grad)
+    def parts(self, edge: Edge, cut: tuple[int, ...], *, is_grad: bool) -> tuple[Part, ...]:
+        """Return who sends what of a microbatch."""
+        key = (edge.index, cut, is_grad)
         if key not in self._known:
-            self._known[key] = tuple(self._find(edge, num_samples, is_grad=is_grad))
+            self._known[key] = tuple(self._find(edge, cut, is_grad=is_grad))
         return self._known[key]
 
-    def _find(self, edge: Edge, num_samples: int, *, is_grad: bool) -> list[Part]:
+    def _find(self, edge: Edge, cut: tuple[int, ...], *, is_grad: bool) -> list[Part]:
         source, target = self._mesh(edge.producer), self._mesh(edge.consumer)
         if is_grad:
             source, target = target, source
         held, needed = (
-            {rank: self.box(edge, num_samples, rank) for rank in mesh.ranks}
-            for mesh in (source, target)
+            {rank: self.box(edge, cut, rank) for rank in mesh.ranks} for mesh in (source, target)
         )
         if source.shape == target.shape:
             pairs = zip(source.ranks, target.ranks, strict=True)
             return [Part(a, b, held[a]) for a, b in pairs]
         return [Part(t.src_rank, t.dst_rank, t.box) for t in box_transfers(held, needed)]
 
-    def box(self, edge: Edge, num_samples: int, rank: int) -> Box:
+    def box(self, edge: Edge, cut: tuple[int, ...], rank: int) -> Box:
         """Return the part of the whole microbatch that a rank of either end has or needs.
 
         Of a piece of segments only the sizes mean something.
@@ -65,16 +67,15 @@ class Routes:
         at_producer = pp_rank == self.plan.stages[edge.producer].pp_rank
         mesh = self._mesh(edge.producer if at_producer else edge.consumer)
         placements = edge.sent if at_producer else edge.taken
-        split = BatchSplit(num_samples=num_samples, num_microbatches=1)
         batch = members("batch")
-        samples = split.part(0, mesh.size(*batch), mesh.number(rank, *batch))
+        first, last = part_bounds(cut, mesh.size(*batch), mesh.number(rank, *batch))
         box = []
         for dim, size in enumerate(edge.shape):
-            span = (0, size_at(size, len(samples)))
+            span = (0, size_at(size, last - first))
             if dim == edge.batch_dim:
                 assert isinstance(size, Affine)
                 # (Entries that are there for any number of samples go with every part.)
-                span = (size.per_sample * samples.start, size.at(samples.stop))
+                span = (size.per_sample * first, size.at(last))
             for axis, placement in placements.pairs:  # coarse cuts first
                 if isinstance(placement, Shard) and placement.dim == dim:
                     span = _cut(span, edge, dim, mesh.size(axis), mesh.number(rank, axis))
@@ -83,12 +84,14 @@ class Routes:
 
     def pairs(self, edge: Edge) -> set[tuple[int, int]]:
         """Return the ranks that ever send to each other over an edge, with direction."""
-        samples = self.plan.microbatch_samples
+        (cut,) = BatchSplit.even(
+            self.plan.microbatch_samples, num_microbatches=1, parts=self.plan.batch_parts
+        ).sizes
         ways = [False, True] if edge.requires_grad else [False]
         return {
             (part.source, part.target)
             for is_grad in ways
-            for part in self.parts(edge, samples, is_grad=is_grad)
+            for part in self.parts(edge, cut, is_grad=is_grad)
         }
 
     def _mesh(self, stage_index: int) -> ProcessMesh:

@@ -12,20 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from planner.errors import ModelError
 from planner.graph import ModelGraph
 from planner.layout.axes import split_axes
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.plan import Plan
+from planner.runtime.checkpoint.pieces import holdings
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.state.masters import MasterParams
-from planner.runtime.state.optimizer import build_optimizer
+from planner.runtime.state.optimizer import build_optimizer, read_beyond_elements
 from planner.runtime.state.tied import tied_copies
+from planner.runtime.state.whole_params import WholeParams, stepped_on
 from planner.runtime.step.clip import clip_gradients
 from planner.runtime.step.reduce import GradBuckets
 from planner.runtime.step.wiring import stage_params
@@ -70,10 +75,16 @@ class TrainedParams:
         self._tied = tied_copies(graph, plan, mesh, owners)
         self._host = host
         self._updates: HostUpdates | None = None
+        self._whole: WholeParams | None = None
 
     def by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what has the gradients, by the user's names; several where stages share one."""
         return _by_name(owner.named_params() for owner in self._owners.values())
+
+    def with_gradients(self) -> Iterator[nn.Parameter]:
+        """Yield all that has a gradient of its own."""
+        for owner in self._owners.values():
+            yield from owner.named_params().values()
 
     def stepped_by_name(self) -> dict[str, list[nn.Parameter]]:
         """Return what the optimizer steps on, by the user's names."""
@@ -84,17 +95,46 @@ class TrainedParams:
 
     def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `step` uses, see `planner.runtime.state.optimizer`."""
-        optimizer = build_optimizer(
-            given,
-            module,
-            self.stepped_by_name(),
-            is_cut=self._sharded or any(self._mesh.size(axis.name) > 1 for axis in split_axes()),
-        )
+        optimizer = build_optimizer(given, module, self.stepped_by_name())
+        if optimizer is not None and self._plan.world_size > 1:
+            self._make_whole(optimizer)
         masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
         if masters and optimizer is not None and self._host is not None:
             trained = [master for owner in masters for master in owner.trained.values()]
             self._updates = HostUpdates(trained, optimizer, self._host)
         return optimizer
+
+    def _make_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer whole parameters where pieces would be another training."""
+        is_cut = self._sharded or any(self._mesh.size(axis.name) > 1 for axis in split_axes())
+        wanted = {
+            id(param)
+            for param in read_beyond_elements(optimizer, is_cut=is_cut, is_spread=self._plan.pp > 1)
+        }
+        if not wanted:
+            return
+        held = {h.meta.fqn: h for h in holdings(self._graph, self._plan, dist.get_rank()).values()}
+        whole = WholeParams(
+            (
+                (fqn, param, held[fqn], self._placements[held[fqn].meta.name])
+                for fqn, copies in self.stepped_by_name().items()
+                for param in copies
+                if id(param) in wanted
+            ),
+            self._mesh,
+            sharded=self._sharded,
+        )
+        if whole.params and self._host is not None:
+            raise ModelError(
+                f"{type(optimizer).__name__} reads whole parameters, which the plan cuts and keeps "
+                "on the host; search without `offload`, or with an optimizer that works by element"
+            )
+        self._whole = whole if whole.params else None
+        whole.take_over(optimizer)
+
+    def optimized_by_name(self) -> dict[str, list[nn.Parameter]]:
+        """Return what is in the optimizer here, by the user's names: wholes that the rank owns."""
+        return stepped_on(self.stepped_by_name(), self._whole)
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the step before."""
@@ -119,6 +159,12 @@ class TrainedParams:
         """Scale the gradients to a joint norm of at most `max_norm`; return the norm before."""
         return clip_gradients(self._shares(), max_norm, self._mesh)
 
+    def gradients(self) -> Iterator[Tensor]:
+        """Yield this rank's pieces of the gradients."""
+        for param in self.with_gradients():
+            if param.grad is not None:
+                yield param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+
     def _shares(self) -> Iterator[tuple[nn.Parameter, float]]:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self._graph.params}
@@ -140,9 +186,13 @@ class TrainedParams:
         for owner in self._owners.values():
             if not isinstance(owner, StageModule):
                 owner.write_back()
+        if self._whole is not None:
+            self._whole.refresh()
 
     def step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Let the optimizer step, and bring the parameters of the stages to what was trained."""
+        if self._whole is not None:
+            self._whole.gather_gradients()
         if self._updates is not None:
             self._updates.step()
         elif optimizer is not None and self._host is not None:
@@ -150,6 +200,8 @@ class TrainedParams:
                 optimizer.step()
         elif optimizer is not None:
             optimizer.step()
+        if self._whole is not None:
+            self._whole.hand_out()
         for owner in self._owners.values():
             if isinstance(owner, MasterParams):
                 owner.write_back()

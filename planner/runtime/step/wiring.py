@@ -7,7 +7,7 @@ values are not sent: every stage has or computes those it needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from planner.errors import LayoutError
@@ -184,6 +184,11 @@ def build_edges(graph: ModelGraph, plan: Plan) -> tuple[Edge, ...]:
             requires_grad=meta.requires_grad,
         )
     return tuple(edges.values())
+
+
+def shaped_edges(edges: tuple[Edge, ...], graph: ModelGraph) -> tuple[Edge, ...]:
+    """Return edges with the shapes that their tensors have in another capture of the model."""
+    return tuple(replace(edge, shape=graph.tensor[edge.tensor].shape) for edge in edges)
 
 
 def sends_pieces(plan: Plan, producer: int, consumer: int) -> bool:

@@ -6,7 +6,7 @@ import time
 
 import torch.distributed as dist
 
-from planner.runtime.check.watchdog import STALL_S, Status, Watchdog
+from planner.runtime.check.watchdog import ENDS_S, STALL_S, Status, Watchdog
 
 
 class Executor:
@@ -49,3 +49,29 @@ def test_a_job_that_moves_is_no_stall_and_one_that_does_not_is(capfd, monkeypatc
     assert time.monotonic() < deadline
     dog.stop()
     assert not dog.is_alive()
+
+
+def test_every_rank_prints_its_stacks_once_and_a_kept_run_ends(capfd, monkeypatch):
+    """Whoever told the stall; the end tells which job this rank has been in."""
+    monkeypatch.setenv(STALL_S, "0.08")
+    monkeypatch.setenv(ENDS_S, "0.3")
+    store, ends = dist.HashStore(), []
+    executor = Executor(Status(1, True, "job 0F0, waiting for x of microbatch 0 from rank 1"))
+    other = Executor(Status(1, True, "job 1F0"))
+    dogs = [
+        Watchdog(each.status, store, rank=rank, world_size=2, end=ends.append)
+        for rank, each in enumerate((executor, other))
+    ]
+    for dog in dogs:
+        dog.start()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(ends) < 2:
+        time.sleep(0.02)
+    for dog in dogs:
+        dog.stop()
+    printed = capfd.readouterr().err
+    assert printed.count("nothing has moved") == 1
+    for rank in (0, 1):
+        assert printed.count(f"planner: stacks of rank {rank}") == 1
+    assert "test_every_rank_prints_its_stacks_once" in printed
+    assert any("rank 0 has not moved" in end and "from rank 1" in end for end in ends)

@@ -25,7 +25,7 @@ def made_for(graph, plan, monkeypatch) -> tuple[Programs, list[int]]:
         return lower(*args, microbatch_size=microbatch_size, **options)
 
     monkeypatch.setattr(programs, "local_program", noted)
-    return Programs(graph, plan, mesh_of(plan), keeper=Keeper(), weight_queue=None), sizes
+    return Programs([graph], plan, mesh_of(plan), keeper=Keeper(), weight_queue=None), sizes
 
 
 def test_a_size_is_lowered_once_and_runs_the_class(monkeypatch):

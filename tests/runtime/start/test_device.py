@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from planner.errors import PlanError
 from planner.runtime.start.device import backend, choose_device, p2p_needs_own_groups
+from planner.runtime.start.launch import check_listed
 
 
 def test_a_gpu_of_the_local_rank_unless_the_cpu_is_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("PLANNER_DEVICE", raising=False)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -22,12 +25,53 @@ def test_a_gpu_of_the_local_rank_unless_the_cpu_is_named(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(PlanError, match="local rank 2 needs its own GPU; this machine has 2"):
         choose_device("cuda")
-    with pytest.raises(PlanError, match="'tpu' is unknown"):
+    with pytest.raises(PlanError, match="'tpu' is unknown; use cpu or cuda"):
         choose_device("tpu")
 
 
+def test_a_list_of_gpus_has_one_for_each_local_rank(monkeypatch):
+    """P25, G3."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("PLANNER_DEVICES", "0,2,3")
+    taken = []
+    for local_rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        taken.append(choose_device("cuda").index)
+    assert taken == [0, 2, 3]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    with pytest.raises(PlanError, match="has 4, of which 0,2,3 are listed"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        ([0, 2], "must name 3 different GPUs"),
+        ([0, 2, 2], "must name 3 different GPUs"),
+        ([0, 2, 4], "there is no GPU 4; 4 are here"),
+        ([0, 2, -1], "there is no GPU -1; 4 are here"),
+    ],
+)
+def test_a_list_of_gpus_that_ranks_can_not_take(monkeypatch, listed, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(PlanError, match=says):
+        check_listed(listed, 3, "cuda")
+    check_listed([3, 0, 1], 3, "cuda")
+
+
+def test_a_backend_that_this_pytorch_lacks_is_named(monkeypatch):
+    """M2."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    assert backend(torch.device("cpu")) == "gloo"
+    with pytest.raises(PlanError, match=r"ranks on cuda talk through nccl, .* built without"):
+        backend(torch.device("cuda"))
+
+
 @pytest.mark.parametrize(("name", "expected"), [("cpu", "gloo"), ("cuda", "nccl")])
-def test_nccl_runs_what_it_is_given_in_order_and_gloo_matches_tags(name, expected):
+def test_nccl_runs_what_it_is_given_in_order_and_gloo_matches_tags(name, expected, monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     device = torch.device(name)
     assert backend(device) == expected
     assert p2p_needs_own_groups(device) is (expected == "nccl")

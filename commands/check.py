@@ -1,0 +1,187 @@
+"""`planner check`: a hand-written line of Megatron-style flags, held to all rules and priced."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from commands.render.console import begin_stage, show_note
+from planner.errors import PlannerError
+
+if TYPE_CHECKING:
+    from planner.emit.megatron_rules import Run
+
+OPTION_OF = {
+    "layers": "num-layers",
+    "hidden": "hidden-size",
+    "heads": "num-attention-heads",
+    "kv_heads": "num-query-groups",
+    "ffn_hidden": "ffn-hidden-size",
+    "seq_len": "seq-length",
+    "num_experts": "num-experts",
+    "experts_per_token": "moe-router-topk",
+    "vocab": "vocab-size",
+}
+"""Megatron-LM's option for each column of a row that is a size of the model."""
+
+
+def check(
+    flags: Annotated[str, typer.Argument(help="The flags in quotes, or a file that has them.")],
+    gpus: Annotated[int, typer.Option(help="Devices of the run.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A well-known model (llama-3-8b), a model file, or sizes: layers=32,hidden=4096."
+        ),
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="The device that is priced.")] = "H100",
+) -> int:
+    """Check Megatron-style flags against every rule, and price them."""
+    from planner.emit.megatron_options import parse_flags
+    from planner.emit.megatron_rules import Run, broken_rules
+
+    if gpus < 1:
+        raise PlannerError(f"--gpus {gpus} was given; use 1 or more")
+    columns = _columns_of(model)
+    sizes = {OPTION_OF[name]: size for name, size in columns.items() if name in OPTION_OF}
+    run = Run(flags=parse_flags(_text_of(flags)), num_devices=gpus, model=sizes)
+    broken = broken_rules(run)
+    for rule in broken:
+        print(f"planner: {rule}", file=sys.stderr)
+    if broken:
+        return 2
+    _show_price(_row_of(run, columns, model, gpu))
+    unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
+    show_note(f"not checked, of no part in the price: {unknown}" if unknown else "")
+    return 0
+
+
+def _text_of(flags: str) -> str:
+    """Return the flags themselves, of a file if that is what was named."""
+    if flags.lstrip().startswith("-") or len(flags) > 255:
+        return flags
+    path = Path(flags)
+    try:
+        return path.read_text() if path.is_file() else flags
+    except (OSError, ValueError) as error:
+        raise PlannerError(f"{flags} is not readable ({error}); give a text of flags") from None
+
+
+def _columns_of(model: str) -> dict[str, int]:
+    """Return the sizes that are known of a model, by column of a row."""
+    if not model:
+        return {}
+    if model.endswith(".py"):
+        return _columns_of_file(Path(model))
+    if "=" in model:
+        return dict(_size(text) for text in model.split(","))
+    from costmodel.table.rows.named_models import NAMED, named_model
+
+    known = named_model(model)
+    if known is None:
+        raise PlannerError(
+            f"--model {model} is none of the {len(NAMED)} models whose sizes are known; give a "
+            "model file, or sizes: layers=32,hidden=4096,heads=32"
+        )
+    columns = {name: getattr(known, name) for name in OPTION_OF if hasattr(known, name)}
+    if known.num_experts == 1:
+        del columns["num_experts"], columns["experts_per_token"]
+    return columns | {"gated_ffn": known.gated_ffn}
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, number = (part.strip() for part in text.partition("="))
+    if name not in (*OPTION_OF, "gated_ffn") or not number.isdecimal():
+        raise PlannerError(
+            f"--model {text!r} is no size; write NAME=NUMBER with a name of "
+            f"{', '.join((*OPTION_OF, 'gated_ffn'))}"
+        )
+    return name, int(number)
+
+
+def _columns_of_file(path: Path) -> dict[str, int]:
+    from commands.common.inputs import graph_of
+    from planner.emit.transformer_graph import sizes_of
+
+    begin_stage("reading the model")
+    sizes = sizes_of(graph_of(path))
+    columns = {
+        "layers": sizes.layers,
+        "hidden": sizes.hidden,
+        "heads": sizes.heads,
+        "kv_heads": sizes.kv_heads,
+        "ffn_hidden": sizes.ffn_hidden,
+        "gated_ffn": int(sizes.gated),
+        "vocab": sizes.vocab,
+        "seq_len": sizes.seq_len,
+    }
+    return {name: size for name, size in columns.items() if size}
+
+
+def _row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
+    """Return the run as a row of numbers (docs/estimate-rows.md)."""
+    named = model if columns and not model.endswith(".py") and "=" not in model else ""
+    row: dict[str, Any] = {"stack": "megatron-core", "gpu": gpu, "model": named, **columns}
+    for column, option in OPTION_OF.items():
+        if run.number(option):
+            row[column] = run.number(option)
+    if not row.get("layers") or not row.get("hidden"):
+        raise PlannerError(
+            "no rule is broken; to price the flags give --model, or --num-layers and --hidden-size"
+        )
+    flags = run.flags
+    if run.has("swiglu"):
+        row["gated_ffn"] = 1
+    return row | {
+        "gpus": run.num_devices,
+        "tp": run.tp,
+        "pp": run.pp,
+        "cp": run.cp,
+        "dp": run.dp,
+        "vpp": run.vpp,
+        "schedule": "interleaved" if run.vpp > 1 else "1F1B",
+        "ep": run.ep,
+        "etp": run.etp if run.ep > 1 else "",
+        "sp": int(run.has("sequence-parallel")),
+        "micro_batch": run.number("micro-batch-size"),
+        "global_batch": run.number("global-batch-size") or run.number("micro-batch-size") * run.dp,
+        "zero_stage": _zero_stage(run),
+        "recompute": flags.values.get("recompute-granularity", "")
+        or ("selective" if run.has("recompute-activations") else "none"),
+        "dtype": "fp8" if run.has("fp8-format") else "bf16" if run.has("bf16") else "fp16"
+        if run.has("fp16") else "fp32",
+    }  # fmt: skip
+
+
+def _zero_stage(run: Run) -> int:
+    if run.has("use-megatron-fsdp"):
+        strategy = run.flags.values.get("data-parallel-sharding-strategy", "optim_grads_params")
+        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(str(strategy))
+    return int(run.has("use-distributed-optimizer"))
+
+
+def _show_price(row: dict[str, Any]) -> None:
+    from costmodel.table.rows.rows import machine_of, predict_row
+    from costmodel.uncertainty import COVERAGE, row_interval
+    from planner.units import format_seconds
+
+    begin_stage("pricing the flags")
+    predicted = predict_row({name: str(value) for name, value in row.items()})
+    profile, _, _ = machine_of(row)
+    step_s = predicted["predicted_step_time_s"]
+    interval = row_interval(step_s, profile)
+    print("no rule is broken")
+    print(
+        f"step time  {format_seconds(step_s)}, in {COVERAGE:.0%} of cases within "
+        f"{format_seconds(interval.low_s)} to {format_seconds(interval.high_s)} ({interval.basis})"
+    )
+    peak = f"{predicted['predicted_peak_mem_gib']:.1f} GiB"
+    print(
+        f"memory     {peak} of live tensors on the fullest rank; "
+        f"fits: {predicted['predicted_fits']}"
+    )
+    print(f"tokens     {predicted['predicted_tokens_per_s_per_gpu']:,.0f} a second and device")
+    show_note(f"assumed: {predicted['assumed']}" if predicted["assumed"] else "")

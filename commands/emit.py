@@ -1,0 +1,78 @@
+"""`planner emit`: a plan as another system's configuration, or as a script that starts it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.common.inputs import graph_of_plan
+from commands.common.options import PlanFile
+from commands.render.console import check_writable, show_note
+from commands.render.flags import with_flags
+
+
+def emit(
+    plan: PlanFile,
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="The model file, where cuts, placements or dtypes must be read."),
+    ] = None,
+    to: Annotated[
+        str, typer.Option(help="The system: `--to list` lists them.", show_default=False)
+    ] = "list",
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("."),
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="Let the system differ from the plan in this. Repeatable."),
+    ] = None,
+    script: Annotated[
+        str, typer.Option(help="Launch scripts start this script, which calls planner.apply.")
+    ] = "train.py",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda. Default: as the plan's cluster.")
+    ] = None,
+) -> int:
+    """Write a plan for Megatron-LM, torchtitan, Slurm, Kubernetes and others."""
+    from planner.emit import EMITTERS, Launch, PlanView, find_emitter, refusals
+    from planner.emit import emit as emit_plan
+    from planner.errors import PlanError
+    from planner.plan import load_plan
+
+    if device not in (None, "cpu", "cuda"):
+        raise PlanError(f"`device` {device} was given; use cpu or cuda")
+    if to == "list":
+        width = max(map(len, EMITTERS))
+        for name in sorted(EMITTERS):
+            print(f"{name:<{width}}  {EMITTERS[name].summary}")
+        return 0
+    emitter = find_emitter(to)
+    loaded = load_plan(plan)
+    view = PlanView(
+        plan=loaded,
+        graph=None if model is None else graph_of_plan(loaded, model),
+        launch=Launch(plan_file=str(plan), script=script, device=device or ""),
+        accepted=tuple(accept or ()),
+    )
+    refused = refusals(view, emitter)
+    for refusal in refused:
+        line = with_flags(f"{emitter.name} can't express {refusal}")
+        print(f"planner: {line}", file=sys.stderr)
+    if refused:
+        return 2
+    emitted = emit_plan(view, emitter)
+    given = (plan,) if model is None else (plan, model)
+    for name in emitted.files:
+        check_writable(out / name, "the emitted file", given)
+    for name, text in emitted.files.items():
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        if text.startswith("#!"):
+            path.chmod(path.stat().st_mode | 0o111)
+        print(f"wrote {path}")
+    for note in emitted.notes:
+        show_note(note)
+    return 0

@@ -1,0 +1,357 @@
+"""Rules that Megatron-LM holds its flags to, so that a line can be judged before it takes GPUs.
+
+Each rule is a function from a `Run` to what it breaks; all are told, not the first alone. They are
+those of `validate_args` and of the configurations that it makes, in the sources that
+`megatron_options` names, and of sequence parallelism, which Megatron-LM switches off in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from planner.emit.megatron_options import Flags, stages_of_layout
+from planner.errors import PlannerError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A line of flags, the devices it is for, and sizes of the model that it does not state."""
+
+    flags: Flags
+    """The line."""
+    num_devices: int
+    """Devices of the run."""
+    model: Mapping[str, int]
+    """Sizes by option, of a model named beside the line."""
+
+    def number(self, name: str, default: int = 0) -> int:
+        """Return an option's number, else the model's, else the default."""
+        return self.flags.number(name, self.model.get(name, default))
+
+    def has(self, name: str) -> bool:
+        """Whether an option is given."""
+        return name in self.flags.values
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.flags.number("tensor-model-parallel-size")
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return self.flags.number("pipeline-model-parallel-size")
+
+    @property
+    def cp(self) -> int:
+        """Context-parallel ranks."""
+        return self.flags.number("context-parallel-size")
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts."""
+        return self.flags.number("expert-model-parallel-size")
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share an expert's matrices."""
+        return self.flags.number("expert-tensor-parallel-size", self.tp)
+
+    @property
+    def dp(self) -> int:
+        """Replicas, 0 where the devices do not divide."""
+        ranks, left = divmod(self.num_devices, self.tp * self.pp * self.cp)
+        return 0 if left else ranks
+
+    @property
+    def split_layers(self) -> int:
+        """Layers that the pipeline divides; the embedding and the loss may count as one each."""
+        ends = self.has("account-for-embedding-in-pipeline-split")
+        return self.number("num-layers") + ends + self.has("account-for-loss-in-pipeline-split")
+
+    @property
+    def vpp(self) -> int:
+        """Virtual stages of a pipeline rank, 0 where the layers do not divide."""
+        layout = self.flags.values.get("pipeline-model-parallel-layout")
+        if isinstance(layout, str):
+            stages, left = divmod(len(stages_of_layout(layout)), self.pp)
+            return 0 if left else stages
+        if self.has("num-virtual-stages-per-pipeline-rank"):
+            return self.number("num-virtual-stages-per-pipeline-rank")
+        if self.has("num-layers-per-virtual-pipeline-stage"):
+            of_stage = self.number("num-layers-per-virtual-pipeline-stage") * self.pp
+            return 0 if self.split_layers % of_stage else self.split_layers // of_stage
+        return 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step, 0 where the batch does not divide."""
+        samples = self.number("micro-batch-size") * self.dp
+        batch = self.number("global-batch-size", samples)
+        return 0 if not samples or batch % samples else batch // samples
+
+
+def broken_rules(run: Run) -> list[str]:
+    """Return every rule that a run breaks, in a line each."""
+    found = list(run.flags.broken)
+    for rule in RULES:
+        try:
+            found += rule(run)
+        except PlannerError as error:
+            found.append(str(error))
+    return list(dict.fromkeys(found))
+
+
+def _divisors(number: int) -> str:
+    fitting = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
+    if len(fitting) > 10:
+        fitting = [n for n in fitting if n & (n - 1) == 0][:10]
+    return ", ".join(map(str, fitting))
+
+
+def _devices(run: Run) -> Iterator[str]:
+    ranks = run.tp * run.pp * run.cp
+    if run.num_devices % ranks:
+        yield (
+            f"tensor {run.tp} * pipeline {run.pp} * context {run.cp} = {ranks} ranks do not divide "
+            f"the {run.num_devices} devices"
+        )
+
+
+def _heads(run: Run) -> Iterator[str]:
+    heads, groups = run.number("num-attention-heads"), run.number("num-query-groups")
+    hidden = run.number("hidden-size")
+    if heads % run.tp:
+        yield (
+            f"--tensor-model-parallel-size {run.tp} does not divide --num-attention-heads {heads}; "
+            f"use {_divisors(heads)}"
+        )
+    if groups and groups % run.tp and run.tp % groups:
+        yield (
+            f"--num-query-groups {groups} is no multiple and no divisor of "
+            f"--tensor-model-parallel-size {run.tp}"
+        )
+    if groups and heads % groups:
+        yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}"
+    if hidden and heads and hidden % heads and not run.has("kv-channels"):
+        yield (
+            f"--num-attention-heads {heads} does not divide --hidden-size {hidden}; give "
+            "--kv-channels, the width of a head"
+        )
+
+
+def _widths(run: Run) -> Iterator[str]:
+    for name in ("ffn-hidden-size", "moe-ffn-hidden-size"):
+        parts = run.etp if name.startswith("moe") else run.tp
+        if run.number(name) % parts:
+            yield f"{parts} tensor-parallel ranks do not divide --{name} {run.number(name)}"
+
+
+VIRTUAL = (
+    "num-layers-per-virtual-pipeline-stage",
+    "num-virtual-stages-per-pipeline-rank",
+    "pipeline-model-parallel-layout",
+)
+"""Options that tell the virtual stages, of which one at most may be given."""
+
+
+def _virtual_stages(run: Run) -> Iterator[str]:
+    given = [name for name in VIRTUAL if run.has(name)]
+    if len(given) > 1:
+        yield " and ".join(f"--{name}" for name in given) + " were given; give one of them"
+    if run.vpp < 2:
+        return
+    if run.pp < 2:
+        yield f"{run.vpp} virtual stages a rank need --pipeline-model-parallel-size 2 or more"
+    elif run.pp == 2 and run.has("no-overlap-p2p-communication"):
+        yield (
+            "--no-overlap-p2p-communication and virtual stages need --pipeline-model-parallel-size "
+            "3 or more: two ranks would send each other two messages at once"
+        )
+    microbatches = run.num_microbatches
+    if microbatches and microbatches < run.pp:
+        yield (
+            f"{microbatches} microbatches with virtual stages are fewer than "
+            f"--pipeline-model-parallel-size {run.pp}"
+        )
+    elif microbatches % run.pp > 0:
+        yield (
+            f"{microbatches} microbatches with virtual stages are no multiple of "
+            f"--pipeline-model-parallel-size {run.pp}"
+        )
+
+
+def _layers(run: Run) -> Iterator[str]:
+    if run.has("pipeline-model-parallel-layout") or not run.number("num-layers"):
+        return
+    first = run.number("decoder-first-pipeline-num-layers")
+    last = run.number("decoder-last-pipeline-num-layers")
+    ranks = run.pp - bool(first) - bool(last)
+    layers = run.split_layers - first - last
+    if ranks < 0 or layers < 0 or (not ranks and layers):
+        yield f"{run.split_layers} layers are not {first} on the first and {last} on the last rank"
+        return
+    if ranks and layers % ranks:
+        yield (
+            f"{layers} layers are not divisible by {ranks} pipeline ranks; use "
+            f"{_divisors(layers)}, or --pipeline-model-parallel-layout for uneven stages"
+        )
+        return
+    of_rank = layers // ranks if ranks else layers
+    each = run.number("num-layers-per-virtual-pipeline-stage")
+    if each and (first or last):
+        yield (
+            "--num-layers-per-virtual-pipeline-stage takes even stages alone; give "
+            "--num-virtual-stages-per-pipeline-rank with "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        )
+    elif each and of_rank % each:
+        yield (
+            f"{of_rank} layers of a pipeline rank are not divisible by "
+            f"--num-layers-per-virtual-pipeline-stage {each}; use {_divisors(of_rank)}"
+        )
+    stages = run.number("num-virtual-stages-per-pipeline-rank")
+    for where, count in (("a", of_rank), ("the first", first), ("the last", last)):
+        if stages and count % stages:
+            yield (
+                f"{count} layers of {where} pipeline rank are not divisible by "
+                f"--num-virtual-stages-per-pipeline-rank {stages}; use {_divisors(count)}"
+            )
+
+
+def _layout(run: Run) -> Iterator[str]:
+    text = run.flags.values.get("pipeline-model-parallel-layout")
+    if not isinstance(text, str):
+        return
+    stages = stages_of_layout(text)
+    if len(stages) % run.pp:
+        yield (
+            f"--pipeline-model-parallel-layout has {len(stages)} stages, which "
+            f"--pipeline-model-parallel-size {run.pp} does not divide"
+        )
+    for letter, what, place in (("E", "embedding", 0), ("L", "loss", -1)):
+        letters = "".join(stages)
+        if letters.count(letter) != 1 or letters[place] != letter:
+            where = "first" if place == 0 else "last"
+            yield (
+                f"--pipeline-model-parallel-layout needs the {what} ({letter}) once, as the {where}"
+            )
+    layers = run.number("num-layers")
+    if layers and text and "".join(stages).count("t") != layers:
+        yield (
+            f"--pipeline-model-parallel-layout has {''.join(stages).count('t')} layers (t) and "
+            f"--num-layers is {layers}"
+        )
+
+
+def _batch(run: Run) -> Iterator[str]:
+    micro = run.number("micro-batch-size")
+    if not micro:
+        yield "--micro-batch-size is not given; Megatron-LM needs it"
+        return
+    batch, samples = run.number("global-batch-size"), micro * run.dp
+    if batch and samples and batch % samples:
+        yield (
+            f"--global-batch-size {batch} is not divisible by --micro-batch-size {micro} times "
+            f"{run.dp} data-parallel ranks = {samples}"
+        )
+
+
+def _experts(run: Run) -> Iterator[str]:
+    experts, topk = run.number("num-experts"), run.number("moe-router-topk")
+    if run.ep > 1 and not experts:
+        yield f"--expert-model-parallel-size {run.ep} needs --num-experts"
+    elif experts % run.ep:
+        yield (
+            f"--expert-model-parallel-size {run.ep} does not divide --num-experts {experts}; use "
+            f"{_divisors(experts)}"
+        )
+    if experts and topk > experts:
+        yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
+    ranks = run.ep * run.etp * run.pp
+    if experts and run.num_devices % ranks:
+        yield (
+            f"expert {run.ep} * expert tensor {run.etp} * pipeline {run.pp} = {ranks} ranks do not "
+            f"divide the {run.num_devices} devices"
+        )
+    if experts and run.tp > 1 and not run.has("sequence-parallel"):
+        yield (
+            f"experts with --tensor-model-parallel-size {run.tp} need --sequence-parallel to train"
+        )
+
+
+def _sequences(run: Run) -> Iterator[str]:
+    length, positions = run.number("seq-length"), run.number("max-position-embeddings")
+    if run.has("sequence-parallel") and run.tp == 1:
+        yield (
+            "--sequence-parallel needs --tensor-model-parallel-size 2 or more; Megatron-LM would "
+            "switch it off"
+        )
+    if run.cp > 1 and length % (2 * run.cp):
+        yield (
+            f"--seq-length {length} is not divisible by 2 * --context-parallel-size {run.cp} = "
+            f"{2 * run.cp}"
+        )
+    elif run.has("sequence-parallel") and (length // run.cp) % run.tp:
+        yield (
+            f"--seq-length {length} over {run.cp} context-parallel ranks is not divisible by "
+            f"--tensor-model-parallel-size {run.tp}, which --sequence-parallel splits it over"
+        )
+    if positions and length > positions:
+        yield f"--seq-length {length} is more than --max-position-embeddings {positions}"
+
+
+NEEDS = (
+    ("overlap-param-gather", ("use-distributed-optimizer", "use-megatron-fsdp")),
+    ("overlap-param-gather", ("overlap-grad-reduce",)),
+    ("tp-comm-overlap", ("sequence-parallel",)),
+    ("optimizer-cpu-offload", ("use-precision-aware-optimizer",)),
+    ("recompute-method", ("recompute-granularity",)),
+)
+"""Options that need one of others."""
+
+
+def _together(run: Run) -> Iterator[str]:
+    for name, others in NEEDS:
+        if run.has(name) and not any(run.has(other) for other in others):
+            yield f"--{name} needs {' or '.join(f'--{other}' for other in others)}"
+    if run.has("bf16") and run.has("fp16"):
+        yield "--bf16 and --fp16 were given; give one of them"
+    fsdp = run.has("use-megatron-fsdp")
+    if fsdp and run.flags.values.get("ckpt-format") != "fsdp_dtensor":
+        yield "--use-megatron-fsdp needs --ckpt-format fsdp_dtensor"
+
+
+def _recompute(run: Run) -> Iterator[str]:
+    granularity = run.flags.values.get("recompute-granularity")
+    if granularity == "full" and not run.has("recompute-method"):
+        yield "--recompute-granularity full needs --recompute-method uniform or block"
+    if granularity == "full" and not run.has("recompute-num-layers"):
+        yield "--recompute-granularity full needs --recompute-num-layers"
+    if granularity == "selective" and run.has("recompute-method"):
+        yield "--recompute-method is of --recompute-granularity full; leave it out for selective"
+
+
+def _model(run: Run) -> Iterator[str]:
+    for name, size in run.model.items():
+        given = run.flags.number(name, size)
+        if size and given != size:
+            yield f"--{name} {given} was given and the model has {size}"
+
+
+RULES: tuple[Callable[[Run], Iterator[str]], ...] = (
+    _model,
+    _devices,
+    _heads,
+    _widths,
+    _layers,
+    _layout,
+    _virtual_stages,
+    _batch,
+    _experts,
+    _sequences,
+    _together,
+    _recompute,
+)
+"""All rules, in the order in which they are told."""

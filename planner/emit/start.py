@@ -1,0 +1,113 @@
+"""Parts that scripts share: processes of a node by torchrun, its settings, its health.
+
+Ranks of a plan follow each other along its axes, the innermost first, so node n holds the ranks
+from n * ranks_per_node on. A static rendezvous keeps that order: the dynamic one orders nodes by
+their names.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from planner.emit.emitter import Rule
+from planner.emit.features import plan_features
+from planner.emit.view import PlanView
+from planner.layout.axes import FOLDED
+
+NODE_SETTINGS = (
+    "# Node 0 is at MASTER_ADDR; every node runs this script with its own NODE_RANK.",
+    ': "${MASTER_ADDR:=localhost}" "${MASTER_PORT:=29500}" "${NODE_RANK:=0}"',
+)
+"""Shell lines: where node 0 is, and the number of this node."""
+
+TORCHRUN_FILE = "torchrun.sh"
+"""What scripts of clusters start on each node."""
+
+
+def runs_by_apply() -> dict[str, str | Rule]:
+    """Return what scripts that call `planner.apply` express: every feature but experts' meshes,
+    which this runtime does not run.
+    """
+    folded = {axis.name for axis in FOLDED}
+    return {f.name: "planner.apply" for f in plan_features() if f.name not in folded}
+
+
+def torchrun_lines(view: PlanView, *program: str, restarts: bool = False) -> list[str]:
+    """Return the lines of a torchrun command for one node, a backslash behind each but the last.
+
+    `program` are the words behind torchrun's own options. MASTER_ADDR, MASTER_PORT and NODE_RANK
+    are variables of the script, and MAX_RESTARTS with `restarts`.
+    """
+    words = [
+        f"exec torchrun --nnodes {view.num_nodes} --nproc-per-node {view.ranks_per_node}",
+        '--node-rank "$NODE_RANK" --rdzv-backend static',
+        '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
+    ]
+    if restarts:
+        words.append('--max-restarts "${MAX_RESTARTS:-0}"')
+    words += program
+    lines = [words[0], *(f"    {word}" for word in words[1:])]
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def headline(view: PlanView, what: str) -> list[str]:
+    """Return the comment at the top of a file: what it is of, in a line or two."""
+    plan = view.plan
+    degrees = " ".join(
+        f"{name}={size}" for name, size in (*plan.degrees.sizes.items(), ("pp", plan.pp))
+    )
+    return [
+        f"# {what}, written by `planner emit` from {view.launch.plan_file}:",
+        f"# {plan.world_size} ranks, {degrees} vpp={plan.vpp}, {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}, ZeRO {plan.zero_stage}.",
+    ]
+
+
+def torchrun_script(view: PlanView) -> str:
+    """Return the script that checks a node and starts its ranks."""
+    launch = view.launch
+    lines = ["#!/usr/bin/env bash", *headline(view, "A node of a run"), "set -euo pipefail"]
+    lines += [*NODE_SETTINGS, f"export PLANNER_DEVICE={view.device}"]
+    if view.device == "cuda":
+        lines += [
+            "# NCCL says why it fails, and keeps its last collectives for a report of a hang.",
+            'export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"',
+            'export TORCH_NCCL_TRACE_BUFFER_SIZE="${TORCH_NCCL_TRACE_BUFFER_SIZE:-2000}"',
+            'export TORCH_NCCL_DUMP_ON_TIMEOUT="${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}"',
+        ]
+        if view.num_nodes > 1:
+            lines.append(
+                "# Where nodes have several networks, also set NCCL_SOCKET_IFNAME and NCCL_IB_HCA."
+            )
+    lines += _health_check(view)
+    if view.num_nodes == 1:
+        lines += [
+            "# A rank that fails ends the run. MAX_RESTARTS starts all ranks again: they go on",
+            "# from a checkpoint where the script loads it (engine.load), else they begin anew.",
+        ]
+    words = [shlex.quote(launch.script), *map(shlex.quote, launch.arguments), '"$@"']
+    lines += torchrun_lines(view, " ".join(words), restarts=view.num_nodes == 1)
+    return "\n".join(lines) + "\n"
+
+
+def _health_check(view: PlanView) -> list[str]:
+    """Shell lines that end the script where a node can't run its ranks, before any starts."""
+    plan, script = shlex.quote(view.launch.plan_file), shlex.quote(view.launch.script)
+    lines = [
+        "# What a node lacks is told before any rank waits for it.",
+        'unhealthy() { echo "node $NODE_RANK ($(hostname)): $1" >&2; exit 1; }',
+        f"for file in {plan} {script}; do",
+        '    [ -r "$file" ] || unhealthy "no file $file"',
+        "done",
+        'python -c "import planner" || unhealthy "planner is not installed"',
+    ]
+    if view.device == "cuda":
+        count = view.ranks_per_node
+        lines += [
+            "gpus=$(nvidia-smi --list-gpus | wc -l)",
+            f'[ "$gpus" -ge {count} ] || unhealthy "$gpus of {count} GPUs answer"',
+            "errors=$(nvidia-smi --query-gpu=ecc.errors.uncorrected.volatile.total \\",
+            "    --format=csv,noheader | grep -c '^[1-9]' || true)",
+            '[ "$errors" -eq 0 ] || unhealthy "$errors GPUs have uncorrected memory errors"',
+        ]
+    return lines

@@ -1,0 +1,115 @@
+"""accelerate: the YAML file of `accelerate launch --config_file`, with FSDP2 where ZeRO shards.
+
+Source, huggingface/accelerate at 16cb6eb80dd9 (2026-07-24): src/accelerate/commands/config/
+config_args.py (ClusterConfig), commands/launch.py (fsdp_*, parallelism_config_*),
+utils/dataclasses.py (FullyShardedDataParallelPlugin: reshard_after_forward of FSDP2).
+"""
+
+from __future__ import annotations
+
+from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.start import headline
+from planner.emit.view import PlanView
+
+
+def _is_sharded(view: PlanView) -> bool:
+    return view.plan.zero_stage >= 2
+
+
+def _why_not_zero(view: PlanView) -> str:
+    return "accelerate has 0 (DDP), 2 and 3 (FSDP2)" if view.plan.zero_stage == 1 else ""
+
+
+def _why_not_inner(view: PlanView) -> str:
+    return "" if _is_sharded(view) else "accelerate has this beside FSDP2 (`zero` 2 or 3) alone"
+
+
+def _why_not_cp(view: PlanView) -> str:
+    if view.cp_kind() != "gathered":
+        return "accelerate passes keys and values between cp ranks and the plan does not"
+    return _why_not_inner(view)
+
+
+def _why_not_recompute(view: PlanView) -> str:
+    if set(view.recomputed) != {"full"}:
+        return "accelerate recomputes whole layers, or none"
+    return "" if _is_sharded(view) else "accelerate recomputes beside FSDP2 (`zero` 2 or 3) alone"
+
+
+def _why_not_precision(view: PlanView) -> str:
+    if view.plan.precision == "bf16" or view.trained_dtype == "float32":
+        return ""
+    return f"a script of accelerate's says itself that it trains in {view.trained_dtype}"
+
+
+def _why_not_layouts(view: PlanView) -> str:
+    return "a model's own tp_plan places its tensors" if view.plan.tp > 1 else ""
+
+
+def _write(view: PlanView) -> Emitted:
+    plan = view.plan
+    values: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if _is_sharded(view) else "MULTI_GPU",
+        "num_machines": view.num_nodes,
+        "num_processes": plan.world_size,
+        "machine_rank": 0,
+        "main_process_ip": "localhost",
+        "main_process_port": 29500,
+        "rdzv_backend": "static",
+        "mixed_precision": "bf16" if plan.precision == "bf16" else "'no'",
+        "use_cpu": str(view.device == "cpu").lower(),
+        "debug": "false",
+    }
+    lines = headline(view, "A configuration of accelerate launch")
+    lines += [f"{name}: {value}" for name, value in values.items()]
+    if _is_sharded(view):
+        fsdp = {
+            "fsdp_version": 2,
+            # ZeRO 3 frees gathered parameters behind each forward; ZeRO 2 keeps them.
+            "fsdp_reshard_after_forward": str(plan.zero_stage == 3).lower(),
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": str("full" in view.recomputed).lower(),
+            "fsdp_offload_params": "false",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+        lines += ["fsdp_config:", *(f"  {name}: {value}" for name, value in fsdp.items())]
+    if plan.tp * plan.cp > 1:
+        sizes = {"dp_replicate": 1, "dp_shard": plan.dp, "tp": plan.tp, "cp": plan.cp}
+        lines.append("parallelism_config:")
+        lines += [f"  parallelism_config_{axis}_size: {size}" for axis, size in sizes.items()]
+        if plan.cp > 1:
+            lines.append("  parallelism_config_cp_comm_strategy: allgather")
+    notes = [
+        f"the script itself gives Accelerator(gradient_accumulation_steps={plan.num_microbatches}) "
+        f"and batches of {plan.microbatch_size}"
+    ]
+    if view.num_nodes > 1:
+        notes.append(
+            "give each node accelerate launch --machine_rank and --main_process_ip of its own"
+        )
+    return Emitted(files={"accelerate.yaml": "\n".join(lines) + "\n"}, notes=tuple(notes))
+
+
+register_emitter(
+    Emitter(
+        name="accelerate",
+        summary="the configuration file of accelerate launch (no pipeline)",
+        expresses={
+            "dp": "num_processes, parallelism_config_dp_shard_size",
+            "tp": Rule(how="parallelism_config_tp_size", unless=_why_not_inner),
+            "cp": Rule(how="parallelism_config_cp_size", unless=_why_not_cp),
+            "microbatches": "the script: gradient_accumulation_steps",
+            "zero": Rule(how="2 and 3: fsdp_reshard_after_forward", unless=_why_not_zero),
+            "precision": Rule(how="mixed_precision", unless=_why_not_precision),
+            "recompute": Rule(how="fsdp_activation_checkpointing", unless=_why_not_recompute),
+            "layouts": Rule(
+                how="the model's tp_plan",
+                unless=_why_not_layouts,
+                instead="the model's own tp_plan",
+            ),
+        },
+        write=_write,
+        executions=("fsdp-flash",),
+    )
+)

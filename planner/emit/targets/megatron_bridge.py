@@ -1,0 +1,122 @@
+"""Megatron-Bridge: overrides of a recipe's configuration, in a script that starts one node.
+
+It configures Megatron-Core, so it expresses what Megatron-LM's flags do, by the names of its
+dataclasses' fields. Source, NVIDIA-NeMo/Megatron-Bridge at 067f987df03b (2026-08-22):
+scripts/training/run_recipe.py (KEY=VALUE), src/megatron/bridge/training/config.py
+(ConfigContainer), docs/training/config-container-overview.md.
+"""
+
+from __future__ import annotations
+
+from planner.emit.emitter import Emitted, Emitter, register_emitter
+from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
+from planner.emit.targets.megatron_lm import MEGATRON_EXPRESSES, megatron_flags
+from planner.emit.view import PlanView
+
+SECTIONS = {
+    "micro-batch-size": "train",
+    "global-batch-size": "train",
+    "seq-length": "dataset",
+    "use-distributed-optimizer": "ddp",
+    "overlap-grad-reduce": "ddp",
+    "overlap-param-gather": "ddp",
+    "use-megatron-fsdp": "ddp",
+    "data-parallel-sharding-strategy": "ddp",
+    "ckpt-format": "checkpoint",
+    "optimizer-cpu-offload": "optimizer",
+    "optimizer-offload-fraction": "optimizer",
+    "use-precision-aware-optimizer": "optimizer",
+}
+"""The section of the configuration that each flag of Megatron-LM is a field of; others: model."""
+
+OFF = {
+    "sequence-parallel": "false",
+    "pipeline-model-parallel-layout": "null",
+    "expert-model-parallel-size": "1",
+    "use-distributed-optimizer": "false",
+    "overlap-param-gather": "false",
+    "use-megatron-fsdp": "false",
+    "recompute-granularity": "null",
+    "recompute-method": "null",
+    "recompute-num-layers": "null",
+    "optimizer-cpu-offload": "false",
+}
+"""What a plan without a flag sets its field to: a recipe may have set it otherwise."""
+
+OWN_SIZES = frozenset(
+    {
+        "num-layers",
+        "hidden-size",
+        "ffn-hidden-size",
+        "num-attention-heads",
+        "max-position-embeddings",
+        "group-query-attention",
+        "num-query-groups",
+        "untie-embeddings-and-output-weights",
+    }
+)
+"""Sizes of the model, which the recipe has."""
+
+
+def overrides(view: PlanView) -> list[str]:
+    """Return the fields of a configuration that a plan sets, each as KEY=VALUE."""
+    flags = megatron_flags(view)
+    fields = {
+        name: _value(name, value)
+        for name, value in flags.items()
+        if name not in OWN_SIZES and name != "bf16"
+    }
+    fields |= {name: value for name, value in OFF.items() if name not in fields}
+    found = [
+        f"{SECTIONS.get(name, 'model')}.{name.replace('-', '_')}={value}"
+        for name, value in fields.items()
+    ]
+    virtual = view.plan.vpp if view.plan.vpp > 1 else "null"
+    found += [
+        f"optimizer.use_distributed_optimizer={fields['use-distributed-optimizer']}",
+        f"model.virtual_pipeline_model_parallel_size={virtual}",
+    ]
+    precision = "bf16_mixed" if "bf16" in flags else "null"
+    return [*found, f"mixed_precision={precision}"]
+
+
+def _value(name: str, value: str) -> str:
+    if name == "recompute-modules":
+        return f"[{value}]"
+    if not value:
+        return "true"
+    # Quotes for the parser of overrides: brackets and bars mean something to it.
+    return f"'{value}'" if set(value) & set("|*()") else value
+
+
+def _write(view: PlanView) -> Emitted:
+    lines = ["#!/usr/bin/env bash", *headline(view, "Megatron-Bridge"), "set -euo pipefail"]
+    lines += [
+        "# Run it in a Megatron-Bridge checkout: RECIPE is your model's recipe, which has its",
+        "# sizes; what you give the script goes to the runner (data, learning rate).",
+        ': "${RECIPE:?name a recipe}"',
+        *NODE_SETTINGS,
+        "OVERRIDES=(",
+        *(f'    "{text}"' for text in overrides(view)),
+        ")",
+        *torchrun_lines(
+            view,
+            'scripts/training/run_recipe.py --recipe "$RECIPE" --mode pretrain',
+            '"$@" "${OVERRIDES[@]}"',
+        ),
+    ]
+    return Emitted(
+        files={"megatron-bridge.sh": "\n".join(lines) + "\n"},
+        notes=("the recipe that you name has the model's sizes: RECIPE=... ./megatron-bridge.sh",),
+    )
+
+
+register_emitter(
+    Emitter(
+        name="megatron-bridge",
+        summary="overrides of a Megatron-Bridge recipe, in a script that starts a node",
+        expresses=MEGATRON_EXPRESSES,
+        write=_write,
+        executions=("megatron-bridge", "megatron-core"),
+    )
+)

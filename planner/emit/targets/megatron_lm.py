@@ -1,0 +1,246 @@
+"""Megatron-LM: flags of its training scripts, in a script that starts one node.
+
+Ranks are numbered as in Megatron-LM's default order (tp, cp, dp, pp from the inside), so the same
+ranks share a node. Sources, NVIDIA/Megatron-LM at d98e8a64ddf3 (2026-08-22):
+megatron/training/arguments.py (flags and their rules), megatron/core/transformer/
+pipeline_parallel_layer_layout.py (the language of cuts), transformer_config.py (recompute_modules,
+cp_comm_type), pipeline_parallel/schedules.py (1F1B and its interleaved form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
+from planner.emit.view import PlanView, StageParts
+from planner.schedule import build_schedule
+
+
+def megatron_flags(view: PlanView) -> dict[str, str]:
+    """Return the flags of a plan by name, "" for those that take no value."""
+    plan = view.plan
+    flags = _sizes(view)
+    flags |= {
+        "micro-batch-size": str(plan.microbatch_size),
+        "global-batch-size": str(plan.global_batch),
+        "tensor-model-parallel-size": str(plan.tp),
+        "pipeline-model-parallel-size": str(plan.pp),
+        "context-parallel-size": str(plan.cp),
+    }
+    if view.sequence_parallel:
+        flags["sequence-parallel"] = ""
+    if plan.degrees["ep"] > 1:
+        flags["expert-model-parallel-size"] = str(plan.degrees["ep"])
+        flags["expert-tensor-parallel-size"] = str(plan.degrees["etp"])
+    if plan.cp > 1:
+        flags["cp-comm-type"] = {"gathered": "all_gather", "heads": "a2a"}[view.cp_kind()]
+    if plan.pp > 1:
+        flags["pipeline-model-parallel-layout"] = pipeline_layout(view.parts)
+    flags |= _data_parallel(view)
+    if view.trained_dtype == "bfloat16":
+        flags["bf16"] = ""
+    flags |= _recompute(view)
+    if plan.optimizer_on_host:
+        flags |= {
+            "optimizer-cpu-offload": "",
+            "optimizer-offload-fraction": "1.0",
+            "use-precision-aware-optimizer": "",
+        }
+    return flags
+
+
+def pipeline_layout(parts: Sequence[StageParts]) -> str:
+    """Return stages in Megatron-LM's language: ``Et*3|t*4|t*3L`` (E: embedding, t: layer, L: head).
+
+    Equal stages that follow each other are written once: ``(t*4|)*6``.
+    """
+    texts = []
+    for part in parts:
+        count = len(part.layers)
+        layers = "" if not count else "t" if count == 1 else f"t*{count}"
+        texts.append("E" * part.embedding + layers + "L" * part.head)
+    written = ""
+    for text, run in groupby(texts[:-1]):
+        times = len(list(run))
+        # What is repeated is expanded before "t*4": a bracket may hold it.
+        written += f"({text}|)*{times}" if times > 2 and text else f"{text}|" * times
+    return written + texts[-1]
+
+
+def _sizes(view: PlanView) -> dict[str, str]:
+    sizes = view.sizes
+    if sizes is None:
+        return {}
+    found = {
+        "num-layers": sizes.layers,
+        "hidden-size": sizes.hidden,
+        "ffn-hidden-size": sizes.ffn_hidden,
+        "num-attention-heads": sizes.heads,
+        "seq-length": sizes.seq_len,
+        "max-position-embeddings": sizes.seq_len,
+    }
+    flags = {name: str(size) for name, size in found.items() if size}
+    if 0 < sizes.kv_heads < sizes.heads:
+        flags |= {"group-query-attention": "", "num-query-groups": str(sizes.kv_heads)}
+    if not sizes.tied:
+        flags["untie-embeddings-and-output-weights"] = ""
+    return flags
+
+
+def _data_parallel(view: PlanView) -> dict[str, str]:
+    stage = view.plan.zero_stage
+    flags = {"overlap-grad-reduce": ""}
+    if stage:
+        flags |= {"use-distributed-optimizer": "", "overlap-param-gather": ""}
+    if stage >= 2:
+        strategy = "optim_grads" if stage == 2 else "optim_grads_params"
+        flags |= {
+            "use-megatron-fsdp": "",
+            "data-parallel-sharding-strategy": strategy,
+            "ckpt-format": "fsdp_dtensor",
+        }
+    return flags
+
+
+def _recompute(view: PlanView) -> dict[str, str]:
+    kind = "core attention" if "recompute" in view.accepted else view.recomputed[0]
+    if kind == "full":
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": "uniform",
+            "recompute-num-layers": "1",
+        }
+    if kind == "core attention":
+        return {"recompute-granularity": "selective", "recompute-modules": "core_attn"}
+    return {}
+
+
+def _why_not_recompute(view: PlanView) -> str:
+    kinds = set(view.recomputed)
+    if len(kinds) > 1:
+        return "Megatron-LM recomputes the same of all stages"
+    if kinds <= {"full", "core attention"}:
+        return ""
+    return "Megatron-LM recomputes whole modules and not the ops of the plan"
+
+
+def _why_not_schedule(view: PlanView) -> str:
+    name = "1f1b" if view.plan.vpp == 1 else "interleaved_1f1b"
+    if view.plan.vpp > 1 and view.plan.num_microbatches % view.plan.pp:
+        return f"Megatron-LM interleaves a multiple of pp={view.plan.pp} microbatches"
+    own = build_schedule(
+        name, pp=view.plan.pp, vpp=view.plan.vpp, num_microbatches=view.plan.num_microbatches
+    )
+    if own.jobs == view.schedule.jobs:
+        return ""
+    return f"with vpp={view.plan.vpp} Megatron-LM has the job table of {name} and no other"
+
+
+def _why_not_precision(view: PlanView) -> str:
+    if view.plan.precision == "bf16" or view.trained_dtype == "float32":
+        return ""
+    return f"Megatron-LM trains {view.trained_dtype} with fp32 master weights (`precision` bf16)"
+
+
+def _why_not_cp(view: PlanView) -> str:
+    if view.cp_kind() == "other":
+        return "its attention on cp neither gathers keys nor deals heads"
+    if view.seq_len % (2 * view.plan.cp):
+        return f"Megatron-LM needs sequences ({view.seq_len}) that 2 * cp divides"
+    return ""
+
+
+def _why_not_layouts(view: PlanView) -> str:
+    if view.plan.tp > 1 and view.has_experts and not view.sequence_parallel:
+        return "Megatron-LM trains experts on tp with --sequence-parallel alone"
+    return view.differs_from_usual_tp()
+
+
+def _why_not_expert_parts(view: PlanView) -> str:
+    return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
+
+
+def _why_not_zero(view: PlanView) -> str:
+    if view.plan.zero_stage >= 2 and view.plan.optimizer_on_host:
+        return "Megatron-FSDP has no optimizer on the host"
+    return ""
+
+
+MEGATRON_EXPRESSES: dict[str, str | Rule] = {
+    "dp": "what is left of the world",
+    "tp": "--tensor-model-parallel-size",
+    "cp": Rule(how="--context-parallel-size, --cp-comm-type", unless=_why_not_cp),
+    "ep": "--expert-model-parallel-size",
+    "etp": Rule(how="--expert-tensor-parallel-size", unless=_why_not_expert_parts),
+    "microbatches": "--micro-batch-size, --global-batch-size",
+    "pp": "--pipeline-model-parallel-size",
+    "vpp": "the stages of --pipeline-model-parallel-layout",
+    "cuts": "--pipeline-model-parallel-layout",
+    "schedule": Rule(how="1F1B, interleaved with vpp", unless=_why_not_schedule),
+    "zero": Rule(
+        how="1: --use-distributed-optimizer; 2, 3: --use-megatron-fsdp", unless=_why_not_zero
+    ),
+    "precision": Rule(how="--bf16", unless=_why_not_precision),
+    "recompute": Rule(
+        how="--recompute-granularity full, or selective of core_attn",
+        unless=_why_not_recompute,
+        instead="selective recomputation of core attention",
+    ),
+    "optimizer-on-host": "--optimizer-cpu-offload",
+    "layouts": Rule(
+        how="its own, --sequence-parallel",
+        unless=_why_not_layouts,
+        instead="its own placements",
+    ),
+}
+"""How Megatron-LM, and what is built on Megatron-Core, expresses the features of plans."""
+
+
+def _write(view: PlanView) -> Emitted:
+    flags = megatron_flags(view)
+    notes = []
+    if view.graph is None:
+        notes.append("no model was given, so its sizes are left to you: --num-layers and the rest")
+    else:
+        notes.append(
+            "what else describes the model is left to you: --swiglu, --normalization, "
+            "--position-embedding-type, experts, the tokenizer"
+        )
+    lines = ["#!/usr/bin/env bash", *headline(view, "Megatron-LM")]
+    lines += [f"# {note}" for note in notes]
+    lines += [
+        "# Run it in a Megatron-LM checkout: what you give it goes to the training script (data,",
+        "# learning rate, the model's other sizes).",
+        "set -euo pipefail",
+        *NODE_SETTINGS,
+    ]
+    if view.plan.tp * view.plan.cp > 1 and view.plan.zero_stage < 2:
+        lines += [
+            "# One hardware queue keeps collectives in front of the products they overlap with",
+            "# (GPUs before Blackwell). Megatron-FSDP refuses it.",
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        ]
+    lines += ["FLAGS=("]
+    lines += [f"    --{name} {_quoted(value)}".rstrip() for name, value in flags.items()]
+    lines += [
+        ")",
+        *torchrun_lines(view, '"${TRAIN:-pretrain_gpt.py}" "${FLAGS[@]}" "$@"'),
+    ]
+    return Emitted(files={"megatron-lm.sh": "\n".join(lines) + "\n"}, notes=tuple(notes))
+
+
+def _quoted(value: str) -> str:
+    return f"'{value}'" if set(value) & set("|*()") else value
+
+
+register_emitter(
+    Emitter(
+        name="megatron-lm",
+        summary="flags of Megatron-LM, in a script that starts a node",
+        expresses=MEGATRON_EXPRESSES,
+        write=_write,
+        executions=("megatron-core", "megatron-classic", "megatron-bridge"),
+    )
+)

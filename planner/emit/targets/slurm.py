@@ -1,0 +1,56 @@
+"""Slurm: a batch script that starts torchrun once on each node.
+
+Source: sbatch(1) and srun(1) of Slurm (SLURM_NODEID numbers the nodes of a step in the order of
+their list; --requeue and --open-mode; --kill-on-bad-exit).
+"""
+
+from __future__ import annotations
+
+import re
+
+from planner.emit.emitter import Emitted, Emitter, register_emitter
+from planner.emit.start import TORCHRUN_FILE, headline, runs_by_apply, torchrun_script
+from planner.emit.view import PlanView
+
+
+def _write(view: PlanView) -> Emitted:
+    name = re.sub(r"[^A-Za-z0-9]+", "-", view.plan.model.name).strip("-") or "run"
+    lines = ["#!/usr/bin/env bash", *headline(view, "A Slurm job")]
+    lines += [
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --nodes={view.num_nodes}",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+    ]
+    if view.device == "cuda":
+        lines.append(f"#SBATCH --gpus-per-node={view.ranks_per_node}")
+    lines += [
+        "# A node that fails puts the job back into the queue; the script goes on from the",
+        "# checkpoint that it loads (engine.load).",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.log",
+        "set -euo pipefail",
+        'cd "$SLURM_SUBMIT_DIR"',
+        "# The first node of the list has node id 0, and so rank 0.",
+        'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "export MASTER_ADDR MASTER_PORT",
+        "# A task that fails ends the others: they would wait for it.",
+        "exec srun --kill-on-bad-exit=1 bash -c \\",
+        f'    \'NODE_RANK=$SLURM_NODEID exec bash {TORCHRUN_FILE} "$@"\' node "$@"',
+    ]
+    return Emitted(
+        files={"slurm.sbatch": "\n".join(lines) + "\n", TORCHRUN_FILE: torchrun_script(view)},
+        notes=(f"submit with sbatch slurm.sbatch, in the folder of {TORCHRUN_FILE}",),
+    )
+
+
+register_emitter(
+    Emitter(
+        name="slurm",
+        summary="a batch script, and what it starts on each node",
+        expresses=runs_by_apply(),
+        write=_write,
+    )
+)

@@ -1,0 +1,25 @@
+"""torchrun: a script that checks a node and starts its ranks; run it on every node.
+
+Source: the documentation of torch.distributed.run (--node-rank and --master-addr belong to the
+static rendezvous, which numbers ranks by node), and of PyTorch's and NCCL's environment variables.
+"""
+
+from __future__ import annotations
+
+from planner.emit.emitter import Emitted, Emitter, register_emitter
+from planner.emit.start import TORCHRUN_FILE, runs_by_apply, torchrun_script
+from planner.emit.view import PlanView
+
+
+def _write(view: PlanView) -> Emitted:
+    return Emitted(files={TORCHRUN_FILE: torchrun_script(view)})
+
+
+register_emitter(
+    Emitter(
+        name="torchrun",
+        summary="a script that checks a node and starts its ranks",
+        expresses=runs_by_apply(),
+        write=_write,
+    )
+)

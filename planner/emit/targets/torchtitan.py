@@ -1,0 +1,320 @@
+"""torchtitan: a configuration in Python, its pipeline schedule as CSV, and a script for a node.
+
+The plan's own job table and cuts are kept: the schedule is written in the format of
+`torch.distributed.pipelining` (jobs alone; sends and receives are added when it is loaded), and
+each stage's modules are named. Sources: pytorch/torchtitan at b5bcd76c66d0 (2026-08-21),
+torchtitan/config/configs.py (ParallelismConfig, TrainingConfig), torchtitan/config/README.md (a run
+is a function that returns a Trainer.Config), torchtitan/distributed/pipeline_parallel.py (names of
+modules, csv), activation_checkpoint.py, fsdp.py; its release v0.2.2 at 73a0e6979dd1,
+torchtitan/config/job_config.py, for configurations in toml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
+from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
+from planner.emit.view import PlanView
+from planner.schedule import Schedule, fold_placement, loop_placement
+
+CSV_FILE = "schedule.csv"
+
+
+def schedule_csv(schedule: Schedule) -> str:
+    """Return a job table as `_PipelineScheduleRuntime._load_csv` reads it: a row a pp rank."""
+    return "".join(",".join(map(str, row)) + "\n" for row in schedule.jobs)
+
+
+def module_names(view: PlanView, *, head: str) -> list[list[str]]:
+    """Return the names of each stage's modules; `head` is what the last projection is called."""
+    return [
+        ["tok_embeddings"] * part.embedding
+        + [f"layers.{layer}" for layer in part.layers]
+        + ["norm", head] * part.head
+        for part in view.parts
+    ]
+
+
+def parallelism(view: PlanView, *, head: str) -> dict[str, Any]:
+    """Return the fields of torchtitan's section of that name that both of its forms have."""
+    plan = view.plan
+    sharded = plan.zero_stage > 0
+    fields: dict[str, Any] = {
+        "data_parallel_replicate_degree": 1 if sharded else plan.dp,
+        "data_parallel_shard_degree": plan.dp if sharded else 1,
+        # ZeRO 3 frees gathered parameters behind each forward; ZeRO 2 keeps them for the backward.
+        "fsdp_reshard_after_forward": "never" if plan.zero_stage == 2 else "always",
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "expert_parallel_degree": plan.degrees["ep"],
+        "pipeline_parallel_degree": plan.pp,
+    }
+    if plan.pp > 1:
+        is_loop = plan.stage_to_pp_rank == loop_placement(plan.pp, plan.vpp)
+        fields |= {
+            # With a csv, the name tells only which stages a rank holds.
+            "pipeline_parallel_schedule": (
+                "ZBVZeroBubble" if not is_loop else "1F1B" if plan.vpp == 1 else "Interleaved1F1B"
+            ),
+            "module_fqns_per_model_part": module_names(view, head=head),
+        }
+    return fields
+
+
+def training(view: PlanView) -> dict[str, Any]:
+    """Return the dtypes of torchtitan's section of that name."""
+    if view.plan.precision == "bf16":
+        return {"dtype": "float32", "mixed_precision_param": "bfloat16"}
+    return {"dtype": view.trained_dtype, "mixed_precision_param": view.trained_dtype}
+
+
+def checkpointing(view: PlanView) -> str:
+    """Return the kind of activation checkpointing: none, full or selective."""
+    if "recompute" in view.accepted:
+        return "selective"
+    return "full" if view.recomputed[0] == "full" else "none"
+
+
+def _why_not_recompute(view: PlanView) -> str:
+    kinds = set(view.recomputed)
+    if len(kinds) > 1:
+        return "torchtitan recomputes the same of all stages"
+    if kinds == {"full"}:
+        return ""
+    return "torchtitan's selective checkpointing also recomputes every second product"
+
+
+def _why_not_placement(view: PlanView) -> str:
+    plan = view.plan
+    if plan.vpp == 2 and plan.stage_to_pp_rank == fold_placement(plan.pp, 2):
+        return ""
+    return "torchtitan deals stages round-robin, or two a rank in a V"
+
+
+def _why_not_zero(view: PlanView) -> str:
+    if view.plan.zero_stage == 1:
+        return "torchtitan has 0 (replicated), 2 and 3 (fully_shard)"
+    return ""
+
+
+def _why_not_precision(view: PlanView) -> str:
+    if view.plan.precision == "bf16" or view.trained_dtype in ("bfloat16", "float32"):
+        return ""
+    return f"torchtitan trains in bfloat16 or float32, and the model is {view.trained_dtype}"
+
+
+def _why_not_cp(view: PlanView) -> str:
+    if view.cp_kind() == "gathered":
+        return ""
+    return "torchtitan passes keys and values between cp ranks and the plan does not"
+
+
+def _why_not_microbatches(view: PlanView) -> str:
+    if view.seq_len:
+        return ""
+    return "torchtitan counts tokens, and the batch has no sequences of one length"
+
+
+def _why_not_layouts(view: PlanView) -> str:
+    return view.differs_from_usual_tp()
+
+
+def _why_not_layouts_toml(view: PlanView) -> str:
+    if view.plan.tp > 1 and not view.sequence_parallel:
+        return "v0.2 always splits what goes from layer to layer over tp"
+    return view.differs_from_usual_tp()
+
+
+def _why_not_dp_toml(view: PlanView) -> str:
+    plan = view.plan
+    if plan.zero_stage == 0 and plan.world_size > plan.dp:
+        return "v0.2 replicates (ZeRO 0) only where nothing else is parallel"
+    return ""
+
+
+EXPRESSES: dict[str, str | Rule] = {
+    "dp": "data_parallel_replicate_degree, data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+    "cp": Rule(how="context_parallel_degree", unless=_why_not_cp),
+    "ep": "expert_parallel_degree",
+    "microbatches": Rule(
+        how="num_pp_microbatches, num_tokens_per_microbatch_per_dp_rank",
+        unless=_why_not_microbatches,
+    ),
+    "pp": "pipeline_parallel_degree",
+    "vpp": "the number of module_fqns_per_model_part",
+    "cuts": "module_fqns_per_model_part",
+    "stage-placement": Rule(how="the style of its schedule", unless=_why_not_placement),
+    "schedule": "pipeline_parallel_schedule_csv, job for job",
+    "zero": Rule(how="0, 2 and 3: fsdp_reshard_after_forward", unless=_why_not_zero),
+    "precision": Rule(how="dtype, mixed_precision_param", unless=_why_not_precision),
+    "recompute": Rule(
+        how="FullAC",
+        unless=_why_not_recompute,
+        instead="SelectiveAC",
+    ),
+    "layouts": Rule(
+        how="its own, enable_sequence_parallel",
+        unless=_why_not_layouts,
+        instead="its own placements",
+    ),
+}
+
+
+def _write(view: PlanView) -> Emitted:
+    plan = view.plan
+    fields = parallelism(view, head="lm_head") | {
+        "enable_sequence_parallel": view.sequence_parallel,
+        "num_pp_microbatches": plan.num_microbatches if plan.pp > 1 else 1,
+    }
+    tokens = training(view) | {
+        "num_tokens_per_microbatch_per_dp_rank": plan.microbatch_size * view.seq_len,
+        "num_tokens_per_train_step": plan.global_batch * view.seq_len,
+        "max_context_length": view.seq_len,
+    }
+    if plan.pp > 1 or plan.degrees["ep"] > 1:
+        tokens["disable_cuda_graphs"] = True  # torchtitan refuses them with either
+    recompute = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+    kind = checkpointing(view)
+    lines = headline(view, "A torchtitan configuration")
+    if view.graph is not None:
+        lines.append(f"# The model it is for has {view.num_layers} layers.")
+    lines += ["from dataclasses import replace", "from pathlib import Path", ""]
+    lines += ["from torchtitan.config import ParallelismConfig"]
+    if kind != "none":
+        policy = recompute[kind].partition(".")[0]
+        lines.append(f"from torchtitan.distributed.activation_checkpoint import {policy}")
+    lines += [
+        "",
+        "# Your model's own configuration: its sizes, data, optimizer.",
+        "from torchtitan.models.llama3.config_registry import llama3_8b as base",
+        "",
+        "",
+        "def planned():",
+        "    config = base()",
+        "    config.parallelism = ParallelismConfig(",
+    ]
+    lines += [f"        {name}={value!r}," for name, value in _one_a_stage(fields)]
+    files = {}
+    if plan.pp > 1:
+        files[CSV_FILE] = schedule_csv(view.schedule)
+        csv_path = f'str(Path(__file__).with_name("{CSV_FILE}"))'
+        lines.append(f"        pipeline_parallel_schedule_csv={csv_path},")
+    else:
+        lines.remove("from pathlib import Path")
+    lines += ["    )", "    config.training = replace(", "        config.training,"]
+    lines += [f"        {name}={value!r}," for name, value in tokens.items()]
+    lines += [
+        "    )",
+        f"    config.activation_checkpoint = {recompute[kind]}",
+        "    return config",
+    ]
+    start = ["#!/usr/bin/env bash", *headline(view, "A node of torchtitan"), "set -euo pipefail"]
+    start += [*NODE_SETTINGS, 'export PYTHONPATH="$(cd "$(dirname "$0")" && pwd):${PYTHONPATH:-}"']
+    start += torchrun_lines(view, '-m torchtitan.train --module planned --config planned "$@"')
+    main = {"planned.py": "\n".join(lines) + "\n", "torchtitan.sh": "\n".join(start) + "\n"}
+    return Emitted(
+        files=main | files,
+        notes=(
+            "planned.py derives from llama3_8b: import your model's own configuration as `base`",
+        ),
+    )
+
+
+class _Stages(list):
+    """Names of modules, printed a stage a line."""
+
+    def __repr__(self) -> str:
+        return "[\n" + "".join(f"            {stage!r},\n" for stage in self) + "        ]"
+
+
+def _one_a_stage(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [
+        (name, _Stages(value) if name == "module_fqns_per_model_part" else value)
+        for name, value in fields.items()
+    ]
+
+
+def _write_toml(view: PlanView) -> Emitted:
+    plan = view.plan
+    fields = parallelism(view, head="output")
+    if plan.cp > 1:
+        fields["context_parallel_rotate_method"] = "allgather"
+    if plan.degrees["ep"] > 1:
+        fields["expert_tensor_parallel_degree"] = plan.degrees["etp"]
+    files = {}
+    if plan.pp > 1:
+        files[CSV_FILE] = schedule_csv(view.schedule)
+        fields |= {
+            "pipeline_parallel_schedule_csv": CSV_FILE,
+            "pipeline_parallel_microbatch_size": plan.microbatch_size,
+        }
+    sections = {
+        # With a pipeline, a local batch is cut into microbatches; else batches are accumulated.
+        "training": {
+            "local_batch_size": plan.microbatch_size
+            * (plan.num_microbatches if plan.pp > 1 else 1),
+            "global_batch_size": plan.global_batch,
+            "seq_len": view.seq_len,
+            **training(view),
+        },
+        "parallelism": fields,
+        "activation_checkpoint": {"mode": checkpointing(view)},
+    }
+    lines = headline(view, "Sections of a torchtitan v0.2 configuration")
+    for section, values in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{name} = {_toml(value)}" for name, value in values.items()]
+    return Emitted(
+        files={"torchtitan.toml": "\n".join(lines) + "\n"} | files,
+        notes=(
+            f"put these sections into your model's toml, and start it where {CSV_FILE} lies"
+            if plan.pp > 1
+            else "put these sections into your model's toml",
+        ),
+    )
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if value and isinstance(value, list) and isinstance(value[0], list):
+        return "[\n" + "".join(f"    {_toml(item)},\n" for item in value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value)
+
+
+_CURRENT = register_emitter(
+    Emitter(
+        name="torchtitan",
+        summary="a torchtitan configuration in Python, its schedule as CSV, a script for a node",
+        expresses=EXPRESSES,
+        write=_write,
+        executions=("torchtitan", "torchtitan-compiled"),
+    )
+)
+
+register_emitter(
+    replace(
+        _CURRENT,
+        name="torchtitan-toml",
+        summary="sections of a torchtitan v0.2 toml file, and its schedule as CSV",
+        expresses=EXPRESSES
+        | {
+            "dp": Rule(how="data_parallel_shard_degree", unless=_why_not_dp_toml),
+            "etp": "expert_tensor_parallel_degree",
+            "layouts": Rule(
+                how="its own, always with sequence parallelism",
+                unless=_why_not_layouts_toml,
+                instead="its own placements",
+            ),
+        },
+        write=_write_toml,
+    )
+)

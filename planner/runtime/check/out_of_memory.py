@@ -1,0 +1,92 @@
+"""What a rank that ran out of memory held, beside what its plan predicts."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from planner.runtime.start import device as devices
+from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.runtime.step.engine import Engine
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Those of this process: an error that leaves the script does not have them."""
+
+_HELD = (("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"))
+_STATE = ("optimizer", "optimizer_bytes")
+_REST = "activations and all else"
+
+
+def watch(engine: Engine) -> None:
+    """Let `describe` find an engine for as long as it lives."""
+    _engines.add(engine)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host where it is the device, had no memory for a tensor."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+    )
+
+
+def describe(error: BaseException, rank: int) -> tuple[str, int | None]:
+    """Return predicted against actual by category, as lines, and the most bytes that were held."""
+    first = str(error).strip().splitlines()[0]
+    lines = [f"planner: rank {rank} ran out of memory: {first}"]
+    engine = next(iter(_engines), None)
+    if engine is None:
+        return "\n".join((*lines, "  before planner.apply had made its engine")), None
+    actual, peak = _actual(engine)
+    every = engine.plan.estimate.get("memory", ())
+    place = engine.mesh.rank("pp")
+    predicted = dict(every[place]) if place < len(every) else {}
+    lines.append(f"  {'':26}{'predicted':>12}{'actual':>12}")
+    known = dict((*_HELD, _STATE))
+    for name, held in actual.items():
+        there = predicted.get(known[name])
+        told = "-" if there is None else format_bytes(there)
+        lines.append(f"  {name:26}{told:>12}{format_bytes(held):>12}")
+    total = predicted.get("total_bytes")
+    fields = ("-", "-")
+    if total is not None:
+        rest = total - sum(predicted.get(known[name], 0) for name in actual)
+        fields = format_bytes(rest), format_bytes(total)
+    lines.append(f"  {_REST:26}{fields[0]:>12}{format_bytes(peak - sum(actual.values())):>12}")
+    lines.append(f"  {'at the height':26}{fields[1]:>12}{format_bytes(peak):>12}")
+    return "\n".join(lines), peak
+
+
+def _actual(engine: Engine) -> tuple[dict[str, int], int]:
+    """Bytes by category on the device, and the most there ever were (on a CPU, of the process)."""
+    device = engine.mesh.device
+    params = [p for stage in engine.stages.values() for p in stage.parameters()]
+    buffers = [t for stage in engine.stages.values() for t in stage.passed.values()]
+    states = [] if engine.optimizer is None else tree_leaves(list(engine.optimizer.state.values()))
+    actual = {
+        "parameters": _bytes([*params, *buffers], device),
+        "gradients": _bytes(engine._trained.gradients(), device),
+        "optimizer": _bytes([t for t in states if isinstance(t, Tensor)], device),
+    }
+    if devices.is_accelerator(device):
+        return actual, int(devices.of(device).max_memory_reserved(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return actual, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _bytes(tensors: object, device: torch.device) -> int:
+    storages = {}
+    for tensor in tensors:  # type: ignore[attr-defined]
+        held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if held.device.type == device.type:
+            storage = held.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

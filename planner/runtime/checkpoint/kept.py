@@ -1,0 +1,71 @@
+"""The checkpoints of a run that the launcher keeps alive: when one is due, and going on from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from planner.errors import PlanError
+from planner.runtime.checkpoint import folder as folders
+from planner.runtime.start.together import together
+
+if TYPE_CHECKING:
+    from planner.runtime.checkpoint.checkpoints import Loaded
+    from planner.runtime.step.engine import Engine
+
+KEEP, SAVE_EVERY = "PLANNER_KEEP", "PLANNER_SAVE_EVERY"
+"""Name the folder of a kept run's checkpoints, and after how many steps each is due."""
+
+
+class Kept:
+    """What `Engine.resume` and `Engine.keep` do; nothing without a launcher that keeps the run.
+
+    Mutable: what is saved beside.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        folder = os.environ.get(KEEP)
+        self._folder = None if folder is None else Path(folder)
+        self._every = int(os.environ.get(SAVE_EVERY, "100"))
+        self._extra: Mapping[str, Any] | None = None
+        self._saved = 0
+
+    def resume(self, extra: Mapping[str, Any]) -> Loaded | None:
+        """Go on from the newest whole checkpoint, if there is any; see `Engine.resume`."""
+        self._extra, folder = extra, self._folder
+        if folder is None:
+            return None
+
+        def newest() -> Path | None:
+            if dist.get_rank() > 0:
+                return None
+            # A run that was killed while it saved, and then has nothing left to save.
+            folders.sweep(folder)
+            return folders.newest_in(folder)
+
+        found = together(self._engine.mesh.control, newest)[0]
+        if found is None:
+            return None
+        loaded = self._engine.load(folder, extra=extra)
+        self._saved = loaded.step
+        return loaded
+
+    def keep(self) -> None:
+        """Begin to save if a checkpoint is due; see `Engine.keep`."""
+        if self._folder is None:
+            return
+        if self._extra is None:
+            raise PlanError(
+                "engine.keep() was called before engine.resume(), so a run that starts again "
+                "would begin from the first step; call engine.resume() after planner.apply"
+            )
+        steps = self._engine.steps
+        # (Where gradients of several batches make a step, it is saved once, and not between them.)
+        if steps % self._every == 0 and steps != self._saved and not self._engine.is_accumulating:
+            self._saved = steps
+            self._engine.save(self._folder, extra=self._extra)

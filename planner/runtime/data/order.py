@@ -1,0 +1,125 @@
+"""Which samples of a map-style dataset are in which global batch: the same for any plan's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from planner.errors import ModelError
+
+AtEnd = Literal["wrap", "drop", "short"]
+"""What becomes of the samples left at the end of a pass, fewer than a batch: the batch is filled
+up from the front, they are left out, or the batch is smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The global batches of each pass over a dataset, as numbers of samples.
+
+    Attributes:
+        num_samples: of the dataset.
+        batch: samples of a whole batch.
+        least: samples of the smallest batch that can be trained on.
+        at_end: what becomes of the rest of a pass.
+        shuffle: whether each pass has an order of its own.
+        seed: what these orders are drawn from.
+        sampler: gives the order of a pass instead, on all ranks the same.
+        batches_of_sampler: whether that gives whole batches.
+    """
+
+    num_samples: int
+    batch: int
+    least: int
+    at_end: AtEnd
+    shuffle: bool = False
+    seed: int = 0
+    sampler: Iterable[Any] | None = None
+    batches_of_sampler: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ModelError where a pass has no batch, or a last one that can't be trained on."""
+        if self.sampler is not None:
+            return
+        rest = self.num_samples % self.batch
+        if self.at_end == "short" and 0 < rest < self.least:
+            raise ModelError(
+                f"at_end='short' leaves a last batch of {rest} of the {self.num_samples} samples, "
+                f"and the plan takes {self.least} to {self.batch}; choose 'wrap' or 'drop'"
+            )
+        short_of = {"wrap": 1, "drop": self.batch, "short": self.least}[self.at_end]
+        if self.num_samples < short_of:
+            raise ModelError(
+                f"the dataset has {self.num_samples} samples, which make no batch of "
+                f"{self.batch} with at_end={self.at_end!r}; give more, or choose 'wrap'"
+            )
+
+    def batches(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the batches of a pass from its sample `start` on: place in the pass, and samples.
+
+        Raises ModelError for a batch of the sampler that can't be trained on.
+        """
+        if self.batches_of_sampler:
+            yield from self._given_batches(epoch, start)
+            return
+        order = self._order(epoch)
+        count = len(order)
+        while start < count:
+            samples = [int(order[at % count]) for at in range(start, start + self.batch)]
+            if start + self.batch > count and self.at_end != "wrap":
+                samples = samples[: count - start]
+                if self.at_end == "drop" or len(samples) < self.least:
+                    return
+            yield start, samples
+            start += self.batch
+
+    def _order(self, epoch: int) -> Sequence[Any] | torch.Tensor:
+        if self.sampler is not None:
+            _set_epoch(self.sampler, epoch)
+            return list(self.sampler)
+        if not self.shuffle:
+            return range(self.num_samples)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
+        return torch.randperm(self.num_samples, generator=generator)
+
+    def _given_batches(self, epoch: int, start: int) -> Iterator[tuple[int, list[int]]]:
+        assert self.sampler is not None
+        _set_epoch(self.sampler, epoch)
+        place = 0
+        for given in self.sampler:
+            samples = list(given)
+            if not self.least <= len(samples) <= self.batch:
+                raise ModelError(
+                    f"the batch sampler gave {len(samples)} samples; it gives global batches, and "
+                    f"the plan takes {self.least} to {self.batch}"
+                )
+            if place >= start:
+                yield place, samples
+            place += len(samples)
+
+    def __len__(self) -> int:
+        """Batches of one pass; TypeError where the batch sampler does not say it."""
+        if self.batches_of_sampler:
+            return len(self.sampler)  # type: ignore[arg-type]
+        count = self.num_samples if self.sampler is None else len(self.sampler)  # type: ignore[arg-type]
+        whole, rest = divmod(count, self.batch)
+        goes_on = {"wrap": rest > 0, "drop": False, "short": rest >= self.least}
+        return whole + goes_on[self.at_end]
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a seed that follows from some numbers, and from no process."""
+    mixed = 0x9E3779B97F4A7C15
+    for number in numbers:
+        # The finaliser of splitmix64 (Steele et al. 2014): every bit of a number moves all.
+        mixed = (mixed + number) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
+        mixed ^= mixed >> 31
+    return mixed % 2**63
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)

@@ -1,0 +1,168 @@
+"""What happens to samples on their way: random numbers, collation, and what is kept of a part."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from planner.errors import ModelError
+from planner.graph.batch import flatten_batch, unflatten_batch
+from planner.runtime.data.order import seed_of
+from planner.runtime.step.agreement import marks_of
+from planner.runtime.step.feed import filled
+
+
+@contextmanager
+def drawing(*numbers: int) -> Iterator[None]:
+    """Draw random numbers that follow from some numbers; the script's generators stay as they are.
+
+    So what a dataset draws for a sample is the same on all ranks that read it, by whichever worker,
+    and when it is read again after a checkpoint. Generators of a dataset's own are its own affair.
+    """
+    # By name: torch.manual_seed would seed devices, too.
+    own = torch.default_generator
+    held = own.get_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    held_by_numpy = None if numpy is None else numpy.random.get_state()
+    seed = seed_of(*numbers)
+    own.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        own.set_state(held[0])
+        random.setstate(held[1])
+        if numpy is not None:
+            numpy.random.set_state(held_by_numpy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A replica's part as its loader hands it to the rank.
+
+    Attributes:
+        batch: in the user's structure, None for tensors that the rank does not read.
+        marks: checksums of all its tensors, those not read among them (`agreement.marks_of`).
+        whole: samples of the whole batch; None where replicas read shards of their own.
+        has_ended: of what goes round again at its end, whether it has come round once.
+        progress: samples read of each shard that this part was made of.
+        worker: which of the loader's workers has made it.
+    """
+
+    batch: Any
+    marks: Mapping[str, int]
+    whole: int | None = None
+    has_ended: bool = False
+    progress: Mapping[int, int] = field(default_factory=dict)
+    worker: int = 0
+
+    def pin_memory(self) -> Loaded:
+        """Return it in pinned memory; a DataLoader calls this."""
+        leaves, tree = flatten_batch(self.batch)
+        pinned = {path: tensor.pin_memory() for path, tensor in leaves.items()}
+        return replace(self, batch=unflatten_batch(tree, pinned))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collate:
+    """Makes a part of samples, in the worker: what the rank does not read goes no farther.
+
+    Attributes:
+        make: from a list of samples to a batch; None for torch's own, or `fill_up`.
+        reads: paths of the tensors to keep.
+        pad: what samples of different shapes are filled up with, by path.
+    """
+
+    make: Callable[[list[Any]], Any] | None
+    reads: frozenset[str]
+    pad: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, samples: list[Any]) -> Loaded:
+        """Return the part of some samples."""
+        if self.make is not None:
+            batch = self.make(samples)
+        else:
+            batch = fill_up(samples, self.pad) if self.pad else default_collate(samples)
+        leaves, tree = flatten_batch(batch)
+        kept = {path: leaf if path in self.reads else None for path, leaf in leaves.items()}
+        return Loaded(batch=unflatten_batch(tree, kept), marks=marks_of(leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartKey:
+    """Which samples a part is made of.
+
+    Attributes:
+        epoch: the pass.
+        whole: samples of the whole batch.
+        places: of the part's samples in the pass.
+        numbers: theirs in the dataset.
+    """
+
+    epoch: int
+    whole: int
+    places: Sequence[int]
+    numbers: Sequence[Any]
+
+
+class MapParts(Dataset[Loaded]):
+    """A map-style dataset read by part, its random numbers drawn from each sample's place."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
+        self._dataset, self._seed, self._collate = dataset, seed, collate
+
+    def __getitem__(self, key: PartKey) -> Loaded:
+        """Return a part."""
+        samples: list[Any] = []
+        if hasattr(self._dataset, "__getitems__"):  # together: `datasets` is many times as fast
+            with drawing(self._seed, key.epoch, key.places[0]):
+                samples = self._dataset.__getitems__(key.numbers)
+        else:
+            for place, number in zip(key.places, key.numbers, strict=True):
+                with drawing(self._seed, key.epoch, place):
+                    samples.append(self._dataset[number])
+        # A collate_fn may draw, too: masks of language models.
+        with drawing(self._seed, key.epoch, key.places[0], len(key.places)):
+            return replace(self._collate(samples), whole=key.whole)
+
+
+def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:
+    """Return samples as a batch, each tensor filled up to the largest of them.
+
+    Lists of numbers are taken as tensors. Raises ModelError for one of several shapes for which
+    `pad` has no value.
+    """
+    flat = [flatten_batch(_as_tensors(sample)) for sample in samples]
+    leaves = {}
+    for path in flat[0][0]:
+        tensors = [each[path] for each, _ in flat]
+        shape = tuple(max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True))
+        if path not in pad and any(tuple(t.shape) != shape for t in tensors):
+            raise ModelError(
+                f"samples have {path} of several shapes, such as {tuple(tensors[0].shape)} and "
+                f"{shape}; planner.apply(..., pad=) says what to fill it up with"
+            )
+        leaves[path] = torch.stack([filled(t, shape, pad.get(path, 0)) for t in tensors])
+    return unflatten_batch(flat[0][1], leaves)
+
+
+def _as_tensors(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _as_tensors(value) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(_as_tensors(value) for value in sample)
+    return sample if sample is None or isinstance(sample, str) else torch.as_tensor(sample)
+
+
+def as_it_is(part: Loaded) -> Loaded:
+    """Return what a dataset of parts gives: a DataLoader has nothing to collate."""
+    return part

@@ -1,0 +1,143 @@
+"""The agent of a node: torchelastic's own, told which failures a run goes on after.
+
+torchelastic starts the ranks of a node, ends all when one fails, and meets the agents of other
+nodes to start again (Rendezvous: a round has the nodes that are there). What is added here is what
+it can't know: which failures would only come again, and under which plan the ranks of a round
+train. With fewer ranks in a plan than the round has, the last ranks wait as spares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from planner.runtime.start.course import PLAN, Course
+
+_PLAN_KEY, _DONE_KEY = "planner/plan", "planner/done"
+_LONGEST_SEARCH = timedelta(hours=1)
+
+
+class Agent(LocalElasticAgent):
+    """Starts the ranks of this node, again and again. Mutable: the round it is in."""
+
+    def __init__(self, *args: Any, course: Course, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._course = course
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not worker_group.workers:
+            return self._watch_as_spare(worker_group)
+        result = super()._monitor_workers(worker_group)
+        # (torchelastic has ended the node's other ranks: what they left is complete.)
+        if result.is_failed() and not self._course.goes_on(result.failures):
+            self._remaining_restarts = 0
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._stop_workers(worker_group)
+        worker_group.state = WorkerState.STOPPED
+        limit = worker_group.spec.max_restarts
+        self._course.begin_again(limit - self._remaining_restarts, limit)
+        self._initialize_workers(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if not self._course.is_elastic:
+            return dict(super()._start_workers(worker_group))
+        store = worker_group.store
+        assert store is not None
+        total = worker_group.workers[0].world_size
+        if worker_group.group_rank == 0:  # chooses for all nodes of the round
+            store.set(_PLAN_KEY, "\n".join(map(str, self._course.plan_for(total))))
+        store.wait([_PLAN_KEY], _LONGEST_SEARCH)
+        num_ranks, _, plan = store.get(_PLAN_KEY).decode().partition("\n")
+        worker_group.workers = [w for w in worker_group.workers if w.global_rank < int(num_ranks)]
+        os.environ[PLAN] = plan
+        if not worker_group.workers:
+            self._pcontext = None
+            return {}
+        for worker in worker_group.workers:
+            worker.world_size = worker.role_world_size = int(num_ranks)
+        return dict(super()._start_workers(worker_group))
+
+    def _watch_as_spare(self, worker_group: WorkerGroup) -> RunResult:
+        """The state of a node without ranks is that of the others."""
+        handler, store = worker_group.spec.rdzv_handler, worker_group.store
+        assert store is not None
+        try:
+            if store.check([_DONE_KEY]):
+                return RunResult(state=WorkerState.SUCCEEDED)
+            is_over = handler.is_closed()
+        except (RendezvousConnectionError, RuntimeError):  # the node that has the store is gone
+            is_over = True
+        if is_over:
+            self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED if is_over else WorkerState.HEALTHY)
+
+    def _exit_barrier(self) -> None:
+        store = self._worker_group.store
+        if store is not None and self._worker_group.group_rank == 0:
+            store.set(_DONE_KEY, "1")
+        super()._exit_barrier()
+
+
+def run_agent(
+    command: Sequence[str],
+    *,
+    course: Course,
+    ranks_here: int,
+    nodes: tuple[int, int],
+    rendezvous: str,
+    run_id: str,
+    max_restarts: int,
+) -> RunResult:
+    """Run a command on every rank of this node until the run is over; return how it ended.
+
+    `nodes` are the fewest and the most that the run may have. Raises SignalException when this
+    process is told to end.
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=rendezvous,
+            run_id=run_id,
+            min_nodes=nodes[0],
+            max_nodes=nodes[1],
+            # A node is gone after 10 s without a sign, and the others wait 5 s for more to come.
+            timeout=900,
+            last_call_timeout=5,
+            keep_alive_interval=2,
+            keep_alive_max_attempt=5,
+        )
+    )
+    spec = WorkerSpec(
+        role="default_role",
+        local_world_size=ranks_here,
+        entrypoint=command[0],
+        args=tuple(command[1:]),
+        rdzv_handler=handler,
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+    )
+    agent = Agent(spec=spec, logs_specs=DefaultLogsSpecs(), start_method="spawn", course=course)
+    leaves_alone = False
+    try:
+        return agent.run()
+    except SignalException:
+        # A node that leaves does not end the run of the others.
+        leaves_alone = True
+        raise
+    finally:
+        if not leaves_alone:
+            handler.shutdown()

@@ -1,0 +1,209 @@
+"""How far the update of an element reaches: what else of the model an optimizer reads for it.
+
+    reach       the update of an element reads         for example
+    "element"   its own gradients and state            SGD, Adam, Adagrad
+    "tensor"    others of its parameter                Muon, Adafactor, Shampoo, LAMB
+    "model"     other parameters                       Prodigy, a clip inside the optimizer
+
+A rank may hold a piece of a parameter, or of the model. An "element" optimizer does the same on
+pieces; for a "tensor" one parameters are made whole (`whole_params`); a "model" one is right only
+where a rank holds all. No optimizer is named here: the property is measured, on small random
+tensors and a copy of the optimizer with its own settings, for each param group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from planner.errors import ModelError
+
+Reach = Literal["element", "tensor", "model"]
+
+_TRIALS = (((8, 8), 25), ((136, 132), 2), ((24,), 2), ((6, 4, 3, 3), 2))
+"""Shapes, with how many steps. Some preconditioners begin after tens of steps; others treat a
+matrix whole from a size of 128 on, or filters in another way than matrices.
+"""
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of how an update is computed, not which it is: the plainest way takes any dtype."""
+_LR = 0.05
+"""A schedule may begin at 0, where all optimizers agree."""
+_ROUNDING = 1e-9
+
+Update = list[Tensor]
+
+
+class _TrialError(Exception):
+    """The optimizer did not step on the trial's tensors."""
+
+
+class _Exchanged(TorchDispatchMode):
+    """Refuses messages to other ranks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise ModelError(
+                f"{self._name} exchanges tensors with other ranks in its step, and the engine has "
+                "done so before; give the optimizer's form for a single device, such as "
+                "torch.optim.Muon"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def reaches(optimizer: torch.optim.Optimizer) -> tuple[Reach | None, ...]:
+    """Return the reach of each param group; None where the optimizer does not step in a trial.
+
+    Its state and the script's random numbers stay. Raises ModelError for an optimizer that
+    exchanges tensors with other ranks, or draws random numbers: replicas would drift apart.
+    """
+    known: list[tuple[dict[str, Any], Reach | None]] = []
+    found = []
+    # (A dry run's tensors have no values to compare.)
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for at, group in enumerate(optimizer.param_groups):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names", "lr")}
+            for others, reach in known:
+                if _are_equal(settings, others):
+                    found.append(reach)
+                    break
+            else:
+                found.append(_reach(optimizer, at))
+                known.append((settings, found[-1]))
+    return tuple(found)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # of tensors
+        return False
+
+
+def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
+    reach: Reach | None = None
+    for shape, steps in _TRIALS:
+        generator = torch.Generator().manual_seed(0)
+        # A value and a gradient for each step, of two parameters.
+        first, second = torch.randn(2, 1 + steps, *shape, dtype=torch.float64, generator=generator)
+        try:
+            with _Exchanged(type(optimizer).__name__):
+                whole = _trained(optimizer, at, [first])
+        except _TrialError:
+            continue
+        # Opposite corners: what each reads of the others is not the same.
+        corners = [_quarters(tensor)[::3] for tensor in (first, whole[0][None])]
+        try:
+            beside = _trained(optimizer, at, [first, second], seed=1)[:1]
+            apart = [_trained(optimizer, at, [corner])[0][None] for corner in corners[0]]
+        except _TrialError:
+            return "tensor"
+        if not _agree(whole, beside):
+            if not _agree(whole, _trained(optimizer, at, [first], seed=1)):
+                raise ModelError(
+                    f"{type(optimizer).__name__} draws random numbers in its step, which differ by "
+                    "rank: replicas would drift apart; use an optimizer that draws none"
+                )
+            return "model"
+        if not _agree(corners[1], apart):
+            return "tensor"
+        reach = "element"
+    return reach
+
+
+def _agree(ones: Update, others: Update) -> bool:
+    def is_close(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * _LR)
+
+    return all(is_close(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def _quarters(tensor: Tensor) -> Update:
+    """Cut the dims after the first into quarters, or a single one of them."""
+    halves = tensor.chunk(2, 1)
+    if tensor.dim() == 2:
+        return [part for half in halves for part in half.chunk(2, 1)]
+    return [part for half in halves for part in half.chunk(2, 2)]
+
+
+def _trained(
+    optimizer: torch.optim.Optimizer, at: int, given: Sequence[Tensor], *, seed: int = 0
+) -> Update:
+    """Return how far parameters move with a copy of the optimizer.
+
+    `given` has for each parameter its value, then its gradients, along dim 0.
+    """
+    params = [nn.Parameter(each[0].clone()) for each in given]
+    torch.manual_seed(seed)
+    try:
+        probe = _copy(optimizer, at, params)
+        for step in range(1, len(given[0])):
+            for param, each in zip(params, given, strict=True):
+                param.grad = each[step].clone()
+            type(probe).step(probe)  # the class's own: schedulers wrap that of the object
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _TrialError from error
+    return [param.detach() - each[0] for param, each in zip(params, given, strict=True)]
+
+
+def _copy(
+    optimizer: torch.optim.Optimizer, at: int, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Return a copy of the optimizer whose group `at` has these parameters, and others none."""
+    nothing = nn.Parameter(torch.zeros(()))
+    # An optimizer may hold another, with the same groups: no copy leads to a real parameter.
+    memo: dict[int, Any] = {
+        id(p): nothing for group in optimizer.param_groups for p in group["params"]
+    }
+    probe: Any = type(optimizer).__new__(type(optimizer))
+    memo[id(optimizer)] = probe
+    state: dict[Any, Any] = defaultdict(dict)
+    memo[id(optimizer.state)] = state
+    attributes = {k: v for k, v in vars(optimizer).items() if k != "step"}
+    probe.__dict__.update({k: copy.deepcopy(v, memo) for k, v in attributes.items()})
+    for number, group in enumerate(probe.param_groups):
+        group["params"] = params if number == at else []
+        group.pop("param_names", None)
+        group.update({k: False for k in _HOW if k in group})
+        if group.get("lr") is not None:
+            group["lr"] = _LR
+    example = next((p for p in optimizer.param_groups[at]["params"] if p in optimizer.state), None)
+    if example is not None:
+        for param in params:
+            state[param] = fresh_state(optimizer.state[example], example, param)
+    return probe
+
+
+def fresh_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
+    """Return the state that an optimizer made with itself for `old`, for `new` in its place.
+
+    Raises ValueError for a state that is not the same everywhere: of steps, or read from values.
+    """
+    made: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor) or value.shape != old.shape or value.dim() == 0:
+            made[name] = copy.deepcopy(value)
+            continue
+        if value.is_meta:
+            raise ValueError(f"{name} is on the meta device")
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        number = value.flatten()[:1]
+        if not bool((value == number).all()):
+            raise ValueError(f"{name} is not the same everywhere")
+        made[name] = torch.full_like(new.detach(), number.item() if value.numel() else 0.0)
+    return made

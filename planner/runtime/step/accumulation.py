@@ -1,0 +1,75 @@
+"""Gradients of several batches for a single update: their mean, as of the batches in a row.
+
+A batch counts by its samples, or by what the loss weight counts in it:
+
+    gradient = sum_k w_k g_k / sum_k w_k     w_k: weight of batch k, g_k: gradient of its mean loss
+
+Backwards of batch k start from w_k / w_0 times the weights of its parts, so that sums have the size
+of a batch's gradient, and at the end are divided by sum_k w_k / w_0. They are summed over ranks
+once, at the update (ZeRO 2 and 3 keep shards, and reduce in every backward as ever).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from planner.errors import PlanError
+from planner.runtime.step.feed import Feed
+
+
+class Accumulation:
+    """The batches since the last update. Mutable."""
+
+    def __init__(self) -> None:
+        self._weights: list[float] = []
+        self._are_sums = False
+        self.is_last = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients of batches wait for an update."""
+        return bool(self._weights)
+
+    def add(self, feed: Feed, *, is_last: bool) -> Feed:
+        """Take in a batch; return its feed with the gradients that its backwards start from."""
+        self.is_last = is_last
+        if is_last and not self.is_open:
+            return feed  # a batch alone, as ever
+        self._weights.append(1.0 if feed.total is None else feed.total())
+        self._are_sums = feed.total is None
+        share = self._weights[-1] / self._weights[0]
+        if share == 1.0:
+            return feed
+        return replace(feed, loss_weights=[weight * share for weight in feed.loss_weights])
+
+    @torch.no_grad()
+    def finish(self, params: Iterable[nn.Parameter]) -> None:
+        """Make sums of the batches' gradients their mean, where losses are means."""
+        if not self._weights:
+            return
+        count = 1.0 if self._are_sums else sum(self._weights) / self._weights[0]
+        self._weights.clear()
+        grads = [_local(param.grad) for param in params if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, 1.0 / count)
+
+    def forget(self) -> None:
+        """Let go of batches that no update followed."""
+        self._weights.clear()
+
+    def refuse_open(self, what: str) -> None:
+        """Raise PlanError where gradients wait for an update."""
+        if self.is_open:
+            raise PlanError(
+                f"{what} after engine.step(..., update=False) would lose the gradients of "
+                f"{len(self._weights)} batches; do it after a step that updates"
+            )
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

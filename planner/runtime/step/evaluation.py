@@ -1,0 +1,121 @@
+"""Evaluation as ``model.eval()`` means it, by the stages of a plan.
+
+The first time, rank 0 captures the model once more in evaluation mode, and all ranks lower its
+blocks by the plan's layouts. Parameters are the stages' own; buffers too, but where replicas moved
+them by their own samples: then those of the first replica, which `full_state_dict` returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from planner.graph import ModelGraph
+from planner.graph.blocks import written_buffers
+from planner.graph.evaluation import evaluation_graph
+from planner.plan.batch_statistics import BatchNorm, batch_norms
+from planner.runtime.stage.programs import Programs
+
+if TYPE_CHECKING:
+    from planner.runtime.step.engine import Engine
+
+
+class Evaluation:
+    """What an engine runs in evaluation mode. Mutable: made when it is first needed.
+
+    `capture` returns the model's graphs in evaluation mode, by shape of the batch, on every rank;
+    None: they are those that the engine trains.
+    """
+
+    def __init__(
+        self, engine: Engine, capture: Callable[[], tuple[ModelGraph, ...]] | None
+    ) -> None:
+        self._engine, self._capture = engine, capture
+        self._programs: Programs | None = None
+
+    @property
+    def programs(self) -> Programs:
+        """The programs of the blocks. Raises PlanError for a model that has others in training."""
+        engine = self._engine
+        if self._programs is None:
+            self._programs = (
+                engine.programs
+                if self._capture is None
+                else engine.programs_of(
+                    tuple(map(evaluation_graph, engine.captured, self._capture()))
+                )
+            )
+        return self._programs
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, blocks run in evaluation mode."""
+        engine, programs = self._engine, self.programs
+        if programs is engine.programs:
+            yield
+            return
+        changed: list[tuple[Any, Any]] = []
+        moved: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        try:
+            for index, stage in engine.stages.items():
+                first = engine.plan.stages[index].first_block
+                blocks: list[Any] = list(stage.blocks)
+                for position, block in enumerate(blocks):
+                    changed.append((block, block._program))
+                    class_index = engine.graph.blocks[first + position].class_index
+                    block._program = programs.of_class(class_index)
+                moved.append((stage.passed, dict(stage.passed)))
+                stage.passed.update(self._of_first_replica(index))
+            yield
+        finally:
+            for block, program in changed:
+                block._program = program
+            for passed, before in moved:
+                passed.update(before)
+
+    def _of_first_replica(self, index: int) -> dict[str, Tensor]:
+        """Return a stage's buffers that replicas move, as the first replica has them."""
+        engine = self._engine
+        group = engine.mesh.group("data")
+        if group is None or engine.has_deferred_statistics:
+            return {}
+        graph, passed = engine.captured[0], engine.stages[index].passed
+        names = {name for norm in batch_norms(graph) for name in _running(norm)}
+        for number in engine.plan.stages[index].blocks:
+            block = graph.blocks[number]
+            program = graph.classes[block.class_index]
+            known = dict(zip(program.params, block.params, strict=True))
+            names.update(known[name] for name in written_buffers(program))
+        found = {name: passed[name].clone() for name in sorted(names) if name in passed}
+        for tensor in found.values():
+            dist.broadcast(tensor, group=group, group_src=0)
+        return found
+
+
+def _running(norm: BatchNorm) -> Iterator[str]:
+    yield from (name for name in (norm.running_mean, norm.running_var) if name is not None)
+
+
+def reads_mode(module: nn.Module) -> bool:
+    """Whether a module may compute something else after ``eval()``: it, or a part of it, reads
+    ``training``, as far as its source says.
+    """
+    return any(map(_source_reads_mode, {type(part) for part in module.modules()}))
+
+
+def _source_reads_mode(kind: type) -> bool:
+    for base in kind.__mro__:
+        if base in (nn.Module, object):
+            continue
+        try:
+            source = inspect.getsource(base)
+        except (OSError, TypeError):
+            return True
+        if "training" in source:
+            return True
+    return False

@@ -1,0 +1,245 @@
+"""From what the script gives a step (a whole batch, or a replica's own part) to a rank's feed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.data import OwnPart
+from planner.errors import ModelError
+from planner.graph import Affine, ModelGraph, TensorMeta
+from planner.graph.batch import flatten_batch
+from planner.graph.batch_split import BatchSplit
+from planner.plan import Plan
+from planner.runtime.start.mesh import Mesh
+from planner.runtime.step.agreement import Agreed, Said, agree, marks_of, refuse_other_cuts
+from planner.runtime.step.feed import (
+    CutBatch,
+    Feed,
+    Preamble,
+    batch_metas,
+    check_structure,
+    count_samples,
+    even_split,
+    filled,
+)
+from planner.runtime.step.loss_weights import LossWeights
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """The model on batches of one shape: its graph, and the preamble of each stage of a rank."""
+
+    graph: ModelGraph
+    preambles: Mapping[int, Preamble]
+
+
+class Feeder:
+    """Feeds one rank's stages. `reads` are the paths of the batch's tensors that they, or the
+    loss weight, take; a rank that reads none is given none.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[Shaped],
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        side_inputs: Mapping[int, tuple[str, ...]],
+        loss_weights: LossWeights,
+        pad: Mapping[str, float],
+    ) -> None:
+        """The first of `shapes` is the plan's own, its buckets follow, the smallest first.
+
+        `side_inputs` names what each stage takes beside activations; `pad` gives by path what
+        tensors are filled up with. Raises ModelError for a path that is not in the batch.
+        """
+        self._graph, self._plan, self._mesh = shapes[0].graph, plan, mesh
+        self._shapes, self._side_inputs, self._weights = shapes, side_inputs, loss_weights
+        self._metas = [batch_metas(shaped.graph) for shaped in shapes]
+        unknown = sorted(set(pad) - set(self._metas[0]))
+        if unknown:
+            raise ModelError(
+                f"pad has {', '.join(unknown)}, and the batch has {', '.join(self._metas[0])}; "
+                "name tensors of the batch"
+            )
+        self.pad = pad
+        self._filled_up = {path: self._varying(path) for path in pad}
+        self._smallest_first = (*range(1, len(shapes)), 0)
+        used = {name for preamble in shapes[0].preambles.values() for name in preamble.inputs}
+        self._used = sorted(used)
+        self.reads = frozenset(
+            self._metas[0]
+            if loss_weights.reads_batch
+            else (self._graph.tensor[name].fqn for name in used)
+        )
+
+    @property
+    def preambles(self) -> tuple[Preamble, ...]:
+        """Those of all stages and shapes."""
+        return tuple(made for shaped in self._shapes for made in shaped.preambles.values())
+
+    def _varying(self, path: str) -> frozenset[int]:
+        """The dims of a tensor of which a batch may have less."""
+        own = self._metas[0][path].shape
+        others = [metas[path].shape for metas in self._metas[1:]]
+        return frozenset(
+            dim
+            for dim, size in enumerate(own)
+            if isinstance(size, int) and any(shape[dim] != size for shape in others)
+        )
+
+    def feed(self, batch: Any) -> Feed:
+        """Return the feed of a whole batch or an `OwnPart`; every rank calls it.
+
+        Raises ModelError for what the plan can't take, for parts on all ranks alike.
+        """
+        if isinstance(batch, OwnPart):
+            return self._own_feed(batch)
+        leaves, tree = flatten_batch(batch)
+        check_structure(tree, leaves, self._graph, needed=self._metas[0])
+        (bucket, *_), num_samples = self._fitting(leaves)
+        cut = CutBatch(
+            split=even_split(num_samples, self._plan),
+            tree=tree,
+            leaves=leaves,
+            metas=self._metas[bucket],
+        )
+        count, number = self._mesh.size("batch"), self._mesh.rank("batch")
+        runs = [cut.split.part(m, count, number) for m in range(cut.split.num_microbatches)]
+        return self._feed(
+            cut, runs, self._weights.of(cut), bucket, partial(self._weights.total, cut)
+        )
+
+    def _fitting(self, leaves: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int]:
+        """Return the shapes that tensors have or may be filled up to, and their samples.
+
+        Raises ModelError where there is none.
+        """
+        found: dict[int, int] = {}
+        wrong: ModelError | None = None
+        for bucket in self._smallest_first:
+            try:
+                found[bucket] = count_samples(
+                    leaves, self._metas[bucket], filled_up=self._filled_up
+                )
+            except ModelError as error:
+                wrong = error
+        if not found:
+            assert wrong is not None
+            if len(self._shapes) == 1:
+                raise wrong
+            raise ModelError(
+                f"{wrong}, or as one of {len(self._shapes) - 1} buckets; planner.apply(..., pad="
+                '{"PATH": VALUE}) fills tensors up'
+            )
+        samples = next(iter(found.values()))
+        return tuple(bucket for bucket, count in found.items() if count == samples), samples
+
+    def _own_feed(self, part: OwnPart) -> Feed:
+        agreed = part.agreed if isinstance(part.agreed, Agreed) else self._asked(part)
+        leaves, tree = flatten_batch(part.batch)
+        metas = self._metas[agreed.bucket]
+        cut = CutBatch(split=agreed.split, tree=tree, leaves=leaves, metas=metas)
+        runs = agreed.split.own(self._mesh.size("batch"), self._mesh.rank("batch"))
+        if agreed.counted is None:
+            weights = self._weights.by_samples(agreed.split)
+        elif self._weights.reads_batch:
+            weights = self._weights.by_counts(self._weights.count(cut, runs), agreed.counted)
+        else:
+            weights = ()
+        counted = agreed.split.num_samples if agreed.counted is None else agreed.counted
+        return self._feed(cut, runs, weights, agreed.bucket, lambda: float(counted))
+
+    def _asked(self, part: OwnPart) -> Agreed:
+        refuse_other_cuts(self._plan)
+        agreed = agree(self._mesh, self._plan, lambda: self.say(part.batch))
+        assert agreed is not None, "no rank said that its data have ended"
+        return agreed
+
+    def say(self, batch: Any, *, whole: int | None = None, **more: Any) -> Said:
+        """Return what this rank says of its own part; see `Said`.
+
+        Raises ModelError for a part that lacks what the rank reads, or has another structure.
+        """
+        count, number = self._mesh.size("batch"), self._mesh.rank("batch")
+        leaves, tree = flatten_batch(batch)
+        if not leaves and not self.reads:
+            return Said(parts=count, number=number, whole=whole, **more)
+        check_structure(tree, leaves, self._graph, needed=self.reads)
+        fits, found = self._fitting(leaves)
+        samples = found if self._counts_samples(leaves) else None
+        counted = None
+        if samples is not None:
+            # Where others have no say in it, the replica's part is all there is.
+            split, parts, place = self._split(samples), 1, 0
+            if whole is not None:
+                split, parts, place = even_split(whole, self._plan), count, number
+            runs = split.own(parts, place)
+            if samples != runs[-1].stop:
+                raise ModelError(
+                    f"its loader made {samples} samples of {runs[-1].stop}; a collate_fn keeps "
+                    "the number of samples"
+                )
+            if self._weights.reads_batch and self._mesh.is_first_of_samples:
+                metas = self._metas[fits[0]]
+                cut = CutBatch(split=split, tree=tree, leaves=leaves, metas=metas)
+                counted = sum(self._weights.count(cut, runs))
+        if "marks" not in more:
+            more["marks"] = marks_of(leaves)
+        return Said(
+            parts=count,
+            number=number,
+            samples=samples,
+            fits=fits,
+            whole=whole,
+            counted=counted,
+            **more,
+        )
+
+    def _split(self, samples: int) -> BatchSplit:
+        return BatchSplit.of_parts((samples,), num_microbatches=self._plan.num_microbatches)
+
+    def _counts_samples(self, leaves: Mapping[str, Tensor]) -> bool:
+        metas = self._metas[0]
+        return any(isinstance(size, Affine) for path in leaves for size in metas[path].shape)
+
+    def _feed(
+        self,
+        cut: CutBatch,
+        runs: Sequence[range],
+        weights: tuple[Tensor, ...],
+        bucket: int,
+        total: Callable[[], float],
+    ) -> Feed:
+        shaped = self._shapes[bucket]
+        metas = [shaped.graph.tensor[name] for name in self._used]
+
+        def piece(meta: TensorMeta, samples: range) -> Tensor:
+            tensor = cut.tensor(meta.fqn, samples).to(
+                self._mesh.device, getattr(torch, meta.dtype), non_blocking=True
+            )
+            # (On the device: what is filled up on the host would no longer lie in pinned memory.)
+            return filled(tensor, meta.shape_at(len(samples)), self.pad.get(meta.fqn, 0))
+
+        microbatches = [{meta.name: piece(meta, samples) for meta in metas} for samples in runs]
+
+        def side_inputs(stage_index: int, microbatch_index: int) -> tuple[Tensor, ...]:
+            values = shaped.preambles[stage_index](
+                microbatches[microbatch_index], len(runs[microbatch_index])
+            )
+            return tuple(values[name] for name in self._side_inputs[stage_index])
+
+        return Feed(
+            split=cut.split,
+            num_samples=tuple(map(len, runs)),
+            side_inputs=side_inputs,
+            loss_weights=weights,
+            total=None if self._weights.are_sums else total,
+            bucket=bucket,
+        )

@@ -1,0 +1,217 @@
+"""V12, X11: DeepSpeed's JSON, nanotron's and accelerate's YAML, Megatron-Bridge's overrides.
+
+Where a system's package is installed its own parser reads the files; else the types and choices of
+its documented fields hold them.
+"""
+
+import json
+import re
+
+import pytest
+
+from planner.emit import emit, find_emitter, refusals
+from planner.emit.targets.nanotron import own_cuts
+from tests.emit.views import assert_golden, changed, view_of
+
+FLAT = {"tp": 1, "pp": 1, "vpp": 1, "dp": 8, "gpus": 8}
+SPLIT = FLAT | {"cp": 2, "gpus": 16, "zero_stage": 3, "recompute": "full"}
+NANOTRON = {"stack": "nanotron", "vpp": 1, "pp": 2, "gpus": 8, "zero_stage": 1}
+
+GOLDEN = [
+    ("deepspeed", FLAT | {"zero_stage": 3}),
+    ("nanotron", NANOTRON),
+    ("accelerate", SPLIT),
+    ("megatron-bridge", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "cells"), GOLDEN, ids=[name for name, _ in GOLDEN])
+def test_golden_files(name, cells):
+    assert_golden(emit(view_of(**cells), find_emitter(name)).files, name)
+
+
+def assert_documented(values: dict, schema: dict) -> None:
+    """Hold nested values to a schema of types, choices and sections."""
+    for name, value in values.items():
+        allowed = schema[name]
+        if isinstance(allowed, dict):
+            assert_documented(value, allowed)
+        elif isinstance(allowed, tuple):
+            assert value in allowed, (name, value)
+        else:
+            assert type(value) is allowed, (name, value)
+
+
+def named(view, name: str) -> set[str]:
+    return {refusal.feature for refusal in refusals(view, find_emitter(name))}
+
+
+DEEPSPEED = {
+    "train_batch_size": int,
+    "train_micro_batch_size_per_gpu": int,
+    "gradient_accumulation_steps": int,
+    "zero_optimization": {
+        "stage": (0, 1, 2, 3),
+        "offload_optimizer": {"device": ("none", "cpu", "nvme"), "pin_memory": bool},
+    },
+    "bf16": {"enabled": bool},
+    "data_types": {"grad_accum_dtype": ("fp32", "fp16", "bf16")},
+    "tensor_parallel": {"autotp_size": int},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_deepspeed_has_documented_fields(stage):
+    view = view_of(**FLAT, zero_stage=stage)
+    if stage:
+        view = changed(view, optimizer_on_host=True)
+    config = json.loads(emit(view, find_emitter("deepspeed")).files["deepspeed.json"])
+    assert_documented(config, DEEPSPEED)
+    samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert config["train_batch_size"] == samples * view.plan.dp == view.plan.global_batch
+
+
+def test_deepspeed_reads_its_zero_section():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    view = changed(view_of(**FLAT, zero_stage=2), optimizer_on_host=True)
+    config = json.loads(emit(view, find_emitter("deepspeed")).files["deepspeed.json"])
+    read = zero.get_zero_config(config)
+    assert (read.stage, read.offload_optimizer.device) == (2, "cpu")
+
+
+def test_deepspeed_refuses_by_name():
+    assert named(view_of(), "deepspeed") == {"pp", "vpp", "cuts", "schedule", "layouts"}
+    over_tp = FLAT | {"tp": 2, "gpus": 16}
+    assert named(view_of(**over_tp, zero_stage=3), "deepspeed") == {"zero", "layouts"}
+    accepted = view_of(**over_tp, accepted=("layouts",))
+    files = emit(accepted, find_emitter("deepspeed")).files
+    assert json.loads(files["deepspeed.json"])["tensor_parallel"] == {"autotp_size": 2}
+    whole = changed(view_of(**FLAT, zero_stage=0), optimizer_on_host=True)
+    assert named(whole, "deepspeed") == {"optimizer-on-host"}
+
+
+NANOTRON_FIELDS = {
+    "parallelism": {
+        "dp": int,
+        "pp": int,
+        "tp": int,
+        "context_parallel_size": int,
+        "expert_parallel_size": int,
+        "pp_engine": ("1f1b", "afab"),
+        "tp_mode": ("ALL_REDUCE", "REDUCE_SCATTER"),
+        "recompute_layer": bool,
+    },
+    "tokens": {
+        "micro_batch_size": int,
+        "batch_accumulation_per_replica": int,
+        "sequence_length": int,
+    },
+    "model": {"dtype": ("float32", "float64", "complex64", "bfloat16", "float16", "uint8")},
+    "optimizer": {"zero_stage": (0, 1), "accumulate_grad_in_fp32": bool},
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "full", "cp": 2, "gpus": 16}, {"sp": 0}])
+def test_nanotron_has_documented_fields(changes):
+    yaml = pytest.importorskip("yaml")
+    view = view_of(**NANOTRON | changes)
+    config = yaml.safe_load(emit(view, find_emitter("nanotron")).files["nanotron.yaml"])
+    assert_documented(config, NANOTRON_FIELDS)
+    assert config["parallelism"]["tp_mode"] == ("ALL_REDUCE" if changes.get("sp") == 0 else
+                                                "REDUCE_SCATTER")  # fmt: skip
+
+
+def test_nanotron_cuts_stages_itself():
+    view = view_of(**NANOTRON)
+    # Layers cost 4 * 32 * 128 * 4096 + 3 * 14336 * 4096, and the head 128256 * 4096 (padded: that
+    # is 2.17 layers). Half of 34.2 layers is more than 17: the 18th takes rank 0 over it.
+    assert own_cuts(view) == [0] * 18 + [1] * 15
+    assert "cuts" not in named(view, "nanotron")
+    even = view_of(**NANOTRON | {"stack": "megatron-core"})
+    found = refusals(even, find_emitter("nanotron"))
+    assert [refusal.feature for refusal in found] == ["cuts"]
+    assert "nanotron cuts stages of 18,14 layers" in found[0].why
+
+
+def test_nanotron_refuses_by_name():
+    found = named(view_of(zero_stage=2, recompute="selective"), "nanotron")
+    assert found == {"vpp", "cuts", "zero", "recompute"}
+    zero_bubble = named(view_of(**NANOTRON | {"schedule": "ZB-1p"}), "nanotron")
+    assert zero_bubble == {"schedule"}
+
+
+ACCELERATE = {
+    "compute_environment": ("LOCAL_MACHINE",),
+    "distributed_type": ("FSDP", "MULTI_GPU"),
+    "num_machines": int,
+    "num_processes": int,
+    "machine_rank": int,
+    "main_process_ip": str,
+    "main_process_port": int,
+    "rdzv_backend": ("static",),
+    "mixed_precision": ("no", "bf16"),
+    "use_cpu": bool,
+    "debug": bool,
+    "fsdp_config": {
+        "fsdp_version": (2,),
+        "fsdp_reshard_after_forward": bool,
+        "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),
+        "fsdp_activation_checkpointing": bool,
+        "fsdp_offload_params": bool,
+        "fsdp_state_dict_type": ("SHARDED_STATE_DICT",),
+    },
+    "parallelism_config": {
+        "parallelism_config_dp_replicate_size": int,
+        "parallelism_config_dp_shard_size": int,
+        "parallelism_config_tp_size": int,
+        "parallelism_config_cp_size": int,
+        "parallelism_config_cp_comm_strategy": ("allgather", "alltoall"),
+    },
+}
+
+
+@pytest.mark.parametrize("cells", [SPLIT, FLAT | {"zero_stage": 0}, FLAT | {"zero_stage": 2}])
+def test_accelerate_has_documented_fields(cells, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    view = view_of(**cells)
+    text = emit(view, find_emitter("accelerate")).files["accelerate.yaml"]
+    assert_documented(yaml.safe_load(text), ACCELERATE)
+
+
+def test_accelerate_launch_takes_its_file(tmp_path):
+    pytest.importorskip("accelerate")
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(emit(view_of(**SPLIT), find_emitter("accelerate")).files[path.name])
+    given = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    read, _, mixed_precision_from_file = _validate_launch_command(given)
+    assert mixed_precision_from_file
+    assert (read.use_fsdp, read.use_parallelism_config) == (True, True)
+    assert (read.num_processes, read.num_machines, read.mixed_precision) == (16, 2, "bf16")
+    assert (read.parallelism_config_dp_shard_size, read.parallelism_config_cp_size) == (8, 2)
+    assert str(read.fsdp_activation_checkpointing).lower() == "true"
+    assert str(read.fsdp_reshard_after_forward).lower() == "true"
+
+
+def test_accelerate_refuses_by_name():
+    assert named(view_of(), "accelerate") == {
+        "tp", "pp", "vpp", "cuts", "schedule", "zero", "layouts",
+    }  # fmt: skip
+
+
+def test_megatron_bridge_sets_what_a_recipe_may_have_otherwise():
+    bridge = find_emitter("megatron-bridge")
+    plain = view_of(**FLAT | {"dp": 4, "gpus": 4, "zero_stage": 0})
+    text = emit(plain, bridge).files["megatron-bridge.sh"]
+    found = dict(re.findall(r'"([a-z._]+)=(.*)"\n', text))
+    assert found["model.sequence_parallel"] == "false"
+    assert found["model.virtual_pipeline_model_parallel_size"] == "null"
+    assert found["model.recompute_granularity"] == "null"
+    assert found["ddp.use_distributed_optimizer"] == "false"
+    assert found["optimizer.use_distributed_optimizer"] == "false"
+    full = emit(view_of(recompute="full", zero_stage=1), bridge).files["megatron-bridge.sh"]
+    again = dict(re.findall(r'"([a-z._]+)=(.*)"\n', full))
+    assert again["model.recompute_granularity"] == "full"
+    assert again["optimizer.use_distributed_optimizer"] == "true"
+    assert set(found) >= set(again) - {"model.pipeline_model_parallel_layout"}

@@ -1,0 +1,315 @@
+"""X11: scripts for torchrun, Slurm and Ray start the ranks of a plan, which train as one process.
+
+Slurm's and Ray's own programs are stood in for by stubs that set what theirs set; in the quick
+form of each test so is torchrun, and the training script writes its environment alone.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from planner.emit import Launch, PlanView, emit, find_emitter, refusals
+from planner.graph.capture_cache import load_graph
+from planner.plan import ClusterRef, save_plan
+from planner.plan.defaults import default_plan
+from tests.cli.conftest import MODEL_FILE
+from tests.emit.views import assert_golden, view_of
+
+TRAIN = """
+import json, os, sys
+from pathlib import Path
+import torch
+import model
+import planner
+
+torch.manual_seed(0)
+network = model.model()
+torch.manual_seed(1)
+batch = model.batch(4)
+alone = [p.detach().clone().requires_grad_() for p in network.parameters()]
+expected = torch.func.functional_call(network, dict(zip(dict(network.named_parameters()), alone)),
+                                      (batch,) if torch.is_tensor(batch) else batch)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+engine = planner.apply("plan.json", network, optimizer=optimizer)
+found = {
+    "loss": engine.step(batch).item(),
+    "expected": expected.item(),
+    "rank": int(os.environ["RANK"]),
+    "node": int(os.environ["GROUP_RANK"]),
+    "arguments": sys.argv[1:],
+}
+Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+
+QUICK_TRAIN = """
+import json, os, sys
+from pathlib import Path
+
+found = {
+    "loss": 1.0,
+    "expected": 1.0,
+    "rank": int(os.environ["RANK"]),
+    "node": int(os.environ["GROUP_RANK"]),
+    "arguments": sys.argv[1:],
+}
+Path(f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+QUICK_TORCHRUN = """
+import argparse, os, subprocess, sys
+
+parser = argparse.ArgumentParser()
+for name in ("nnodes", "nproc-per-node", "node-rank", "max-restarts", "master-port"):
+    parser.add_argument(f"--{name}", type=int)
+parser.add_argument("--rdzv-backend", choices=["static"], required=True)
+parser.add_argument("--master-addr", choices=["localhost"], required=True)
+parser.add_argument("program", nargs=argparse.REMAINDER)
+given = parser.parse_args()
+assert given.nnodes * given.nproc_per_node == 2 and given.master_port > 1024
+for local in range(given.nproc_per_node):
+    rank = given.node_rank * given.nproc_per_node + local
+    own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(given.node_rank)}
+    subprocess.run([sys.executable, *given.program], env=os.environ | own, check=True)
+"""
+
+
+@pytest.fixture(params=["quick", pytest.param("real", marks=pytest.mark.slow)])
+def folder(request, tmp_path, monkeypatch) -> Path:
+    """A folder with model.py, train.py, and torchrun and python of this interpreter on the path."""
+    quick = request.param == "quick"
+    (tmp_path / "model.py").write_text(MODEL_FILE.format(layers=4, width=8, body="pass"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "train.py").write_text(QUICK_TRAIN if quick else TRAIN)
+    (tmp_path / "quick_torchrun.py").write_text(QUICK_TORCHRUN)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    runs = f'#!/bin/sh\nexec "{sys.executable}" '
+    program = str(tmp_path / "quick_torchrun.py") if quick else "-m torch.distributed.run"
+    stub(tools / "torchrun", f'{runs} {program} "$@"\n')
+    stub(tools / "python", runs + '"$@"\n')
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def stub(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def emit_into(folder: Path, name: str, *, devices_per_node: int) -> None:
+    plan = default_plan(
+        load_graph(folder / "model.py"), pp=2, microbatch_size=2, num_microbatches=2
+    )
+    cluster = ClusterRef(name="none", device="cpu", devices_per_node=devices_per_node)
+    plan = plan.model_copy(update={"cluster": cluster})
+    save_plan(plan, folder / "plan.json")
+    for file, text in emit(PlanView(plan=plan), find_emitter(name)).files.items():
+        (folder / file).write_text(text)
+
+
+def run(folder: Path, *command: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def assert_trained(folder: Path, *, nodes: tuple[int, int]) -> None:
+    for rank, node in enumerate(nodes):
+        found = json.loads((folder / f"rank-{rank}.json").read_text())
+        assert (found["rank"], found["node"], found["arguments"]) == (rank, node, ["--lr", "1 2"])
+        assert found["loss"] == pytest.approx(found["expected"], rel=1e-5)
+
+
+def free_port(first: int) -> int:
+    for port in range(first, first + 2000):
+        with socket.socket() as candidate:
+            if candidate.connect_ex(("localhost", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+def test_torchrun_script_trains_on_two_ranks(folder):
+    emit_into(folder, "torchrun", devices_per_node=2)
+    script = (folder / "torchrun.sh").read_text().replace("29500", str(free_port(29600)))
+    (folder / "torchrun.sh").write_text(script)
+    run(folder, "bash", "torchrun.sh", "--lr", "1 2")
+    assert_trained(folder, nodes=(0, 0))
+
+
+def test_slurm_script_trains_on_two_nodes(folder):
+    emit_into(folder, "slurm", devices_per_node=1)
+    tools = folder / "tools"
+    stub(
+        tools / "scontrol", '#!/bin/sh\necho "$*" > scontrol.said\nprintf "localhost\\nother\\n"\n'
+    )
+    stub(
+        tools / "srun",
+        textwrap.dedent(
+            """\
+            #!/usr/bin/env bash
+            while [[ "$1" == --* ]]; do shift; done
+            for node in 0 1; do SLURM_NODEID=$node SLURM_PROCID=$node "$@" & pids+=($!); done
+            for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+            """
+        ),
+    )
+    port = free_port(21000)
+    stub(
+        tools / "sbatch",
+        textwrap.dedent(
+            f"""\
+            #!/usr/bin/env bash
+            export SLURM_JOB_ID={port - 20000} SLURM_JOB_NODELIST='node[0-1]'
+            export SLURM_SUBMIT_DIR="$PWD" SLURM_PROCID=0 SLURM_NODEID=0
+            cp "$1" /tmp/$$.spool; shift
+            trap 'rm -f /tmp/$$.spool' EXIT
+            cd / && bash /tmp/$$.spool "$@"
+            """
+        ),
+    )
+    run(folder, "sbatch", "slurm.sbatch", "--lr", "1 2")
+    assert_trained(folder, nodes=(0, 1))
+    assert (folder / "scontrol.said").read_text() == "show hostnames node[0-1]\n"
+
+
+RAY = """
+import threading
+
+
+class Ref:
+    def __init__(self, function, arguments):
+        self.thread = threading.Thread(target=self.run, args=(function, arguments))
+        self.thread.start()
+
+    def run(self, function, arguments):
+        try:
+            self.value, self.error = function(*arguments), None
+        except Exception as error:
+            self.error = error
+
+
+class Remote:
+    def __init__(self, function):
+        self.function = function
+
+    def options(self, *, scheduling_strategy, num_cpus, num_gpus, max_retries):
+        assert 0 <= scheduling_strategy.index < 2 and max_retries == 0
+        return self
+
+    def remote(self, *arguments):
+        return Ref(self.function, arguments)
+
+
+def init(address=None):
+    pass
+
+
+remote = Remote
+
+
+def get(refs):
+    if isinstance(refs, list):
+        return [get(ref) for ref in refs]
+    refs.thread.join()
+    if refs.error:
+        raise refs.error
+    return refs.value
+"""
+
+RAY_UTIL = {
+    "__init__": 'def get_node_ip_address():\n    return "localhost"\n',
+    "placement_group": """
+from ray import Ref
+
+class Group:
+    def ready(self):
+        return Ref(lambda: self, ())
+
+def placement_group(bundles, strategy):
+    assert strategy == "STRICT_SPREAD" and bundles == [{"CPU": 1.0}] * 2
+    return Group()
+
+def remove_placement_group(group):
+    open("removed", "w").close()
+""",
+    "scheduling_strategies": """
+class PlacementGroupSchedulingStrategy:
+    def __init__(self, group, placement_group_bundle_index):
+        self.index = placement_group_bundle_index
+""",
+}
+
+
+def test_ray_driver_trains_on_two_nodes(folder, monkeypatch):
+    emit_into(folder, "ray", devices_per_node=1)
+    stubs = folder / "stubs"
+    (stubs / "ray" / "util").mkdir(parents=True)
+    (stubs / "ray" / "__init__.py").write_text(RAY)
+    for name, text in RAY_UTIL.items():
+        (stubs / "ray" / "util" / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{stubs}{os.pathsep}{os.environ['PYTHONPATH']}")
+    run(folder, sys.executable, "ray_driver.py", "--lr", "1 2")
+    assert_trained(folder, nodes=(0, 1))
+    assert (folder / "removed").exists()
+
+
+def test_a_node_that_lacks_something_says_so_before_it_waits(folder):
+    emit_into(folder, "torchrun", devices_per_node=2)
+    (folder / "train.py").unlink()
+    done = subprocess.run(
+        ["bash", "torchrun.sh"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "no file train.py" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["torchrun", "slurm", "ray", "kubernetes"])
+def test_golden_files_of_two_nodes_of_gpus(name):
+    launch = Launch(script="train it.py", arguments=("--steps", "10"))
+    view = view_of(launch=launch)
+    assert_golden(emit(view, find_emitter(name)).files, name)
+    if name != "kubernetes":
+        for file, text in emit(view, find_emitter(name)).files.items():
+            if not file.endswith(".py"):
+                subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_plans_with_experts_meshes_are_refused():
+    found = refusals(view_of(model="mixtral-8x7b", ep=2), find_emitter("torchrun"))
+    assert {refusal.feature for refusal in found} == {"ep", "etp"}
+
+
+def test_kubernetes_manifest_has_documented_fields():
+    yaml = pytest.importorskip("yaml")
+    text = emit(view_of(), find_emitter("kubernetes")).files["kubernetes.yaml"]
+    config, service, job = yaml.safe_load_all(text)
+    script = emit(view_of(), find_emitter("torchrun")).files["torchrun.sh"]
+    assert config["data"] == {"torchrun.sh": script}
+    name = job["metadata"]["name"]
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    assert set(job["spec"]) == {
+        "completionMode", "completions", "parallelism", "backoffLimit", "template",
+    }  # fmt: skip
+    assert (job["spec"]["completionMode"], job["spec"]["completions"]) == ("Indexed", 2)
+    pod = job["spec"]["template"]["spec"]
+    assert set(pod) == {"subdomain", "restartPolicy", "containers", "volumes"}
+    assert pod["subdomain"] == service["metadata"]["name"] == name
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    environment = {entry["name"]: entry for entry in container["env"]}
+    assert environment["MASTER_ADDR"]["value"] == f"{name}-0.{name}"
+    field = environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert {volume["name"] for volume in pod["volumes"]} == {
+        mount["name"] for mount in container["volumeMounts"]
+    }

@@ -1,0 +1,107 @@
+"""V12, X11: Megatron-LM's flags. Its own parser took these files when they were made."""
+
+import re
+
+import pytest
+
+from planner.emit import emit, find_emitter, refusals
+from planner.emit.megatron_options import parse_flags
+from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
+from planner.layout.class_layout import ClassLayout
+from planner.plan import ClassRecompute
+from tests.emit.views import assert_golden, changed, view_of
+
+MEGATRON = find_emitter("megatron-lm")
+
+
+def test_golden_script():
+    assert_golden(emit(view_of(), MEGATRON).files, "megatron-lm")
+
+
+def unrolled(layout: str) -> list[str]:
+    """Expand a layout as Megatron-LM's parse_str_to_list does: brackets, then letters."""
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(pattern, lambda found: found[1] * int(found[2]), layout)
+    return layout.split("|")
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [{}, {"layers": 30, "vpp": 1}, {"layers": 40, "pp": 2, "vpp": 4, "gpus": 8}, {"layers": 11}],
+    ids=str,
+)
+def test_layout_puts_every_layer_where_the_plan_does(cells):
+    view = view_of(**cells)
+    stages = unrolled(pipeline_layout(view.parts))
+    assert len(stages) == len(view.plan.stages)
+    assert (stages[0][0], stages[-1][-1]) == ("E", "L")
+    for stage, text in zip(view.plan.stages, stages, strict=True):
+        blocks = [view.graph.blocks[b].name for b in stage.blocks]
+        assert text.count("t") == sum(".layers." in name for name in blocks)
+
+
+def test_uneven_stages_survive():
+    view = view_of(vpp=1)
+    bounds = (0, 3, 15, 28, 34)
+    stages = tuple(
+        stage.model_copy(update={"first_block": bounds[s], "last_block": bounds[s + 1] - 1})
+        for s, stage in enumerate(view.plan.stages)
+    )
+    flags = megatron_flags(changed(view, stages=stages))
+    assert flags["pipeline-model-parallel-layout"] == "Et*2|t*12|t*13|t*5L"
+
+
+def test_zero_experts_context_and_recomputation_have_flags():
+    flags = megatron_flags(view_of(zero_stage=3, recompute="full", cp=2, gpus=32))
+    assert flags["data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert flags["recompute-granularity"] == "full"
+    assert (flags["context-parallel-size"], flags["cp-comm-type"]) == ("2", "all_gather")
+    experts = view_of(model="mixtral-8x7b", ep=2, tp=2, etp=1)
+    assert megatron_flags(experts)["expert-model-parallel-size"] == "2"
+    for view in (view_of(), experts):
+        assert not refusals(view, MEGATRON)
+        words = [f"--{name} {value}" for name, value in megatron_flags(view).items()]
+        parsed = parse_flags(" ".join(words))
+        assert not parsed.broken
+        assert set(parsed.values) == set(megatron_flags(view))
+
+
+def refused(view) -> dict[str, str]:
+    return {refusal.feature: str(refusal) for refusal in refusals(view, MEGATRON)}
+
+
+def test_what_it_can_not_express_is_refused_by_name():
+    assert "has the job table of 1f1b" in refused(view_of(vpp=1, schedule="ZB-1p"))["schedule"]
+    view = view_of(vpp=1)
+    on_host = tuple(s.model_copy(update={"activations_on_host": True}) for s in view.plan.stages)
+    found = refused(changed(view, stages=on_host, precision="model"))
+    assert found.keys() == {"activations-on-host", "precision"}
+    assert "Megatron-LM trains bfloat16 with fp32 master weights" in found["precision"]
+
+
+def test_recomputation_of_single_ops_is_refused_or_accepted():
+    view = view_of(vpp=1, recompute="selective")
+    only = ClassRecompute(class_index=1, ops=(view.graph.classes[1].ops[0].name,))
+    other = changed(view, recomputed=(only,))
+    assert "`accept` recompute has selective" in refused(other)["recompute"]
+    accepted = view_of(vpp=1, recompute="selective", accepted=("recompute",))
+    emitted = emit(changed(accepted, recomputed=(only,)), MEGATRON)
+    assert "--recompute-modules core_attn" in emitted.files["megatron-lm.sh"]
+    assert emitted.notes[0].startswith("recompute differs from the plan, as accepted")
+
+
+def test_experts_on_tp_need_sequence_parallelism():
+    view = view_of(model="mixtral-8x7b", ep=2, sp=0)
+    assert "trains experts on tp with --sequence-parallel alone" in refused(view)["layouts"]
+
+
+def test_placements_unlike_megatrons_are_refused():
+    view = view_of()
+    assert not view.differs_from_usual_tp()
+    embedding = view.plan.layouts[0]
+    by_width = ClassLayout.model_validate(embedding.model_dump() | {"params": ("S(1)",)})
+    other = changed(view, layouts=(by_width, *view.plan.layouts[1:]))
+    assert (
+        "lies as S(1) where it has S(0), which a search takes with `pins`"
+        in refused(other)["layouts"]
+    )

@@ -1,0 +1,166 @@
+"""V12, X11: torchtitan's configuration; PyTorch's own loader reads the schedule back."""
+
+import sys
+import tomllib
+from dataclasses import field, make_dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from planner.emit import emit, find_emitter, refusals
+from planner.schedule import SCHEDULES, build_schedule
+from tests.emit.views import assert_golden, changed, view_of
+
+TITAN, TOML = find_emitter("torchtitan"), find_emitter("torchtitan-toml")
+
+SMALL = {"pp": 2, "gpus": 8, "global_batch": 8, "layers": 6}
+
+PARALLELISM = {
+    "data_parallel_replicate_degree": int,
+    "data_parallel_shard_degree": int,
+    "fsdp_reshard_after_forward": ("default", "always", "never"),
+    "tensor_parallel_degree": int,
+    "pipeline_parallel_degree": int,
+    "module_fqns_per_model_part": list,
+    "pipeline_parallel_schedule": str,
+    "pipeline_parallel_schedule_csv": str,
+    "context_parallel_degree": int,
+    "expert_parallel_degree": int,
+}
+"""Fields that both forms have, from torchtitan's configs.py and v0.2.2's job_config.py."""
+
+CURRENT = PARALLELISM | {"enable_sequence_parallel": bool, "num_pp_microbatches": int}
+TRAINING = {
+    "dtype": ("bfloat16", "float32"),
+    "mixed_precision_param": ("bfloat16", "float32"),
+    "num_tokens_per_microbatch_per_dp_rank": int,
+    "num_tokens_per_train_step": int,
+    "max_context_length": int,
+    "disable_cuda_graphs": bool,
+}
+V02 = {
+    "parallelism": PARALLELISM
+    | {
+        "pipeline_parallel_microbatch_size": int,
+        "context_parallel_rotate_method": ("allgather", "alltoall"),
+        "expert_tensor_parallel_degree": int,
+    },
+    "training": {
+        "local_batch_size": int,
+        "global_batch_size": int,
+        "seq_len": int,
+        "dtype": ("bfloat16", "float32"),
+        "mixed_precision_param": ("bfloat16", "float32"),
+    },
+    "activation_checkpoint": {"mode": ("selective", "full", "memory_budget", "none")},
+}
+
+
+def assert_documented(values, schema) -> None:
+    for name, value in values.items():
+        allowed = schema[name]
+        assert value in allowed if isinstance(allowed, tuple) else type(value) is allowed, name
+
+
+def load(files, tmp_path, monkeypatch):
+    """Run the emitted configuration against dataclasses of torchtitan's documented fields."""
+
+    def module(name: str, **values) -> None:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(values)
+
+    def record(name, schema):
+        return make_dataclass(name, [(n, object, field(default=None)) for n in schema])
+
+    training = record("TrainingConfig", TRAINING)
+    base = SimpleNamespace(training=training(), activation_checkpoint="its own")
+    policy = SimpleNamespace(Config=lambda: "full")
+    module("torchtitan")
+    module("torchtitan.config", ParallelismConfig=record("ParallelismConfig", CURRENT))
+    module("torchtitan.distributed")
+    module("torchtitan.distributed.activation_checkpoint", FullAC=policy)
+    module("torchtitan.models")
+    module("torchtitan.models.llama3")
+    module("torchtitan.models.llama3.config_registry", llama3_8b=lambda: base)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "planned.py"
+    space = {"__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    return space["planned"]()
+
+
+def test_golden_files():
+    assert_golden(emit(view_of(**SMALL, zero_stage=3), TITAN).files, "torchtitan")
+    assert_golden(emit(view_of(**SMALL, zero_stage=2), TOML).files, "torchtitan-toml")
+
+
+def test_the_configuration_has_documented_fields(tmp_path, monkeypatch):
+    view = view_of(**SMALL, zero_stage=3, recompute="full")
+    config = load(emit(view, TITAN).files, tmp_path, monkeypatch)
+    assert_documented(vars(config.parallelism), CURRENT)
+    assert_documented(vars(config.training), TRAINING)
+    assert config.activation_checkpoint == "full"
+    assert config.training.num_tokens_per_train_step == view.plan.global_batch * 8192
+    names = [name for part in config.parallelism.module_fqns_per_model_part for name in part]
+    layers = [f"layers.{i}" for i in range(6)]
+    assert names == ["tok_embeddings", *layers, "norm", "lm_head"]
+    assert config.parallelism.pipeline_parallel_schedule_csv == str(tmp_path / "schedule.csv")
+
+
+@pytest.mark.parametrize("cells", [{}, {"pp": 1, "vpp": 1}, {"cp": 2, "gpus": 16}], ids=str)
+def test_toml_has_documented_fields(cells):
+    view = view_of(**SMALL | {"dp": "", "zero_stage": 3} | cells)
+    sections = tomllib.loads(emit(view, TOML).files["torchtitan.toml"])
+    assert sections.keys() == V02.keys()
+    for section, values in sections.items():
+        assert_documented(values, V02[section])
+
+
+def loaded_by_torch(path, *, pp: int, num_stages: int, num_microbatches: int):
+    """Read a csv as torchtitan does; lowering adds the sends and receives, or fails."""
+    runtime = object.__new__(_PipelineScheduleRuntime)
+    runtime.pipeline_order = {}
+    runtime._defer_pp_recv = False
+    runtime._stages = []
+    runtime.pp_group_size, runtime._num_stages = pp, num_stages
+    runtime._n_microbatches = num_microbatches
+    runtime._load_csv(str(path))
+    return runtime
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_pytorch_loads_every_schedule_with_the_same_jobs_in_the_same_order(name, tmp_path):
+    vpp = max(SCHEDULES[name].min_vpp, 1)
+    table = build_schedule(name, pp=4, vpp=vpp, num_microbatches=8)
+    from planner.emit.targets.torchtitan import schedule_csv
+
+    path = tmp_path / "schedule.csv"
+    path.write_text(schedule_csv(table))
+    runtime = loaded_by_torch(path, pp=4, num_stages=4 * vpp, num_microbatches=8)
+    for rank, row in enumerate(table.jobs):
+        assert [str(action) for action in runtime.pipeline_order[rank]] == list(map(str, row))
+        computed = [a for a in runtime.pipeline_order_with_comms[rank] if a.is_compute_op]
+        assert list(map(str, computed)) == list(map(str, row))
+    homes = runtime.stage_index_to_group_rank
+    assert tuple(homes[s] for s in range(4 * vpp)) == table.stage_to_pp_rank
+
+
+def test_a_v_is_kept_and_other_folds_are_refused():
+    view = view_of(**SMALL | {"vpp": 1, "schedule": "ZB-V", "zero_stage": 0})
+    assert "'ZBVZeroBubble'" in emit(view, TITAN).files["planned.py"]
+    turned = tuple(
+        stage.model_copy(update={"pp_rank": 1 - stage.pp_rank}) for stage in view.plan.stages
+    )
+    found = {refusal.feature for refusal in refusals(changed(view, stages=turned), TITAN)}
+    assert found == {"stage-placement"}
+
+
+def test_what_it_can_not_express_is_refused_by_name():
+    view = view_of(**SMALL, zero_stage=1)
+    host = changed(view, optimizer_on_host=True)
+    assert {r.feature for r in refusals(host, TITAN)} == {"zero", "optimizer-on-host"}
+    replicated = view_of(**SMALL, zero_stage=0, sp=0)
+    assert not refusals(replicated, TITAN)
+    assert {r.feature for r in refusals(replicated, TOML)} == {"dp", "layouts"}

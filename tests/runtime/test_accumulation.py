@@ -1,0 +1,119 @@
+"""Gradients of several batches, and one update: as one process on all of them (fp64)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import planner
+from planner.errors import PlanError
+from planner.graph.batch import call_with_batch, loss_of
+from planner.plan import Plan
+from planner.plan.defaults import default_plan
+from tests.builders import MlpWithTarget, mlp_batch
+from tests.captures import capture_tiny
+from tests.runtime.scenarios import _gap, build, capture
+from tests.spawn import run_ranks
+
+SETTINGS = {"lr": 1e-2, "eps": 1e-3}
+
+
+def train(cases: list[tuple[str, Plan, bool]]) -> list[tuple[float, float, float]]:
+    """Return for each case the gaps of gradient norm, gradients and parameters."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for model, plan, weighted in cases:
+        tiny, module = build(model)
+        alone = copy.deepcopy(module)
+        optimizer = torch.optim.AdamW(alone.parameters(), **SETTINGS)
+        # By the first number of a sample, between 1 and 3: parts count unequally.
+        count: Any = (
+            (lambda part: float(len(part["ids"]) + part["ids"][:, 0].sum() % 7 + 1))
+            if (weighted)
+            else None
+        )
+        engine = planner.apply(
+            plan,
+            module,
+            optimizer=torch.optim.AdamW(module.parameters(), **SETTINGS),
+            max_grad_norm=0.05,
+            loss_weight=count,
+        )
+        norm_gap = gradient_gap = 0.0
+        for _ in range(2):
+            whole = tiny.batch(3 * plan.global_batch)
+            sizes = [plan.global_batch, plan.global_batch, plan.global_batch - 1]
+            parts = [
+                {k: v.split([*sizes, 1])[at] for k, v in whole.items()} for at in range(len(sizes))
+            ]
+            optimizer.zero_grad()
+            for at, part in enumerate(parts):
+                engine.step(part, update=at == len(parts) - 1)
+                if at == 0:
+                    engine.evaluate(part)  # changes nothing of what waits
+            if weighted:
+                # The mean over what counts, microbatch by microbatch of each replica.
+                terms = [
+                    (count(piece), loss_of(call_with_batch(alone, piece), piece, tiny.loss))
+                    for part in parts
+                    for piece in _pieces(part, plan)
+                ]
+                total = sum(weight for weight, _ in terms)
+                sum(weight / total * loss for weight, loss in terms).backward()
+            else:
+                batch = {k: torch.cat([part[k] for part in parts]) for k in whole}
+                loss_of(call_with_batch(alone, batch), batch, tiny.loss).backward()
+            norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.05)
+            norm_gap = max(norm_gap, abs(engine.grad_norm - norm).item() / norm.item())
+            named = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+            gradient_gap = max(gradient_gap, _gap(engine.full_gradients(), named))
+            optimizer.step()
+        assert engine.steps == 2
+        assert engine.samples == 2 * sum(sizes)
+        state = engine.full_state_dict()
+        engine.close()
+        found.append((norm_gap, gradient_gap, _gap(state, dict(alone.named_parameters()))))
+    return found
+
+
+def _pieces(batch: dict[str, torch.Tensor], plan: Plan) -> list[dict[str, torch.Tensor]]:
+    from planner.graph.batch_split import BatchSplit
+
+    size = len(next(iter(batch.values())))
+    split = BatchSplit.even(size, num_microbatches=plan.num_microbatches, parts=plan.dp)
+    return [
+        {k: v[run.start : run.stop] for k, v in batch.items()}
+        for m in range(plan.num_microbatches)
+        for run in (split.part(m, plan.dp, number) for number in range(plan.dp))
+    ]
+
+
+def test_several_batches_make_one_update():
+    graph = capture("gpt", torch.float64)
+    cases = [
+        ("gpt", default_plan(graph, microbatch_size=2, **choices), weighted)
+        for choices, weighted in [
+            ({"dp": 2}, False),
+            ({"dp": 2, "zero_stage": 1}, True),
+            ({"dp": 2, "zero_stage": 2}, False),
+            ({"dp": 2, "zero_stage": 3}, True),
+            ({"pp": 2}, True),
+        ]
+    ]
+    for (_, plan, weighted), gaps in zip(cases, run_ranks(train, 2, cases)[0], strict=True):
+        assert max(gaps) < 1e-9, (plan.degrees, plan.zero_stage, weighted, gaps)
+
+
+def test_gradients_that_wait_are_not_lost_in_silence(tmp_path):
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=1, microbatch_size=4)
+    engine = planner.apply(plan, MlpWithTarget())
+    engine.step(mlp_batch(4), update=False)
+    with pytest.raises(PlanError, match="would lose the gradients of 1 batches"):
+        engine.save(tmp_path)
+    with pytest.raises(PlanError, match=r"engine.full_gradients after engine.step\(..., update"):
+        engine.full_gradients()
+    engine.step(mlp_batch(4))
+    engine.full_gradients()

@@ -1,0 +1,89 @@
+"""Every learning-rate scheduler of torch, and param groups, train as in one process (fp64)."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+import planner
+from planner.graph.batch import call_with_batch
+from planner.plan.defaults import default_plan
+from tests.builders import MlpWithTarget, mlp_batch
+from tests.captures import capture_tiny
+
+MAKE: dict[str, Any] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 3)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.5)]
+    ),
+    "SWALR": lambda o: SWALR(o, 0.01, anneal_epochs=2),
+}
+
+
+def test_every_scheduler_of_torch_is_tried():
+    own = {
+        name
+        for name, found in vars(lr_scheduler).items()
+        if inspect.isclass(found)
+        and found.__module__ == lr_scheduler.__name__
+        and name in lr_scheduler.__all__
+    }
+    assert own - {"LRScheduler"} == set(MAKE) - {"SWALR"}
+
+
+def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Weight decay by name, as scripts have it."""
+    named = list(module.named_parameters())
+    return [
+        {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.1},
+        {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_scheduler_sets_what_it_sets_in_one_process(name):
+    module = MlpWithTarget()
+    alone = copy.deepcopy(module)
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=2, microbatch_size=2)
+    single = torch.optim.SGD(_groups(alone), lr=0.05, momentum=0.9)
+    own_schedule = MAKE[name](single)
+    given = torch.optim.SGD(_groups(module), lr=0.05, momentum=0.9)
+    schedule = MAKE[name](given)  # before apply, as a script has it
+    engine = planner.apply(plan, module, optimizer=given)
+    for step in range(4):
+        batch = tuple(each[4 * step :] for each in mlp_batch(4 * (step + 1)))
+        loss = engine.step(batch).item()
+        single.zero_grad()
+        expected = call_with_batch(alone, batch)
+        expected.backward()
+        single.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        plateau = name == "ReduceLROnPlateau"
+        schedule.step(*((loss,) if plateau else ()))
+        own_schedule.step(*((expected.item(),) if plateau else ()))
+        assert [g["lr"] for g in given.param_groups] == [g["lr"] for g in single.param_groups]
+        assert [g["momentum"] for g in given.param_groups] == [
+            g["momentum"] for g in single.param_groups
+        ]
+    assert len({g["weight_decay"] for g in engine.optimizer.param_groups}) == 2

@@ -1,0 +1,114 @@
+"""M6: parts of a batch are averaged, or summed where the loss is a sum over samples (fp64)."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.plan import Plan
+from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_messages
+from planner.plan.defaults import default_plan
+from tests.captures import capture_module
+from tests.spawn import run_ranks
+
+RTOL = 1e-10
+WIDTH = 8
+
+
+class Summed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def batch(size):
+    return (torch.randn(size, WIDTH, dtype=torch.float64),)
+
+
+def gap_to_one_process(plan: Plan, sizes: tuple[int, ...]) -> float:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    module = Summed()
+    alone = copy.deepcopy(module)
+    by_rank = torch.optim.SGD(module.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BatchStatisticsWarning)  # summing is what one device does
+        engine = planner.apply(plan, module, optimizer=by_rank, loss_weight="sum")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.01)
+    gaps = []
+    for size in sizes:
+        inputs = batch(size)
+        optimizer.zero_grad()
+        expected = alone(*inputs)
+        expected.backward()
+        gaps.append(abs(engine.step(inputs).item() / expected.item() - 1))
+        optimizer.step()
+    found = engine.full_state_dict()
+    gaps += [(found[n] - t).abs().max().item() for n, t in alone.named_parameters() if found]
+    return max(gaps)
+
+
+@pytest.fixture(scope="module")
+def graph():
+    torch.set_default_dtype(torch.float64)
+    try:
+        return capture_module(Summed(), batch(2), batch(3), name="summed")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero_stage": 2}], ids=str
+)
+def test_a_summed_loss_trains_as_in_one_process(graph, layout):
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2, **layout)
+    sizes = (plan.global_batch,) if "tp" in layout else (plan.global_batch, plan.global_batch - 1)
+    assert max(run_ranks(gap_to_one_process, 2, plan, sizes)) < RTOL
+
+
+def test_the_mean_and_the_sum_of_two_parts_differ_by_two(graph):
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
+    inputs, losses = batch(4), {}
+    module = Summed().double()
+    for weight in (None, "sum"):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", BatchStatisticsWarning)
+            engine = planner.apply(plan, copy.deepcopy(module), loss_weight=weight)
+        losses[weight] = engine.step(inputs).item()
+        engine.close()
+        assert bool(told) == (weight is None)
+    assert losses["sum"] == pytest.approx(2 * losses[None], rel=RTOL)
+    (message,) = cut_batch_messages(graph, plan)
+    assert 'planner.apply(..., loss_weight="sum")' in message
+
+
+def test_batches_of_sums_are_added_until_the_update(graph):
+    """Gradients of two batches for one update: of the sum over all samples."""
+    plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
+    one, two = batch(4), batch(3)
+    found = []
+    for batches in ([(torch.cat([one[0], two[0]]),)], [one, two]):
+        module = Summed().double()
+        module.load_state_dict({n: torch.ones_like(t) / 9 for n, t in module.state_dict().items()})
+        sgd = torch.optim.SGD(module.parameters(), lr=0.01)
+        if len(batches) == 1:
+            module(*batches[0]).backward()
+            sgd.step()
+            found.append(module.layers[0].weight.detach())
+            continue
+        engine = planner.apply(plan, module, optimizer=sgd, loss_weight="sum")
+        engine.step(one, update=False)
+        engine.step(two)
+        found.append(engine.full_state_dict()["layers.0.weight"])
+        engine.close()
+    torch.testing.assert_close(found[0], found[1], rtol=RTOL, atol=0)
