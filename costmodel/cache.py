@@ -19,7 +19,7 @@ from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
-from costmodel.time.program import ProgramCost, price_program
+from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import FOLDED, Degrees, lowered_axes

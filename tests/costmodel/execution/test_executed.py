@@ -7,7 +7,7 @@ import pytest
 from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
-from costmodel.time.program import ProgramCost, price_program
+from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
 from planner.layout.axes import Degrees

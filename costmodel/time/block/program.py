@@ -15,7 +15,7 @@ from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
 from costmodel.memory.saved import saved_tensors
 from costmodel.table.fusion import Kernels
-from costmodel.time.profiled_times import profiled_times
+from costmodel.time.block.profiled_times import profiled_times
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import spread_params

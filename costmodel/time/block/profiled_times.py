@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
-from costmodel.time.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
-from costmodel.time.program_times import ProgramTimes, Spent
+from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
+from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.redistribute import EXCHANGE_ROWS
