@@ -1,22 +1,20 @@
 """Predictions against published, measured runs: error, bias, ranking and regret by source.
 
     python benchmarks/accuracy.py [rows.csv] [--json] [--experts] [--held-out] [--fit PROFILE]
-    python benchmarks/accuracy.py [rows.csv] --estimate [--fits] [--stalled]
-    python benchmarks/accuracy.py ... [--groups] [--plot FILE]
+    python benchmarks/accuracy.py ... [--fits] [--stalled] [--groups] [--plot FILE]
 
-Rows are those of dense pre-training with a full layout; with `--experts` those of mixtures of
-experts instead, to which nothing is fitted. The measured step time is the
+Each row becomes a template's graph, a plan and an execution, and is priced by the `estimate` that
+picks plans. Rows are those of dense pre-training with a full layout; with `--experts` those of
+mixtures of experts instead, to which nothing is fitted. The measured step time is the
 printed one, else it follows from tokens or samples per second, else from TFLOP/s by the
 source's own definition. `--held-out` fits each device again without a source, and without a
 fifth of all rows, and prints how well those are predicted then. `--fit` adjusts a shipped
 profile's few training rates to the rows of its device and writes them, with what they were
 fitted on and the error that is left.
 
-With `--estimate` each row becomes a template's graph, a plan and an execution, and is priced by the
-`estimate` that picks plans, instead of by the closed forms; `--fits` adds its exact memory, and
-whether what it says fits is what ran. Sources with stalled runs (`stalls`) get a second line
-without these, and `--stalled` lists them. `--groups` ranks the layouts of each model, machine and
-batch; `--plot` draws predicted against measured steps.
+`--fits` adds whether what is said to fit is what ran. Sources with stalled runs (`stalls`) get a
+second line without these, and `--stalled` lists them. `--groups` ranks the layouts of each model,
+machine and batch; `--plot` draws predicted against measured steps.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +33,15 @@ from accuracy_mlperf import as_submitted
 from costmodel.table.fit_rates import (
     RANGES,
     MeasuredRun,
+    PricedRuns,
     fit_rates,
     held_out_errors,
-    relative_errors,
 )
-from costmodel.table.published import RunRow, estimate_run_memory
 from costmodel.table.rows.named_models import named_model
 from costmodel.table.rows.row_files import read_rows
 from costmodel.table.rows.row_plan import RowPrices
 from costmodel.table.rows.rows import device_bytes, run_of
+from costmodel.table.rows.run_row import RunRow
 from planner.errors import PlannerError
 from planner.units import GIB
 from profiles import load_profile
@@ -124,21 +121,16 @@ def measured_seconds(row: dict[str, str], run: RunRow) -> float | None:
     return None
 
 
-def load_cases(
-    path: Path, *, experts: bool = False, adapters: bool = False
-) -> tuple[list[Case], dict[str, int]]:
+def load_cases(path: Path, *, experts: bool = False) -> tuple[list[Case], dict[str, int]]:
     """Return usable rows, and how many rows of each source were not, by reason.
 
-    Rows of mixtures of experts leave columns to the model's name, and need not be complete; those
-    that train adapters alone are left out without `adapters`.
+    Rows of mixtures of experts leave columns to the model's name, and need not be complete.
     """
     cases, refused = [], defaultdict(int)
     for row in map(as_submitted, read_rows(path)):
         notes = f"{row['notes']} {row['model']}".lower()
         try:
             run, profile, rates = run_of(row)
-            if run.lora_rank and not adapters:
-                raise PlannerError("closed forms have no adapters; use --estimate")
             if not run.lora_rank and any(word in notes for word in NOT_PRETRAINING):
                 raise PlannerError("not pre-training")
             if (run.shape.num_experts > 1) != experts:
@@ -205,11 +197,6 @@ def stalls(cases: list[Case], errors: np.ndarray) -> np.ndarray:
     return may & (-errors * measured / turns > STALL_S)
 
 
-def closed_memory_bytes(case: Case) -> float:
-    """Return the live tensors of a case by the closed forms."""
-    return estimate_run_memory(case.run).total
-
-
 def estimated_memory_bytes(case: Case) -> float:
     """Return the live tensors of a case's fullest rank, walked job by job."""
     found = RowPrices().estimate(case.run, case.profile, case.rates)
@@ -231,19 +218,15 @@ def fit_table(cases: list[Case]) -> dict[str, int]:
 
 def report(
     cases: list[Case],
+    errors: np.ndarray,
     held_out: dict[str, np.ndarray] | None = None,
-    errors: np.ndarray | None = None,
-    memory_bytes: Callable[[Case], float] | None = None,
     stalled: np.ndarray | None = None,
 ) -> list[dict]:
     """Return one line of figures per source, then for single and multi-node rows, and all.
 
-    `errors` are those of the cases and `memory_bytes` their live tensors, of the closed forms
-    where not given; sources with `stalled` cases get a second line without them.
-
-    `held_out` are errors of the same cases under rates that were not fitted to them, by name.
+    `errors` are those of the cases, `held_out` those of the same cases under rates that were not
+    fitted to them, by name. Sources with `stalled` cases get a second line without them.
     """
-    errors = relative_errors(cases) if errors is None else errors
     sources = list(dict.fromkeys(c.source for c in cases))
     masks = {s: np.array([c.source == s for c in cases]) for s in sources}
     if stalled is not None:
@@ -260,9 +243,7 @@ def report(
         e = errors[mask]
         tau, regret, median_regret = means_of(rankings(chosen, e))
         memory = [
-            (memory_bytes or closed_memory_bytes)(c) / GIB / c.measured_gib - 1
-            for c in chosen
-            if c.measured_gib
+            estimated_memory_bytes(c) / GIB / c.measured_gib - 1 for c in chosen if c.measured_gib
         ]
         lines.append(
             {
@@ -297,19 +278,19 @@ def held_out(cases: list[Case]) -> dict[str, np.ndarray]:
     errors = {name: np.zeros(len(cases)) for name in parts}
     for device in sorted({case.device for case in cases}):
         mine = [i for i, case in enumerate(cases) if case.device == device]
+        priced = PricedRuns([cases[i] for i in mine])
         start = {name: getattr(cases[mine[0]].rates, name) for name in RANGES}
         for name, part in parts.items():
-            errors[name][mine] = held_out_errors(
-                [cases[i] for i in mine], [part[i] for i in mine], start=start
-            )
+            errors[name][mine] = held_out_errors(priced, [part[i] for i in mine], start=start)
     return errors
 
 
 def fit(name: str, cases: list[Case]) -> TrainingRates:
     """Fit a device's rates to all of its rows, from usual values."""
     mine = [case for case in cases if case.device == name]
-    values, told = fit_rates(mine)
-    left = relative_errors(mine, values)
+    priced = PricedRuns(mine)
+    values, told = fit_rates(priced)
+    left = priced.relative_errors(values)
     sources = sorted({case.source for case in mine})
     detail = (
         f"fit to all {len(mine)} published rows of: {', '.join(sources)}; pulled a little to a "
@@ -341,9 +322,6 @@ def main() -> int:
     parser.add_argument(
         "--held-out", action="store_true", help="fit without each source and fifth, and predict it"
     )
-    parser.add_argument(
-        "--estimate", action="store_true", help="price rows as plans, with what picks plans"
-    )
     parser.add_argument("--groups", action="store_true", help="ranking of each group of layouts")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a page of plots")
     parser.add_argument("--stalled", action="store_true", help="list runs held for stalled")
@@ -352,9 +330,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        cases, refused = load_cases(
-            options.rows, experts=options.experts, adapters=options.estimate
-        )
+        cases, refused = load_cases(options.rows, experts=options.experts)
     except PlannerError as error:
         print(error, file=sys.stderr)
         return 2
@@ -365,7 +341,8 @@ def main() -> int:
         print("nothing is fitted to rows with experts; leave --fit or --held-out out",
               file=sys.stderr)  # fmt: skip
         return 2
-    fitted = [case for case in cases if case.ran]
+    # Nothing is fitted to runs that train adapters alone.
+    fitted = [case for case in cases if case.ran and not case.run.lora_rank]
     if options.fit:
         name = load_profile(options.fit).name
         record = fit(name, fitted)
@@ -378,20 +355,15 @@ def main() -> int:
     if options.fits:
         for what, count in sorted(fit_table(cases).items()):
             print(f"{count:5}  {what}")
-    cases = [case for case in cases if case.ran]
-    if options.estimate:
-        cases, errors = estimated_errors(cases)
-        stalled = stalls(cases, errors)
-        if options.stalled:
-            for case in (c for c, stops in zip(cases, stalled, strict=True) if stops):
-                run = case.run
-                layout = f"dp {run.dp} tp {run.tp} pp {run.pp} of {run.micro_batch}"
-                print(f"stalled: {case.nodes} nodes, {run.shape.layers} layers, {layout} samples, "
-                      f"ZeRO {run.zero_stage}: {case.step_s:.1f} s")  # fmt: skip
-        lines = report(cases, errors=errors, memory_bytes=estimated_memory_bytes, stalled=stalled)
-    else:
-        errors = relative_errors(cases)
-        lines = report(cases, held_out(cases) if options.held_out else None, errors)
+    cases, errors = estimated_errors([case for case in cases if case.ran])
+    stalled = stalls(cases, errors)
+    if options.stalled:
+        for case in (c for c, stops in zip(cases, stalled, strict=True) if stops):
+            run = case.run
+            layout = f"dp {run.dp} tp {run.tp} pp {run.pp} of {run.micro_batch}"
+            print(f"stalled: {case.nodes} nodes, {run.shape.layers} layers, {layout} samples, "
+                  f"ZeRO {run.zero_stage}: {case.step_s:.1f} s")  # fmt: skip
+    lines = report(cases, errors, held_out(cases) if options.held_out else None, stalled)
     if options.groups:
         print_rankings(rankings(cases, errors))
     if options.plot:

@@ -144,8 +144,8 @@ def measured_seconds(row: dict[str, str]) -> float:
 
 def utilisation(row: dict[str, str], step_s: float) -> float:
     """Return the model's own work, attention in full, over what the devices could do in bf16."""
-    from costmodel.table.published import parse_row
     from costmodel.table.rows.rows import machine_of
+    from costmodel.table.rows.run_row import parse_row
 
     peak = machine_of(row)[1].peak_flop_per_s["bfloat16"]
     flop = _number(row, "global_batch") * parse_row(row).shape.model_flop()

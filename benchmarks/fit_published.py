@@ -15,11 +15,12 @@ import numpy as np
 import pandas as pd
 
 from benchmarks.gpu.kept import read_kept, with_measured
-from costmodel.execution import find_execution
-from costmodel.table.rates import load_rates
-from costmodel.table.transformer import Split, TransformerShape, layer_seconds
+from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.rows import run_of
+from costmodel.time.plan_price import price_plan
+from costmodel.time.stage_costs.stage_costs import cut_runs
 from planner.units import MIB
-from profiles import Group, load_profile, shipped_names
+from profiles import shipped_names
 from profiles.devices import (
     ShippedDevice,
     cluster_file,
@@ -147,43 +148,39 @@ def collective_errors(sizes, seconds):
 def layers(table):
     """Yield (what, predicted, measured) seconds of forward and backward of published layers.
 
-    The rates are those fitted to whole runs, the collectives the shipped ones; a backward
-    sends what the forward sends, and what is recomputed is added to it, as in the table.
+    Each is priced as a row's layer is: with the rates fitted to whole runs and the shipped
+    collectives; what is recomputed is added to the backward, as in the table.
     """
-    profile = load_profile("a100-sxm4-80gb")
-    rates = load_rates(profile)
-    group = Group(ranks_per_node=8)
+    prices = RowPrices()
     for row in table.itertuples():
-        shape = TransformerShape(
-            layers=1,
-            hidden=row.hidden,
-            heads=row.heads,
-            kv_heads=row.heads,
-            ffn_hidden=4 * row.hidden,
-            gated=False,
-            vocab=51200,
-            seq_len=row.seq_len,
+        run, profile, rates = run_of(
+            {
+                "stack": "megatron-classic",
+                "gpu": "A100-SXM4-80GB",
+                "layers": 1,
+                "hidden": row.hidden,
+                "heads": row.heads,
+                "seq_len": row.seq_len,
+                "micro_batch": row.micro_batch,
+                "global_batch": row.micro_batch,
+                "tp": row.tp,
+                "pp": 1,
+                "dp": 1,
+                "sp": int(row.sp),
+                "dtype": "fp16",
+                "recompute": row.recompute,
+            }
         )
-        split = Split(
-            micro_batch=row.micro_batch,
-            tp=row.tp,
-            cp=1,
-            sequence_parallel=bool(row.sp),
-            dtype="float16",
-        )
-        layer = layer_seconds(shape, split, rates, find_execution("megatron-classic"))
-        kinds = ("all_gather", "reduce_scatter") if row.sp else ("all_reduce",)
-        num_bytes = 2 * row.micro_batch * row.seq_len * row.hidden
-        each = [profile.collective_seconds(kind, num_bytes, group).seconds for kind in kinds]
-        messages = 2 * sum(each) / rates.link_efficiency
-        again = {
-            "none": 0.0,
-            "selective": layer.attention_forward_s,
-            "full": layer.forward_s + messages,
-        }[row.recompute]
+        plan, costs = prices.plan(run, profile, rates)
+        chain = price_plan(plan, costs).meshes[0].runs.chain
+        # Between the embedding and the head.
+        layer = cut_runs(chain, (1, 2)).times
+        forward_s = float(layer.whole_forward_s[0])
+        again_s = layer.recompute_s(plan.stages[0].recompute)
+        backward_s = float((layer.whole_backward_s + again_s)[0])
         what = f"{row.recompute} recompute{', sequence parallel' if row.sp else ''}"
-        yield f"forward, {what}", layer.forward_s + messages, row.fwd_ms / 1e3
-        yield f"backward, {what}", layer.backward_s + messages + again, row.bwd_ms / 1e3
+        yield f"forward, {what}", forward_s, row.fwd_ms / 1e3
+        yield f"backward, {what}", backward_s, row.bwd_ms / 1e3
 
 
 # Operators.

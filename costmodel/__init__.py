@@ -9,9 +9,9 @@ computes each expensive answer once: a search calls it thousands of times a seco
 from costmodel.cache import CostCache
 from costmodel.estimate import Estimate, TimeParts, estimate
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.compute import op_seconds, redistribute_seconds
+from costmodel.time.block.compute import op_seconds, redistribute_seconds
+from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.time.plan_price import PlanPrice, price_plan
-from costmodel.time.program import ProgramCost, price_program
 from costmodel.time.simulate import JobSeconds, Timeline, build_job_table, simulate
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.stage_costs import StageCosts

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from costmodel.execution import Execution
+from costmodel.execution import Execution, find_execution
 from costmodel.execution.causal_masks import causal_inputs, causal_masks
-from costmodel.execution.executed import execution_of
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.execution.saves import remade_in_backward, with_sized_losses
@@ -20,15 +19,14 @@ from costmodel.links import Links, find_links
 from costmodel.memory.block.block_bytes import BlockBytes, block_bytes
 from costmodel.memory.exact.stage.jobs import StageJobs
 from costmodel.side_values import SideValues, find_side_values
-from costmodel.table.fusion import Kernels
-from costmodel.time.program import ProgramCost, price_program
+from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.graph import ModelGraph, Program
 from planner.layout.axes import FOLDED, Degrees, lowered_axes
 from planner.layout.experts import spread_experts
 from planner.layout.lowering import lower
 from planner.ops.recompute_choice import ops_made_again
-from planner.plan import ClassLayout, Recompute
+from planner.plan import OURS, ClassLayout, Recompute
 from planner.plan.replication import Replication
 from profiles import Profile
 
@@ -40,8 +38,8 @@ if TYPE_CHECKING:
 class CostCache:
     """Prices of a graph's block classes on one profile. Mutable: it remembers answers.
 
-    Says also what kind of step is priced: the runtime's whose `execution` it is (if not given, the
-    profile's), and whether it `clips_gradients`.
+    Says also what kind of step is priced: the runtime's whose `execution` it is (if not given,
+    ours), and whether it `clips_gradients`.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class CostCache:
         clips_gradients: bool = False,
     ) -> None:
         self.graph, self.profile = graph, profile
-        self.execution = execution or execution_of(profile)
+        self.execution = execution or find_execution(OURS)
         self.clips_gradients = clips_gradients
         self._gone_inputs: dict[int, frozenset[str]] = {}
         self._batch_inputs: dict[int, frozenset[str]] = {}
@@ -65,18 +63,31 @@ class CostCache:
         self.stage_jobs: dict[tuple, dict[tuple, StageJobs]] = {}
         self.chains: dict[Split, ChainCosts] = {}
         self.replica_prices: dict[tuple[Replication, Degrees], ReplicaPrices] = {}
+        self._alike: CostCache | None = None
 
-    @property
-    def kernels(self) -> Kernels:
-        """How our own runtime's kernels run."""
-        return "fused" if self.execution.kernels == "fused" else "eager"
+    def on(self, profile: Profile) -> CostCache:
+        """Return prices of the same step on another profile of the same machine.
+
+        Both share what no time changes: the programs of ranks and the bytes of blocks.
+        """
+        other = CostCache(
+            self.graph,
+            profile,
+            execution=self.execution,
+            clips_gradients=self.clips_gradients,
+        )
+        other._alike, other.links = self, self.links
+        other._gone_inputs, other._batch_inputs = self._gone_inputs, self._batch_inputs
+        other._bound, other._local = self._bound, self._local
+        other._bytes, other._side_values = self._bytes, self._side_values
+        return other
 
     @property
     def adds_ops(self) -> bool:
         """Whether a block takes the sum of its ops, each priced alone, and its corrections: as
         eager kernels do, and not what other runtimes fuse.
         """
-        return self.kernels == "eager" and self.execution.prices == "profile"
+        return self.execution.kernels != "fused" and self.execution.prices == "profile"
 
     @cached_property
     def links(self) -> Links:
@@ -185,9 +196,10 @@ class CostCache:
                 local,
                 self.profile,
                 axes=lowered_groups(self.profile.cluster, degrees),
+                execution=self.execution,
                 remade=ops_made_again(whole, local, recomputed),
-                kernels=self.kernels,
                 polls=polls,
+                alike=None if self._alike is None else self._alike._blocks.get(key),
             )
         return self._blocks[key]
 
@@ -212,7 +224,7 @@ class CostCache:
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
                 recomputed=ops_made_again(whole, local, recomputed),
-                remade=remade_in_backward(local, self.profile),
+                remade=remade_in_backward(local, self.execution),
             )
         return self._bytes[key]
 

@@ -160,6 +160,15 @@ def estimate_time(plan: Plan, costs: CostCache) -> TimeParts:
     return _timed(plan, costs)[2]
 
 
+def step_seconds(plan: Plan, costs: CostCache) -> float:
+    """Return the seconds of a step, not in parts."""
+    price = price_plan(plan, costs)
+    table = _table_of(plan)
+    at_least = _copies_beside_jobs(price, costs.profile, table)
+    last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
+    return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
+
+
 def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
     """The prices of a plan, when its jobs run, and its step in parts."""
     price = price_plan(plan, costs)
@@ -237,6 +246,53 @@ def _copies_beside_jobs(
     return tuple(least_job_seconds(profile, len(row), trips(row, moved), moved) for row in rows)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LastRank:
+    """The pp rank that ends the step, and when: seconds that add up to the step."""
+
+    pp_rank: int
+    """The rank."""
+    end_s: float
+    """End of its last job."""
+    after_s: float
+    """What it exchanges with replicas and with stages that share parameters, after that."""
+    clipping_s: float
+    """The norm of all gradients, and waiting for other ranks' updates."""
+    optimizer_s: float
+    """Its own update."""
+    inputs_s: float
+    """The batch's way onto the first stage's device, before all jobs."""
+
+
+def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastRank:
+    plan = price.plan
+    stages_of = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
+    after = [
+        tied + float(price.exposed.once_s[own].sum())
+        for tied, own in zip(price.tied_s, stages_of, strict=True)
+    ]
+    rank, clipping_s = last_rank(
+        [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)],
+        [update.optimizer_s for update in price.updates],
+        [update.clip for update in price.updates] if costs.clips_gradients else (),
+        norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
+    )
+    first_stages = stages_of[plan.stages[0].pp_rank]
+    return _LastRank(
+        pp_rank=rank,
+        end_s=timeline.rank_end_s[rank],
+        after_s=after[rank],
+        clipping_s=clipping_s,
+        optimizer_s=price.updates[rank].optimizer_s,
+        inputs_s=input_seconds(
+            costs,
+            [block for s in first_stages for block in plan.stages[s].blocks],
+            microbatch_size=plan.stage_microbatch_size(0),
+            num_microbatches=plan.num_microbatches,
+        ),
+    )
+
+
 def _time_parts(
     price: PlanPrice,
     costs: CostCache,
@@ -246,19 +302,9 @@ def _time_parts(
 ) -> TimeParts:
     """Split the step of the rank that ends last into its parts."""
     plan, times, exposed = price.plan, price.times, price.exposed
-    stages_of = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
-    after = [
-        tied + float(exposed.once_s[own].sum())
-        for tied, own in zip(price.tied_s, stages_of, strict=True)
-    ]
-    ready = [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)]
-    rank, clipping_s = last_rank(
-        ready,
-        [update.optimizer_s for update in price.updates],
-        [update.clip for update in price.updates] if costs.clips_gradients else (),
-        norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
-    )
-    own, m = stages_of[rank], plan.num_microbatches
+    last = _last_rank(price, costs, timeline)
+    rank, m = last.pp_rank, plan.num_microbatches
+    own = stages_of_rank(plan, rank)
     pp_comm = 0.0
     if plan.pp > 1:
         # What the step would gain if transfers between stages took no time.
@@ -289,23 +335,17 @@ def _time_parts(
     compute = m * total(whole - times.host_forward_s - times.host_backward_s)
     per_job = m * total(exposed.forward_s + exposed.backward_s)
     unlengthened = compute + recomputed - recomputed_in_full + host + tp_comm + per_job + waited_s
-    first_stages = stages_of[plan.stages[0].pp_rank]
     return TimeParts(
         compute_s=compute,
         recompute_s=recomputed - recomputed_in_full,
         host_s=host,
         tp_comm_s=tp_comm,
-        dp_comm_s=per_job + after[rank],
+        dp_comm_s=per_job + last.after_s,
         pp_comm_s=pp_comm + waited_s,
         bubble_s=idle - pp_comm,
-        optimizer_s=price.updates[rank].optimizer_s,
+        optimizer_s=last.optimizer_s,
         # (Of two equal sums, never a rounding below nothing.)
         offload_s=0.0 if at_least is None else max(0.0, timeline.busy_s[rank] - unlengthened),
-        inputs_s=input_seconds(
-            costs,
-            [block for s in first_stages for block in plan.stages[s].blocks],
-            microbatch_size=plan.stage_microbatch_size(0),
-            num_microbatches=m,
-        ),
-        clipping_s=clipping_s,
+        inputs_s=last.inputs_s,
+        clipping_s=last.clipping_s,
     )

@@ -30,9 +30,10 @@ class TrainingProfile(Profile):
 
     def __init__(self, profile: Profile, rates: DeviceRates, num_nodes: int) -> None:
         super().__init__(profile.file, profile.ops, profile.collectives)
-        self._alone = profile
+        self.alone = profile
         self.factors = profile.factors
         self.rates = rates
+        self.num_nodes = num_nodes
         self.waited = 1.0 + rates.node_spread * log2(num_nodes)
         self._op_answers: dict[OpQuery, Lookup] = {}
         self._collective_answers: dict[tuple[str, float, Group], Lookup] = {}
@@ -45,7 +46,7 @@ class TrainingProfile(Profile):
         return answer
 
     def _op_seconds(self, query: OpQuery) -> Lookup:
-        answer = self._alone.op_seconds(query)
+        answer = self.alone.op_seconds(query)
         peak = self.rates.peak_flop_per_s.get(query.dtype)
         if peak is not None and answer.source != "measured" and family_of(query.target) == MATMUL:
             # What runs showed of a device is beyond the rate of the fit as well.
@@ -59,14 +60,14 @@ class TrainingProfile(Profile):
         """Return the time of a collective beside compute."""
         key = kind, num_bytes, group
         if key not in self._collective_answers:
-            answer = self._alone.collective_seconds(kind, num_bytes, group)
+            answer = self.alone.collective_seconds(kind, num_bytes, group)
             in_step = replace(answer, seconds=answer.seconds / self._reached_part(group))
             self._collective_answers[key] = in_step
         return self._collective_answers[key]
 
     def least_collective_s_per_byte(self, kind: str, group: Group, *, most_bytes: float) -> float:
         """Return seconds per byte that no collective of up to `most_bytes` goes below."""
-        least = self._alone.least_collective_s_per_byte(kind, group, most_bytes=most_bytes)
+        least = self.alone.least_collective_s_per_byte(kind, group, most_bytes=most_bytes)
         return least / self._reached_part(group)
 
     def _reached_part(self, group: Group) -> float:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil, log2
 
-from costmodel.execution.execution import Execution, find_execution
+from costmodel.execution.execution import Execution
 from costmodel.in_training import TrainingProfile, in_training
 from costmodel.table.kernels import DeviceRates
 from costmodel.table.rates import load_rates
 from planner.errors import PlannerError
-from planner.plan import OURS
 from profiles import Group, Lookup, Profile
 from profiles.records import StepWork
 
@@ -41,6 +40,16 @@ class ExecutedProfile(TrainingProfile):
         self.execution = execution
         self.product_dtype = product_dtype
         """Dtype in which layers multiply: fp8 where the runtime casts for it."""
+
+    def with_rates(self, rates: DeviceRates) -> ExecutedProfile:
+        """Return the same machine with other rates."""
+        return ExecutedProfile(
+            self.alone,
+            rates,
+            num_nodes=self.num_nodes,
+            execution=self.execution,
+            product_dtype=self.product_dtype,
+        )
 
     def _reached_part(self, group: Group) -> float:
         """Return what part of its links' rate a group reaches."""
@@ -76,9 +85,10 @@ class ExecutedProfile(TrainingProfile):
         return self.rates.skew_s * log2(size)
 
 
-def execution_of(profile: Profile) -> Execution:
-    """Return the runtime inside whose steps a profile answers; ours, where it says nothing."""
-    return profile.execution if isinstance(profile, ExecutedProfile) else find_execution(OURS)
+def rated_profile(profile: Profile) -> ExecutedProfile:
+    """Return a profile as what `executed` made it, where an execution's prices are rates."""
+    assert isinstance(profile, ExecutedProfile), f"{profile.name} was not made by `executed`"
+    return profile
 
 
 def executed(profile: Profile, execution: Execution, num_devices: int) -> Profile:

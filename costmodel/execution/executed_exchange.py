@@ -10,17 +10,18 @@ What a runtime does not overlap comes after the last job, or in the way of each.
 
 from __future__ import annotations
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.execution import Execution
 from costmodel.time.communication import DataParallelSeconds
 from planner.plan.replication import Replication
-from profiles import Group
+from profiles import Group, Profile
 
 WEIGHT_BYTES = 2
 """Bytes of a weight in bf16."""
 
 
 def executed_exchange(
-    profile: ExecutedProfile,
+    profile: Profile,
+    execution: Execution,
     group: Group,
     replication: Replication,
     *,
@@ -37,7 +38,6 @@ def executed_exchange(
     """
     if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
-    execution = profile.execution
     if replication.zero_stage == 3 and group.num_nodes > 1 and not execution.uses_all_links:
         group = Group(ranks_per_node=1, num_nodes=group.num_nodes)
     # ZeRO 3 sends block by block; sums go tensor by tensor, or in buckets as good as one message.

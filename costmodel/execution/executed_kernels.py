@@ -17,7 +17,7 @@ from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.execution import Execution
 from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
-from costmodel.time.compute import op_works
+from costmodel.time.block.compute import op_works
 from planner.graph import Op, Program
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.flops import needing_gradient

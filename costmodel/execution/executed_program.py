@@ -23,9 +23,9 @@ from costmodel.execution.executed_kernels import (
 )
 from costmodel.execution.execution import Execution
 from costmodel.execution.host import host_seconds
-from costmodel.memory.saved import SavedTensors
-from costmodel.time.compute import inner_seconds, op_works, redistribute_seconds
-from costmodel.time.program_times import ProgramTimes, Spent
+from costmodel.memory.saved import saved_tensors
+from costmodel.time.block.compute import inner_seconds, op_works, redistribute_seconds
+from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products
@@ -41,7 +41,6 @@ def executed_times(
     profile: ExecutedProfile,
     *,
     axes: Mapping[str, Axis],
-    saved: SavedTensors,
     recomputed: frozenset[str],
     polls: bool = False,
 ) -> ProgramTimes:
@@ -50,6 +49,8 @@ def executed_times(
     `polls` says that messages between stages cross nodes (`Execution.polled_late_s`).
     """
     execution, rates = profile.execution, profile.rates
+    # What ops save one by one: kernels that save less read what they take in its place.
+    saved = saved_tensors(local, device_type=profile.cluster.device_type)
     forward_s = backward_s = weight_s = recomputed_s = 0.0
     forward_flop = backward_flop = 0.0
     kernels = unfused = 0

@@ -15,36 +15,35 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import kernels_of
+from costmodel.execution.execution import Execution
 from costmodel.memory.saved import Remade
 from planner.graph import Op, Program
 from planner.layout.placement import Replicate, Shard, parse_placement
 from planner.layout.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
 from planner.ops.record import family_of
-from profiles import Profile
 from profiles.lookup.families import ATTENTION
 
 
-def remade_in_backward(local: Program, profile: Profile) -> Remade:
+def remade_in_backward(local: Program, execution: Execution) -> Remade:
     """Return, by op of a bound program, what its backward makes again, each with what is saved for
     that instead.
     """
-    if not isinstance(profile, ExecutedProfile):
+    if execution.prices == "profile":
         return {}
     found: dict[str, dict[str, tuple[str, ...]]] = defaultdict(dict)
-    if profile.execution.fused_saves:
-        for ops in kernels_of(local, profile.execution):
+    if execution.fused_saves:
+        for ops in kernels_of(local, execution):
             # Where another kernel saves what this one makes, that is saved all the same.
             inside = _inside(ops)
             for op in ops:
                 found[op.name] |= inside
-    if profile.execution.copies_values:
+    if execution.copies_values:
         for op in local.ops:
             if family_of(op.target).arithmetic == ATTENTION:
                 found[op.name][op.inputs[2]] = ()
-    if profile.execution.regathers:
+    if execution.regathers:
         gathered = {op.outputs[0]: op.inputs for op in local.ops if _gathers(op, local)}
         for op in local.ops:
             found[op.name] |= {name: gathered[name] for name in op.inputs if name in gathered}

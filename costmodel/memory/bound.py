@@ -37,7 +37,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from costmodel.execution.executed import execution_of
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
@@ -159,6 +158,9 @@ class RankBound:
     activations are freed, and activations are freed in two steps, so less can be proved."""
     on_host: OnHost = NOTHING
     """What is offloaded to the host."""
+    copies_update: bool = True
+    """The optimizer's step makes one more copy of what it steps on, as our runtime's does on a GPU
+    (`Execution.copies_update`)."""
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
@@ -214,8 +216,7 @@ class RankBound:
             zero_stage=self.zero,
             precision=self.precision,
             optimizer_on_host=self.on_host.optimizer,
-            copies_update=self.profile.cluster.device_type != "cpu"
-            and execution_of(self.profile).copies_update,
+            copies_update=self.profile.cluster.device_type != "cpu" and self.copies_update,
         )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:

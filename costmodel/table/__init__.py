@@ -1,5 +1,6 @@
-"""Runs described by a row of numbers, such as published tables, priced without a graph.
+"""Runs described by a row of numbers, such as published tables, priced as plans.
 
-In: a row (`rows`). Out: step time and memory (`published`, `run_exchange`, `run_memory`), from a
-transformer's kernels (`transformer`, `kernels`, `fusion`) and a device's fitted rates.
+In: a row (`rows`). Out: the model's template, its plan and its execution (`rows.row_plan`), and
+what `estimate` says of them. Beside it is what other runtimes' kernels take: `kernels` and `rates`
+have a device's few fitted rates, `fit_rates` fits them, `fusion` says which ops are one kernel.
 """

@@ -1,9 +1,8 @@
 """Seconds of GPU kernels from a few physical parameters of a device, fused or eager.
 
-A captured model is priced op by op from a profile's lookups. Published runs come without a
-graph, so their layers are written down as matrix products, attention and passes over
-memory, and priced with `DeviceRates`: the data sheet's peaks times a few fitted
-efficiencies that all runs of a device share. They are kept in the shipped profiles.
+Our own runtime is priced op by op from a profile's lookups. Other runtimes' kernels are matrix
+products, attention and passes over memory, priced with `DeviceRates`: the data sheet's peaks times
+a few fitted efficiencies that all runs of a device share. They are kept in the shipped profiles.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from math import ceil
 
 import numpy as np
 
-from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.execution import Execution
 from planner.plan.replication import Replication
 from profiles import Group, Profile
 from profiles.profile import Amount
@@ -46,7 +46,7 @@ class DataParallelSeconds:
         return self.first_forward_s + self.last_backward_s + self.after_s
 
     def hidden_behind(
-        self, profile: Profile, *, forward_s: Amount, backward_s: Amount, num_blocks: Amount
+        self, profile: Profile, *, forward_s: Amount, backward_s: Amount, num_pieces: Amount
     ) -> DataParallelSeconds:
         """Return what stays exposed beside one microbatch's compute of the stage, the host's
         part in it.
@@ -58,9 +58,9 @@ class DataParallelSeconds:
 
         def exposed(seconds: Amount, compute_s: Amount) -> Amount:
             if profile.cluster.device_type == "cpu":
-                more = profile.wait_seconds(compute_s, num_blocks)
+                more = profile.wait_seconds(compute_s, num_pieces)
                 return seconds + np.where(np.asarray(seconds) > 0, more, 0.0)
-            return exposed_seconds(profile, seconds, compute_s, num_pieces=num_blocks)
+            return exposed_seconds(profile, seconds, compute_s, num_pieces=num_pieces)
 
         return DataParallelSeconds(
             forward_s=exposed(self.forward_s, forward_s) + self.host_forward_s,
@@ -69,6 +69,13 @@ class DataParallelSeconds:
             last_backward_s=exposed(self.last_backward_s, backward_s),
             after_s=self.after_s,
         )
+
+
+def message_pieces(execution: Execution, num_blocks: Amount) -> Amount:
+    """Return the pieces in which a stage's weights and gradients are sent beside its compute: a
+    block each in our runtime, and so fine in others that nothing waits for the first.
+    """
+    return num_blocks if execution.prices == "profile" else np.inf
 
 
 def exposed_seconds(
@@ -84,9 +91,6 @@ def exposed_seconds(
     s_C, s_M: how much slower compute and messages are while both run (they share the device's
     memory and its multiprocessors), from the profile. min(S', ..): never worse than in turn.
     """
-    if isinstance(profile, ExecutedProfile):
-        # Other runtimes cut messages finer than blocks, so that the first is short.
-        return np.maximum(profile.rates.exposed_part * seconds, seconds - compute_s)
     slow_compute = profile.overlap_slowdown("compute")
     slow_messages = profile.overlap_slowdown("communication")
     # The first piece has nothing to hide behind: its block waits for it.

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodel.time.communication import DataParallelSeconds, exposed_seconds
+from costmodel.time.communication import DataParallelSeconds, exposed_seconds, message_pieces
 from planner.layout.axes import Degrees
 from profiles.profile import Amount
 from search.partition.chain_problem import Floats
@@ -85,11 +85,12 @@ class LeastExchange:
         bare = float(self._beside(total, float(compute_s.sum())))
         if held_twice:  # a stage of both users has less to hide than its blocks apart
             return bare
-        in_one = self._beside(messages_s, compute_s, num_pieces=1)
+        pieces = message_pieces(self.table.costs.execution, 1)
+        in_one = self._beside(messages_s, compute_s, num_pieces=pieces)
         hidden = np.sort(in_one - self._beside(messages_s, compute_s))
         return bare + max(float(hidden[:pp].sum()), float(hidden.sum()) / (len(hidden) - pp + 1))
 
-    def _beside(self, messages_s: Amount, compute_s: Amount, num_pieces: float = np.inf) -> Amount:
+    def _beside(self, messages_s: Amount, compute_s: Amount, num_pieces: Amount = np.inf) -> Amount:
         """Return x of the header, or b for one piece."""
         profile = self.table.profile
         if profile.cluster.device_type == "cpu":

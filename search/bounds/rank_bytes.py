@@ -22,4 +22,5 @@ def rank_bound(
         profile=table.profile,
         precision=table.precision,
         on_host=table.on_host,
+        copies_update=table.costs.execution.copies_update,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from costmodel.time.compute import op_seconds
+from costmodel.time.block.compute import op_seconds
 from planner.graph import Op, Program, TensorMeta
 from planner.ops.registry import without_names
 from profiles import Profile

@@ -22,7 +22,7 @@ from math import inf
 
 from costmodel import CostCache
 from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
-from costmodel.time.program import accumulate_seconds
+from costmodel.time.block.program import accumulate_seconds
 from costmodel.topology import replica_mesh
 from planner.errors import LayoutError
 from planner.layout.axes import Degrees, lowered_axes, split_axes

@@ -195,6 +195,7 @@ class RankStages:
             "profile": self.table.profile,
             "precision": self.table.precision,
             "on_host": self.table.on_host,
+            "copies_update": self.table.costs.execution.copies_update,
             "batch_bytes": self.batch_bytes,
             "splits_backward": self.splits_backward,
         }

@@ -298,7 +298,7 @@ def test_zero_hides_behind_compute(graph, profile, zero):
     )
     for compute_s in (0.0, 1e-3, 1.0):
         bare = plain.hidden_behind(
-            profile, forward_s=compute_s, backward_s=2 * compute_s, num_blocks=10
+            profile, forward_s=compute_s, backward_s=2 * compute_s, num_pieces=10
         )
         for name in ("forward_s", "backward_s", "first_forward_s", "last_backward_s"):
             whole, left = getattr(plain, name), getattr(bare, name)

@@ -5,7 +5,7 @@ import pytest
 from costmodel import CostCache, estimate
 from costmodel.execution import find_execution
 from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
-from costmodel.time.compute import op_seconds
+from costmodel.time.block.compute import op_seconds
 from planner.graph import Op, Program, Ref, TensorMeta
 from planner.layout.axes import Degrees
 from profiles import load_profile

@@ -68,7 +68,7 @@ def test_fsdps_own_work_comes_with_its_blocks(plain, measured, zero):
     }[zero]
     # (The copies' passes over memory, which `bare` has in their stead, take nanoseconds.)
     assert tuple(more.values()) == pytest.approx(expected, abs=1e-6)
-    hidden = full.hidden_behind(measured, forward_s=1.0, backward_s=1.0, num_blocks=3)
+    hidden = full.hidden_behind(measured, forward_s=1.0, backward_s=1.0, num_pieces=3)
     assert hidden.forward_s == pytest.approx(full.forward_s + full.host_forward_s)
 
 
@@ -88,11 +88,11 @@ def test_collectives_wait_for_the_slowest_rank(plain):
     asked = {"param_bytes": 1e3, "num_blocks": 3}
     zeros = {zero: Replication(replicas=2, zero_stage=zero) for zero in (1, 3)}
     raw = data_parallel_seconds(waiting, Group(ranks_per_node=2), zeros[3], **asked)
-    amid = raw.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3)
+    amid = raw.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_pieces=3)
     assert amid.forward_s - raw.forward_s == pytest.approx(1.003)
     assert amid.backward_s - raw.backward_s == pytest.approx(2.003)
     zero_1 = data_parallel_seconds(waiting, Group(ranks_per_node=2), zeros[1], **asked)
-    assert zero_1.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_blocks=3).forward_s == 0
+    assert zero_1.hidden_behind(waiting, forward_s=2.0, backward_s=4.0, num_pieces=3).forward_s == 0
 
 
 def test_only_split_blocks_wait(plain):

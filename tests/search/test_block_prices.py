@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from costmodel.time.program import price_program
+from costmodel.execution import find_execution
+from costmodel.time.block.program import price_program
 from costmodel.topology import group_along, lowered_groups
 from planner.graph import TensorMeta
 from planner.layout.axes import Degrees
 from planner.layout.lowering import lower
 from planner.layout.placement import Replicate, Shard
+from planner.plan import OURS
 from search.op_layout.block_prices import Prices
 from search.op_layout.block_problem import BlockProblem, read_layouts
 from search.op_layout.boundaries import boundary_options, class_groups
@@ -31,7 +33,8 @@ def lowered_seconds(problem: BlockProblem, choice: list[int]) -> float:
     layouts, axes = read_layouts(problem, choice), lowered_groups(MACHINE.cluster, Degrees(tp=TP))
     total = 0.0
     for index, program in problem.programs:
-        price = price_program(lower(program, layouts[index], axis_size=TP), MACHINE, axes=axes)
+        local = lower(program, layouts[index], axis_size=TP)
+        price = price_program(local, MACHINE, axes=axes, execution=find_execution(OURS))
         total += price.forward_s + price.forward_comm_s + price.backward_s + price.backward_comm_s
     return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from functools import lru_cache
 from math import ceil
 from typing import Literal
@@ -38,6 +39,10 @@ SCHEDULES = {
 """Our schedules by the names of rows. ZB-2p has the idle time of ZB-1p within a step: what it gains
 is that ranks begin the next step at different times (Qi et al. 2023, section 4), which an estimate
 of one step does not show."""
+
+
+KEPT_MODELS = 64
+"""Models on machines whose prices are kept while a table is priced."""
 
 
 def transformer_of(run: RunRow) -> Transformer:
@@ -248,28 +253,38 @@ def _model_ref(model: Transformer) -> ModelRef:
 
 
 class RowPrices:
-    """Prices rows: models, plans and block prices that rows share are made once. Mutable."""
+    """Prices rows: block prices that rows share are made once. Mutable.
 
-    def __init__(self) -> None:
-        self._costs: dict[tuple, CostCache] = {}
+    Rows of a table are grouped by model, so the prices of the latest few models are enough.
+    """
+
+    def __init__(self, *, kept_models: int = KEPT_MODELS) -> None:
+        self._kept_models = kept_models
+        self._costs: OrderedDict[tuple, CostCache] = OrderedDict()
 
     def estimate(self, run: RunRow, profile: Profile, rates: DeviceRates) -> Estimate:
         """Return the step of a row on a machine, in time and memory."""
-        plan, costs = self._priced(run, profile, rates)
+        plan, costs = self.plan(run, profile, rates)
         return estimate(costs.graph, costs.profile, plan, costs=costs)
 
     def time(self, run: RunRow, profile: Profile, rates: DeviceRates) -> TimeParts:
         """Return the step of a row on a machine, in time alone."""
-        return estimate_time(*self._priced(run, profile, rates))
+        return estimate_time(*self.plan(run, profile, rates))
 
-    def _priced(self, run: RunRow, profile: Profile, rates: DeviceRates) -> tuple[Plan, CostCache]:
+    def plan(self, run: RunRow, profile: Profile, rates: DeviceRates) -> tuple[Plan, CostCache]:
+        """Return the plan of a row, and the prices of its model's blocks."""
         model = transformer_of(run)
         plan = plan_of(run, model, devices_per_node=profile.cluster.devices_per_node)
         nodes = ceil(run.gpus / profile.cluster.devices_per_node)
+        # A cache holds its profile and rates, so no other objects have their ids while it is kept.
         key = model, id(profile), id(rates), nodes, run.stack, run.dtype
         if key not in self._costs:
             executed = ExecutedProfile(
                 profile, rates, num_nodes=nodes, execution=run.stack, product_dtype=run.dtype
             )
-            self._costs[key] = CostCache(build_transformer(model), executed)
+            graph = build_transformer(model)
+            self._costs[key] = CostCache(graph, executed, execution=run.stack)
+            if len(self._costs) > self._kept_models:
+                self._costs.popitem(last=False)
+        self._costs.move_to_end(key)
         return plan, self._costs[key]

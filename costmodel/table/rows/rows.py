@@ -9,11 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from costmodel.table.kernels import DeviceRates
-from costmodel.table.published import RunRow, estimate_run, estimate_run_memory, parse_row
 from costmodel.table.rates import load_rates
 from costmodel.table.rows.devices import device_of, is_scaled, scaled_rates
-from costmodel.table.rows.row_cells import real
+from costmodel.table.rows.row_cells import RowError, real
 from costmodel.table.rows.row_plan import RowPrices
+from costmodel.table.rows.run_row import RunRow, parse_row
 from planner.errors import PlannerError
 from planner.units import GIB, TFLOP
 from profiles import Profile, load_profile
@@ -43,15 +43,19 @@ SAME_MEMORY = 0.15
 LARGEST_GB = 2000
 """Memory of a device above this is in MiB."""
 
+MOST_JOBS = 1_000_000
+"""Jobs of a step of all ranks, forwards alone, up to which a row's table is played."""
+
 _BETWEEN_NODES = re.compile(r"(\d+(?:\.\d+)?)\s*Gb(?:ps|/s)?\s*(?:node-node|between nodes)", re.I)
 
 
 def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield each row with its prediction, or with the reason there is none."""
+    prices = RowPrices()
     for row in rows:
         predicted = dict.fromkeys(PREDICTED, "")
         try:
-            predicted |= predict_row(row)
+            predicted |= predict_row(row, prices)
         except PlannerError as error:
             predicted["reason"] = str(error)
         except (ArithmeticError, ValueError) as error:
@@ -60,82 +64,68 @@ def estimate_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
         yield {**row, **predicted}
 
 
-def predict_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the predicted columns of one row; raise PlannerError when it can't be priced."""
-    run, profile, rates = run_of(row)
-    if run.lora_rank:
-        # The closed forms train all weights.
-        found = RowPrices().estimate(run, profile, rates)
-        step_s, peak_bytes = found.step_s, max(float(m.tensor_bytes) for m in found.memory)
-        fits = "yes" if peak_bytes <= _room(row, profile) else "no"
-    else:
-        step_s = estimate_run(run, profile, rates).step_s
-        peak_bytes, fits = estimate_run_memory(run).total, _fits(row, run, profile)
-    samples_per_gpu_s = run.global_batch / step_s / run.gpus
+def predict_row(row: Mapping[str, Any], prices: RowPrices | None = None) -> dict[str, Any]:
+    """Return the predicted columns of one row; raise PlannerError when it can't be priced.
+
+    `prices` keeps what rows share.
+    """
+    prices = prices or RowPrices()
+    run, profile, rates = run_of(row, prices)
+    found = prices.estimate(run, profile, rates)
+    fits = "yes"
+    if found.peak_bytes > device_bytes(row, profile):
+        fits = _remedy(row, run, profile, rates, prices)
+    samples_per_gpu_s = run.global_batch / found.step_s / run.gpus
     return {
-        "predicted_step_time_s": step_s,
+        "predicted_step_time_s": found.step_s,
         "predicted_tflops_per_gpu": samples_per_gpu_s * run.shape.model_flop() / TFLOP,
         "predicted_tokens_per_s_per_gpu": samples_per_gpu_s * run.shape.seq_len,
-        "predicted_peak_mem_gib": peak_bytes / GIB,
+        "predicted_peak_mem_gib": max(float(parts.tensor_bytes) for parts in found.memory) / GIB,
         "predicted_fits": fits,
         "assumed": "; ".join(run.assumed),
     }
 
 
-def run_of(row: Mapping[str, Any]) -> tuple[RunRow, Profile, DeviceRates]:
+def run_of(
+    row: Mapping[str, Any], prices: RowPrices | None = None
+) -> tuple[RunRow, Profile, DeviceRates]:
     """Return the run a row describes, and the machine it is priced on.
 
-    Products in a dtype the device does not have are priced in the next wider one.
+    Products in a dtype the device does not have are priced in the next wider one. A microbatch that
+    the row leaves open is halved until it fits; `prices` keeps what rows share.
     """
     run = parse_row(row)
+    if run.num_microbatches * run.pp * run.vpp > MOST_JOBS:
+        raise RowError(
+            f"a rank runs {run.num_microbatches} microbatches a step; give a larger micro_batch or "
+            "a smaller global_batch"
+        )
     profile, rates, assumed = machine_of(row)
-    run = _made_to_fit(run, _room(row, profile))
-    assumed = (*run.assumed, *assumed)
     if run.dtype not in rates.peak_flop_per_s:
         wider = next(name for name in WIDER if name in rates.peak_flop_per_s)
         assumed = (*assumed, f"dtype={wider}: {profile.cluster.device} has no {run.dtype}")
         run = replace(run, dtype=wider)
-    return replace(run, assumed=assumed), profile, rates
+    prices, limit = prices or RowPrices(), device_bytes(row, profile)
+    sizes = [run]
+    while run.assumed_to_be("micro_batch") and sizes[-1].micro_batch > 1:
+        sizes.append(sizes[-1].assuming(micro_batch=-(-sizes[-1].micro_batch // 2)))
+    if len(sizes) > 1:
+        fitting = (s for s in sizes if prices.estimate(s, profile, rates).peak_bytes <= limit)
+        run = next(fitting, run)
+    return replace(run, assumed=(*run.assumed, *assumed)), profile, rates
 
 
-def _fits(row: Mapping[str, Any], run: RunRow, profile: Profile) -> str:
-    """Return whether a run fits, or what it needs for that of what its row leaves open."""
-    room = _room(row, profile)
-
-    def fits(variant: RunRow) -> bool:
-        return estimate_run_memory(variant).total <= room
-
-    if fits(run):
-        return "yes"
-    lean = replace(run.stack, gradient_bytes=run.stack.reduced_bytes)
-    small = [(run, "")]
-    if lean != run.stack:
-        small.append((replace(run, stack=lean), "16-bit gradients"))
-    if not str(row.get("recompute") or "").strip():
-        again = [(replace(variant, recompute="full"), name) for variant, name in small]
-        small += [(variant, f"{name} and full recompute") for variant, name in again]
-    for variant, name in small:
-        if fits(variant):
-            return f"yes, with {name.removeprefix(' and ')}"
-    return "no"
-
-
-def _room(row: Mapping[str, Any], profile: Profile) -> float:
-    """Bytes of tensors that the row's device has room for."""
-    room = device_bytes(row, profile) - profile.context_bytes
-    return room / (1 + profile.allocator_overhead_fraction)
-
-
-def _made_to_fit(run: RunRow, room: float) -> RunRow:
-    """Return a run with the largest microbatch of halves that fits, where its row left that open;
-    as it is where none does.
+def _remedy(
+    row: Mapping[str, Any], run: RunRow, profile: Profile, rates: DeviceRates, prices: RowPrices
+) -> str:
+    """Return whether a run that does not fit does so with full recompute, if its row leaves that
+    open.
     """
-    tried = run
-    while estimate_run_memory(tried).total > room:
-        if not tried.assumed_to_be("micro_batch") or tried.micro_batch == 1:
-            return run
-        tried = tried.assuming(micro_batch=-(-tried.micro_batch // 2))
-    return tried
+    if str(row.get("recompute") or "").strip():
+        return "no"
+    again = replace(run, recompute="full")
+    fits = prices.estimate(again, profile, rates).peak_bytes <= device_bytes(row, profile)
+    return "yes, with full recompute" if fits else "no"
 
 
 def device_bytes(row: Mapping[str, Any], profile: Profile) -> float:

@@ -9,16 +9,11 @@ from math import ceil, log2
 from typing import Any
 
 from costmodel.execution import Execution
-from costmodel.table.rows.named_models import (
-    NamedModel,
-    model_of_size,
-    named_model,
-    params_in_name,
-)
+from costmodel.table.rows.model_shape import TransformerShape
 from costmodel.table.rows.row_cells import Cells, RowError, real
-from costmodel.table.rows.row_stack import seq_len_of, stack_of_row
-from costmodel.table.rows.row_words import dtype_of, gated_of, recompute_of, schedule_of, zero_of
-from costmodel.table.transformer import Split, TransformerShape
+from costmodel.table.rows.row_shape import check_divides, shape_of_row
+from costmodel.table.rows.row_stack import stack_of_row
+from costmodel.table.rows.row_words import dtype_of, recompute_of, schedule_of, zero_of
 
 MODEL_BYTES_PER_DEVICE = 40e9
 """What weights and optimizer state may take of a device where a row leaves its layout open."""
@@ -38,13 +33,6 @@ USUAL_STAGE_LAYERS = 4
 
 USUAL_LORA_RANK = 16
 """Rank of adapters where a row does not say: MLPerf's (mlcommons/training, llama2_70b_lora)."""
-
-ACTIVE_PARAMS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB]")
-"""A name such as ``80B-A3B`` says that few of its parameters see a token: its size alone tells
-nothing of its layers."""
-
-LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
-"""Parameters of a model that is known only by their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,25 +66,6 @@ class RunRow:
         """Number of devices."""
         return self.tp * self.cp * self.pp * self.dp
 
-    @property
-    def split(self) -> Split:
-        """How one microbatch lies on the ranks of a stage."""
-        return Split(
-            micro_batch=self.micro_batch,
-            tp=self.tp,
-            cp=self.cp,
-            sequence_parallel=self.sequence_parallel,
-            dtype=self.dtype,
-            ep=self.data_ep,
-        )
-
-    @property
-    def data_ep(self) -> int:
-        """Ranks with other samples or positions that share the experts. Of experts on tp ranks
-        each has as much as when tp splits them.
-        """
-        return self.ep if self.ep <= self.dp * self.cp or self.ep % self.tp else self.ep // self.tp
-
     def assumed_to_be(self, column: str) -> bool:
         """Whether a column was filled in."""
         return any(text.startswith(f"{column}=") for text in self.assumed)
@@ -106,11 +75,6 @@ class RunRow:
         told = [text for text in self.assumed if text.partition("=")[0] not in columns]
         told += [f"{name}={value}" for name, value in columns.items()]
         return replace(self, **columns, assumed=tuple(told))
-
-    @property
-    def hides_hops(self) -> bool:
-        """Whether what stages send each other goes beside the work of other virtual stages."""
-        return self.stack.overlaps_pp and self.vpp > 1
 
     @property
     def num_microbatches(self) -> int:
@@ -126,16 +90,16 @@ def parse_row(row: Mapping[str, Any]) -> RunRow:
     """
     cells = Cells(row)
     stack = stack_of_row(cells)
-    shape = _shape(cells, stack)
+    shape = shape_of_row(cells, stack)
     tp, cp, pp, dp = _layout(cells, shape, stack)
-    _check_divides("tp", tp, "heads", shape.heads)
+    check_divides("tp", tp, "heads", shape.heads)
     if shape.ffn_hidden < tp:
         raise RowError(f"tp={tp} is more than ffn_hidden={shape.ffn_hidden}")
     ep = cells.given("ep", least=0) or 1
     if ep > dp * cp * tp:
         ep = cells.assume("ep", dp * cp * tp)
     if shape.num_experts > 1:
-        _check_divides("ep", ep, "num_experts", shape.num_experts)
+        check_divides("ep", ep, "num_experts", shape.num_experts)
     # Where dp and cp ranks are too few, whole experts lie on tp ranks, too.
     etp = 1 if ep > dp * cp else _said_etp(cells) or tp
     batch, micro_batch = _batch(cells, shape, stack, pp=pp, dp=dp)
@@ -169,11 +133,6 @@ def _said_etp(cells: Cells) -> int | None:
     """Return the tp ranks that share an expert's matrices, as a column or the notes say."""
     noted = re.search(r"\betp\s*=?\s*(\d+)", cells.text("notes"))
     return cells.given("etp") or (int(noted[1]) if noted else None)
-
-
-def _check_divides(name: str, part: int, of: str, whole: int) -> None:
-    if whole % part:
-        raise RowError(f"{name}={part} does not divide {of}={whole}")
 
 
 def _batch(
@@ -221,81 +180,6 @@ def _zero_stage(cells: Cells, stack: Execution) -> int:
     return cells.assume("zero_stage", stack.zero_stage) if stage is None else stage
 
 
-def _shape(cells: Cells, stack: Execution) -> TransformerShape:
-    known = named_model(cells.text("model"))
-
-    def usual(name: str, otherwise: int | None) -> int | None:
-        return otherwise if known is None else getattr(known, name)
-
-    layers, hidden = cells.given("layers"), cells.given("hidden")
-    num_experts = cells.given("num_experts", least=0) or 1
-    if known is not None and (hidden is None or hidden == known.hidden):
-        num_experts = max(num_experts, known.num_experts)
-    else:
-        known = None
-    ep = cells.given("ep", least=0) or 1
-    if ep > 1 and num_experts == 1:
-        num_experts = cells.assume("num_experts", max(8, ep))
-    params = real(cells.text("params_b").lower().removesuffix("b"))
-    params = 1e9 * params if params else params_in_name(cells.text("model"))
-    if known is None and hidden is None and ACTIVE_PARAMS.search(cells.text("model")):
-        raise RowError(
-            f"model {cells.text('model')!r} is not one we have the sizes of; give layers, hidden, "
-            "num_experts and experts_per_token"
-        )
-    if known is None and hidden is None and params:
-        if not LEAST_PARAMS <= params <= MOST_PARAMS:
-            raise RowError(f"a model of {params:.3g} parameters is not priced")
-        layers, hidden = model_of_size(params)
-        cells.assume("layers", layers)
-        cells.assume("hidden", hidden)
-    hidden = cells.number("hidden", usual("hidden", None)) if hidden is None else hidden
-    layers = cells.number("layers", usual("layers", None)) if layers is None else layers
-    tp = cells.given("tp") or 1
-    heads = cells.number("heads", usual("heads", tp * max(1, round(hidden / 128 / tp))))
-    kv_heads = cells.number("kv_heads", usual("kv_heads", heads))
-    _check_divides("kv_heads", kv_heads, "heads", heads)
-    is_moe = num_experts > 1
-    if is_moe and known is not None:
-        # The column holds the width of dense layers, where there are any.
-        ffn_hidden = known.ffn_hidden
-    else:
-        ffn_hidden = cells.number("ffn_hidden", usual("ffn_hidden", 4 * hidden))
-    gated = gated_of(cells.text("gated_ffn"))
-    if gated is None:
-        gated = bool(cells.assume("gated_ffn", usual("gated_ffn", 0)))
-    picked = cells.number("experts_per_token", usual("experts_per_token", 2)) if is_moe else 1
-    if picked > num_experts:
-        raise RowError(f"experts_per_token={picked} is more than num_experts={num_experts}")
-    head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
-    return TransformerShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn_hidden=ffn_hidden,
-        gated=gated,
-        vocab=cells.number("vocab", usual("vocab", 51200)),
-        seq_len=seq_len_of(cells) or cells.assume("seq_len", stack.seq_len),
-        head_dim=head_dim or max(1, hidden // heads),
-        num_experts=num_experts,
-        experts_per_token=picked,
-        shared_experts=(usual("shared_experts", 0) or 0) if is_moe else 0,
-        query_rank=usual("query_rank", 0) or 0,
-        key_rank=usual("key_rank", 0) or 0,
-        rope_dim=usual("rope_dim", 0) or 0,
-        dense_layers=0 if known is None else _dense_layers(known, layers),
-        dense_ffn=usual("dense_ffn", 0) or 0,
-    )
-
-
-def _dense_layers(known: NamedModel, layers: int) -> int:
-    """Return the first layers without experts; of a shortened model as large a part, at least 1."""
-    if layers >= known.layers or not known.dense_layers:
-        return known.dense_layers
-    return max(1, round(known.dense_layers * layers / known.layers))
-
-
 def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[int, int, int, int]:
     """Return tp, cp, pp, dp; what is blank follows from the number of devices."""
     tp, pp, dp = (cells.given(name) for name in ("tp", "pp", "dp"))
@@ -308,7 +192,7 @@ def _layout(cells: Cells, shape: TransformerShape, stack: Execution) -> tuple[in
         elif tp is pp is None:
             gpus = cells.assume("gpus", cp * 2 ** max(0, ceil(log2(needed))))
     if gpus is not None:
-        _check_divides("cp", cp, "gpus", gpus)
+        check_divides("cp", cp, "gpus", gpus)
     if gpus is not None and tp is None and pp is None and stack.zero_stage < 3:
         # Model parallel ranks: those dp leaves, else as few as hold the weights.
         ranks = gpus // (dp * cp) if dp else min(gpus // cp, ceil(needed))

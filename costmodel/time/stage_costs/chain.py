@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.time.boundary import block_entry_seconds
-from costmodel.time.program import ProgramCost
+from costmodel.time.block.boundary import block_entry_seconds
+from costmodel.time.block.program import ProgramCost
 from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad, block_load
 from costmodel.time.stage_costs.messages import Messages
 from costmodel.time.stage_costs.runs import Floats, Indices, RunLoads

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from costmodel.time.program import ProgramCost
+from costmodel.time.block.program import ProgramCost
 from profiles.profile import Amount
 
 

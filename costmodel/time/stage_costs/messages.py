@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.time.boundary import Layouts, placement_of
+from costmodel.time.block.boundary import Layouts, placement_of
 from costmodel.time.communication import boundary_seconds
 from costmodel.time.stage_costs.runs import Floats, Indices
 from costmodel.topology import axis_group

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel.execution import Execution
-from costmodel.time.communication import DataParallelSeconds
+from costmodel.time.communication import DataParallelSeconds, message_pieces
 from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
@@ -110,7 +110,7 @@ class StageCosts:
             self.runs.chain.costs.profile,
             forward_s=self.times.whole_forward_s,
             backward_s=self.times.whole_backward_s,
-            num_blocks=self.runs.num_blocks,
+            num_pieces=message_pieces(self.runs.chain.costs.execution, self.runs.num_blocks),
         )
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from costmodel.time.program import ProgramCost
+from costmodel.time.block.program import ProgramCost
 from planner.plan import Recompute
 from profiles.profile import Amount
 

@@ -7,7 +7,7 @@ import pytest
 from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
-from costmodel.time.program import ProgramCost, price_program
+from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
 from planner.layout.axes import Degrees
@@ -58,7 +58,8 @@ GOLDEN = {"dp": 0.3464707276795657, "pp": 0.5413469246210904}
 def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
     """Frozen weights have no products for their gradients, and what nothing trained precedes has no
     backward at all, on the device or on the host."""
-    profile = cost_cache(GRAPH, h100, 8, execution=find_execution("megatron-core")).profile
+    core = find_execution("megatron-core")
+    profile = cost_cache(GRAPH, h100, 8, execution=core).profile
     layer = GRAPH.classes[1].bind(1)
 
     def priced_with(needs) -> ProgramCost:
@@ -67,7 +68,8 @@ def test_a_backward_makes_what_needs_a_gradient(h100: Profile) -> None:
             for meta in layer.tensors
         )
         axes = lowered_groups(h100.cluster, Degrees())
-        return price_program(replace(layer, tensors=tensors), profile, axes=axes)
+        program = replace(layer, tensors=tensors)
+        return price_program(program, profile, axes=axes, execution=core)
 
     trained = priced_with(lambda meta: True)
     frozen = priced_with(lambda meta: meta.kind != "param")
@@ -153,7 +155,7 @@ def test_eight_bits_multiply_faster_in_layers_alone(h100: Profile) -> None:
     narrow = ExecutedProfile(
         h100, costs.profile.rates, num_nodes=1, execution=core, product_dtype="float8_e4m3fn"
     )
-    eight = type(costs)(GRAPH, narrow)
+    eight = type(costs)(GRAPH, narrow, execution=core)
     layer, head = (costs.block(i, 1).forward_s for i in (1, 2))
     assert eight.block(1, 1).forward_s < 0.8 * layer
     assert eight.block(2, 1).forward_s == head

@@ -23,9 +23,10 @@ def exchanged(
 ) -> DataParallelSeconds:
     """Exchange of a stage of bf16 weights."""
     h100 = load_profile("h100-sxm5-80gb")
-    profile = ExecutedProfile(h100, load_rates(h100), num_nodes=8, execution=execution)
+    rates = load_rates(h100)
     return executed_exchange(
-        profile,
+        ExecutedProfile(h100, rates, num_nodes=8, execution=execution),
+        execution,
         group,
         Replication(zero_stage=zero_stage, replicas=group.size, precision="bf16"),
         param_bytes=PARAM_BYTES,

@@ -26,7 +26,7 @@ def costs_of(**said: bool | int) -> CostCache:
     profile = load_profile("h100-sxm5-80gb")
     rates, execution = load_rates(profile), replace(BASE, **said)
     executed = ExecutedProfile(profile, rates, num_nodes=1, execution=execution)
-    return CostCache(build_transformer(MODEL), executed)
+    return CostCache(build_transformer(MODEL), executed, execution=execution)
 
 
 def kept(of_class: int, *, tp: int = 1, **said: bool | int) -> int:

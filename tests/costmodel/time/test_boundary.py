@@ -6,7 +6,7 @@ import pytest
 from costmodel import CostCache
 from costmodel.links import find_links
 from costmodel.side_values import find_side_values
-from costmodel.time.boundary import block_entry_seconds, placement_of
+from costmodel.time.block.boundary import block_entry_seconds, placement_of
 from planner.layout.axes import Degrees
 from planner.layout.placement import Replicate, Shard
 from planner.plan import ClassLayout

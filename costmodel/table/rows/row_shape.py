@@ -1,0 +1,106 @@
+"""The sizes of a row's model: as its columns say, as a well-known model has them, or usual ones."""
+
+from __future__ import annotations
+
+import re
+
+from costmodel.execution import Execution
+from costmodel.table.rows.model_shape import TransformerShape
+from costmodel.table.rows.named_models import (
+    NamedModel,
+    model_of_size,
+    named_model,
+    params_in_name,
+)
+from costmodel.table.rows.row_cells import Cells, RowError, real
+from costmodel.table.rows.row_stack import seq_len_of
+from costmodel.table.rows.row_words import gated_of
+
+ACTIVE_PARAMS = re.compile(r"\d[bB]-?[aA]\d+(\.\d+)?[bB]")
+"""A name such as ``80B-A3B`` says that few of its parameters see a token: its size alone tells
+nothing of its layers."""
+
+LEAST_PARAMS, MOST_PARAMS = 1e6, 1e14
+"""Parameters of a model that is known only by their number."""
+
+
+def check_divides(name: str, part: int, of: str, whole: int) -> None:
+    """Raise RowError where a number does not divide another."""
+    if whole % part:
+        raise RowError(f"{name}={part} does not divide {of}={whole}")
+
+
+def shape_of_row(cells: Cells, stack: Execution) -> TransformerShape:
+    """Return the sizes of a row's model; raise RowError where they are not told or are odd."""
+    known = named_model(cells.text("model"))
+
+    def usual(name: str, otherwise: int | None) -> int | None:
+        return otherwise if known is None else getattr(known, name)
+
+    layers, hidden = cells.given("layers"), cells.given("hidden")
+    num_experts = cells.given("num_experts", least=0) or 1
+    if known is not None and (hidden is None or hidden == known.hidden):
+        num_experts = max(num_experts, known.num_experts)
+    else:
+        known = None
+    ep = cells.given("ep", least=0) or 1
+    if ep > 1 and num_experts == 1:
+        num_experts = cells.assume("num_experts", max(8, ep))
+    params = real(cells.text("params_b").lower().removesuffix("b"))
+    params = 1e9 * params if params else params_in_name(cells.text("model"))
+    if known is None and hidden is None and ACTIVE_PARAMS.search(cells.text("model")):
+        raise RowError(
+            f"model {cells.text('model')!r} is not one we have the sizes of; give layers, hidden, "
+            "num_experts and experts_per_token"
+        )
+    if known is None and hidden is None and params:
+        if not LEAST_PARAMS <= params <= MOST_PARAMS:
+            raise RowError(f"a model of {params:.3g} parameters is not priced")
+        layers, hidden = model_of_size(params)
+        cells.assume("layers", layers)
+        cells.assume("hidden", hidden)
+    hidden = cells.number("hidden", usual("hidden", None)) if hidden is None else hidden
+    layers = cells.number("layers", usual("layers", None)) if layers is None else layers
+    tp = cells.given("tp") or 1
+    heads = cells.number("heads", usual("heads", tp * max(1, round(hidden / 128 / tp))))
+    kv_heads = cells.number("kv_heads", usual("kv_heads", heads))
+    check_divides("kv_heads", kv_heads, "heads", heads)
+    is_moe = num_experts > 1
+    if is_moe and known is not None:
+        # The column holds the width of dense layers, where there are any.
+        ffn_hidden = known.ffn_hidden
+    else:
+        ffn_hidden = cells.number("ffn_hidden", usual("ffn_hidden", 4 * hidden))
+    gated = gated_of(cells.text("gated_ffn"))
+    if gated is None:
+        gated = bool(cells.assume("gated_ffn", usual("gated_ffn", 0)))
+    picked = cells.number("experts_per_token", usual("experts_per_token", 2)) if is_moe else 1
+    if picked > num_experts:
+        raise RowError(f"experts_per_token={picked} is more than num_experts={num_experts}")
+    head_dim = cells.given("head_dim", least=0) or usual("head_dim", 0)
+    return TransformerShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn_hidden=ffn_hidden,
+        gated=gated,
+        vocab=cells.number("vocab", usual("vocab", 51200)),
+        seq_len=seq_len_of(cells) or cells.assume("seq_len", stack.seq_len),
+        head_dim=head_dim or max(1, hidden // heads),
+        num_experts=num_experts,
+        experts_per_token=picked,
+        shared_experts=(usual("shared_experts", 0) or 0) if is_moe else 0,
+        query_rank=usual("query_rank", 0) or 0,
+        key_rank=usual("key_rank", 0) or 0,
+        rope_dim=usual("rope_dim", 0) or 0,
+        dense_layers=0 if known is None else _dense_layers(known, layers),
+        dense_ffn=usual("dense_ffn", 0) or 0,
+    )
+
+
+def _dense_layers(known: NamedModel, layers: int) -> int:
+    """Return the first layers without experts; of a shortened model as large a part, at least 1."""
+    if layers >= known.layers or not known.dense_layers:
+        return known.dense_layers
+    return max(1, round(known.dense_layers * layers / known.layers))

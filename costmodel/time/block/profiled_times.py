@@ -1,0 +1,146 @@
+"""What a block takes in our own runtime: ops one by one or compiled, as the profile answers.
+
+forward = sum of ops, times what whole blocks showed, + what the device waits for its host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
+from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
+from costmodel.time.block.program_times import ProgramTimes, Spent
+from costmodel.topology import Axis
+from planner.graph import Program
+from planner.layout.redistribute import EXCHANGE_ROWS
+from planner.ops.flops import Work
+from planner.ops.weight_products import deferrable_products
+from profiles import Profile
+from profiles.records import Direction
+
+
+def profiled_times(
+    local: Program,
+    profile: Profile,
+    *,
+    axes: Mapping[str, Axis],
+    recomputed: frozenset[str],
+    kernels: Kernels,
+) -> ProgramTimes:
+    """Return the times of a bound program that was lowered on `axes`.
+
+    `recomputed` names the ops that run again in the backward. Fused `kernels` take less time.
+    """
+    products = deferrable_products(local)
+    tensor = local.tensor
+    works = {
+        op.name: op_works(op, tensor) for op in local.ops if op.target != "planner.redistribute"
+    }
+    seconds = _seconds_of_ops(local, profile, kernels, works)
+    forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    forward_flop = backward_flop = 0.0
+    views = backward_views = backward_ops = forward_waits = backward_waits = 0
+    for op in local.ops:
+        if op.target == "planner.redistribute":
+            there, back = redistribute_seconds(op, tensor, profile, axes)
+            forward_comm_s += there
+            backward_comm_s += back
+            forward_waits += there > 0
+            backward_waits += back > 0
+            continue
+        if op.target.startswith("planner."):
+            inner = inner_seconds(op, tensor, profile, axes)
+            forward_comm_s += sum(inner)
+            forward_waits += len(inner)
+            if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
+                backward_comm_s += sum(inner)
+                backward_waits += len(inner)
+        there, back = seconds[op.name]
+        forward_s += there
+        backward_s += back
+        recomputed_s += there if op.name in recomputed else 0.0
+        if op.name in products:
+            # One product for the weight, and one as large for the input if it needs one.
+            weight_s += back / 2 if tensor[products[op.name][0].name].requires_grad else back
+        work, back_work = works[op.name]
+        forward_flop += work.flop
+        backward_flop += back_work.flop
+        views += there == 0.0
+        needs_gradient = tensor[op.outputs[0]].requires_grad
+        backward_views += there == 0.0 and needs_gradient
+        backward_ops += needs_gradient
+    # The host launches every op, a view too; compiled code launches a kernel for several ops.
+    forward_ops = len(local.ops)
+    if kernels == "fused":
+        forward_ops, views, backward_views = num_kernels(local), 0, 0
+        backward_ops = min(backward_ops, forward_ops)
+    forward = _with_host(profile, "forward", forward_s, kernels, ops=forward_ops, views=views)
+    backward = _with_host(
+        profile, "backward", backward_s, kernels, ops=backward_ops, views=backward_views
+    )
+    # Each collective waits for the slowest of its ranks.
+    forward_comm_s += profile.wait_seconds(
+        forward.device_s + forward.host_s, forward_waits, inside=True
+    )
+    backward_comm_s += profile.wait_seconds(
+        backward.device_s + backward.host_s, backward_waits, inside=True
+    )
+    again = [op for op in local.ops if op.name in recomputed]
+    again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
+    remade = _with_host(
+        profile, "forward", recomputed_s, kernels, ops=len(again), views=again_views
+    )
+    # Of corrections of the whole block, weight gradients have their share.
+    if backward_s:
+        waited = backward.host_s * len(products) / max(backward_ops, 1)
+        weight_s = weight_s * backward.device_s / backward_s + waited
+    return ProgramTimes(
+        forward=forward,
+        backward=backward,
+        recomputed=remade,
+        weight_s=weight_s,
+        forward_comm_s=forward_comm_s,
+        backward_comm_s=backward_comm_s,
+        forward_flop=forward_flop,
+        backward_flop=backward_flop,
+    )
+
+
+def _seconds_of_ops(
+    local: Program,
+    profile: Profile,
+    kernels: Kernels,
+    works: Mapping[str, tuple[Work, Work]],
+) -> dict[str, tuple[float, float]]:
+    """Return forward and backward seconds of every op but redistributions, by name."""
+    eager = {
+        op.name: op_seconds(op, local.tensor, profile, works[op.name])
+        for op in local.ops
+        if op.name in works
+    }
+    measured = profile.block_correction("forward", compiled=True) != 1.0
+    # Where whole compiled blocks were measured, that says it all.
+    return eager if kernels == "eager" or measured else fused_seconds(local, profile, eager)
+
+
+def _with_host(
+    profile: Profile,
+    direction: Direction,
+    seconds: float,
+    kernels: Kernels,
+    *,
+    ops: int,
+    views: int,
+) -> Spent:
+    """Return the time of a whole block from the sum of its ops.
+
+    The host feeds ops one by one: a device that computes asynchronously is never ahead of
+    `launch_overhead_s` per op; a CPU pays it for views, whose time no op lookup holds. Where
+    whole blocks were measured, the ratio to their ops' sum is applied; on a CPU it has the
+    views in it. Ratios of compiled blocks are those of fused kernels.
+    """
+    correction = profile.block_correction(direction, compiled=kernels == "fused")
+    device_s = seconds * correction
+    if profile.cluster.device_type != "cpu":
+        return Spent(device_s, max(0.0, ops * profile.launch_overhead_s - device_s))
+    return Spent(device_s, views * profile.launch_overhead_s if correction == 1.0 else 0.0)
