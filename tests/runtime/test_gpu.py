@@ -49,7 +49,7 @@ class Device:
     def work(self, seconds: float) -> None:
         self.given_s += seconds
 
-    def wait(self) -> None:
+    def wait(self, _device: Any = None) -> None:
         self.waited += 1
         self.now_s = self.given_s
 
