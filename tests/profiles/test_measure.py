@@ -19,6 +19,7 @@ from profiles.measure.grid import base_probes, standard_grid
 from profiles.measure.launchers import LocalLauncher, free_port
 from profiles.measure.rounds import _spanning_first
 from profiles.measure.signatures import blocks, signatures
+from profiles.measure.timing import surroundings
 from profiles.measure.workers import ProbeFailed, WorkerGroup
 from tests.builders import tiny_models
 from tests.captures import capture_module
@@ -33,6 +34,7 @@ def small():
         patch.setattr(rounds, "VISIT_S", 0.01)
         patch.setattr(rounds, "PASSES", 2)
         patch.setattr(rounds, "MOST_VISITS", 2)
+        patch.setattr(surroundings, "STEP_ROUNDS", 1)
         yield
 
 

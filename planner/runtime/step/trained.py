@@ -96,7 +96,8 @@ class TrainedParams:
     def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer that `step` uses, see `planner.runtime.state.optimizer`."""
         optimizer = build_optimizer(given, module, self.stepped_by_name())
-        if optimizer is not None and self._plan.world_size > 1:
+        # (AdamW, the default, works by element: nothing to measure.)
+        if optimizer is not None and given is not None and self._plan.world_size > 1:
             self._make_whole(optimizer)
         masters = [o for o in self._owners.values() if isinstance(o, HostMasters)]
         if masters and optimizer is not None and self._host is not None:
