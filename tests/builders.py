@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -256,6 +257,20 @@ def build_hf(family: str, **changes: Any) -> nn.Module:
     }
     model_class = getattr(transformers, family)
     return model_class(model_class.config_class(**(settings[family] | changes)))
+
+
+TELLING = frozenset({"mlp", "batchnorm-mlp", "resnet", "gpt", "encoder-decoder", "hf-llama"})
+"""Tiny models that differ most: statistics over a batch, convolutions, skips, rotary positions."""
+
+
+def telling_first(
+    names: Iterable[str] | None = None, telling: Collection[str] = TELLING
+) -> list[Any]:
+    """Return test parameters of all names (None: of tiny models); but a few are marked slow."""
+    return [
+        name if name in telling else pytest.param(name, marks=pytest.mark.slow)
+        for name in (tiny_models() if names is None else names)
+    ]
 
 
 def tiny_models() -> dict[str, TinyModel]:

@@ -6,7 +6,7 @@ import pytest
 
 from planner.across.walk import across_samples, blocks_across_samples
 from planner.graph import ModelGraph
-from tests.builders import tiny_models
+from tests.builders import telling_first, tiny_models
 from tests.captures import capture_module, capture_tiny
 from tests.model_matrix import REFUSED, model_matrix
 
@@ -20,7 +20,7 @@ NORMED = {"batchnorm-mlp": 2, "batchnorm-resnet": 3, "hf-resnet": 6, "hf-segform
 """Models with BatchNorm, which has a message of its own."""
 
 
-@pytest.mark.parametrize("name", tiny_models())
+@pytest.mark.parametrize("name", telling_first())
 def test_tiny_models_compute_samples_alone(name: str):
     check(name, capture_tiny(name))
 

@@ -295,11 +295,11 @@ def test_three_hundred_wrong_command_lines(there):
 
 
 def test_damaged_plans(there):
-    assert not faults(there, damage_plan, WITH_PLAN, range(80))
+    assert not faults(there, damage_plan, WITH_PLAN, range(40))
 
 
 def test_damaged_profiles(there):
-    assert not faults(there, damage_profile, WITH_PROFILE, range(80))
+    assert not faults(there, damage_profile, WITH_PROFILE, range(40))
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def check(name, layouts):
     [
         ("gpt-second-half", ("selective", "dp2-zero3", "pp2-fthenb-full")),
         ("gpt-tied-norms", ("dp2-zero3",)),
-        ("lora-llama", ("dp2-zero3-full",)),
+        pytest.param("lora-llama", ("dp2-zero3-full",), marks=pytest.mark.slow),
     ],
 )
 def test_bytes_are_those_of_the_dry_run(name, layouts):

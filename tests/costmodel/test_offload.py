@@ -31,7 +31,7 @@ MANY = {"pp": 2, "num_microbatches": 6, "schedule": "fthenb"}
     [
         ({"num_microbatches": 2}, False),
         (MANY, True),
-        ({**MANY, "recompute": "full"}, True),
+        pytest.param({**MANY, "recompute": "full"}, True, marks=pytest.mark.slow),
         ({"dp": 2, "num_microbatches": 2, "zero_stage": 3}, False),
     ],
     ids=str,

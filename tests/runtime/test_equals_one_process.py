@@ -120,8 +120,6 @@ def test_pairs_of_axes_on_four_ranks():
     _run(
         4,
         [
-            ("gpt", {"dp": 2, "tp": 2}),
-            ("gpt", {"dp": 2, "pp": 2}),
             ("gpt", {"tp": 2, "pp": 2}),
             ("gpt", {"dp": 2, "pp": 2, "zero_stage": 3}),
             ("gpt", {"dp": 2, "tp": 2, "zero_stage": 1}),

@@ -23,7 +23,7 @@ from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from planner.runtime.start.mesh import build_mesh
 from planner.runtime.step.engine import Engine
-from tests.builders import VOCABULARY, PlainGPT, gpt_batch, tiny_models
+from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module
 from tests.spawn import run_ranks
 
@@ -266,13 +266,7 @@ def test_verify_proves_the_layout_of_a_bf16_plan():
     assert any(note.startswith("the plan's bf16 was run in fp64") for note in report.notes)
 
 
-QUICK = ("batchnorm-mlp", "resnet", "unet", "hf-llama")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in sorted(tiny_models())],
-)
+@pytest.mark.parametrize("name", telling_first(telling={"batchnorm-mlp", "resnet", "hf-llama"}))
 def test_any_model_trains_in_bf16(name):
     """Its cast capture is the model (in fp64, against the module), and its first loss is near."""
     tiny = tiny_models()[name]

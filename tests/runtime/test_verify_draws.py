@@ -15,6 +15,7 @@ from planner.ops.record import is_random
 from planner.plan.defaults import default_plan
 from planner.runtime.check.fixed_draws import FixedDraws
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
+from tests.builders import telling_first
 from tests.runtime.test_verify_faults import WIDTH, graph_of, source_of, verify_here
 from tests.spawn import run_ranks
 
@@ -50,7 +51,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", telling_first(DRAWS, {"uniform_", "poisson", "dropout beside"}))
 def test_a_forward_that_draws_is_compared_with_fixed_draws(name):
     """N3: two microbatches draw what the whole batch does, and the report names the op."""
     report = verify_here(lambda: Noisy(DRAWS[name]), steps=2)

@@ -13,7 +13,7 @@ from planner.graph import from_json, to_json
 from planner.graph.model_file import ModelSource
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import compare_with_one_process
-from tests.builders import tiny_models
+from tests.builders import telling_first, tiny_models
 from tests.model_matrix import REFUSED, model_matrix
 from tests.spawn import run_ranks
 
@@ -94,7 +94,7 @@ def check(name, num_ranks, layouts, precision="model"):
     assert not apart, f"apart by more than rounding: {apart}"
 
 
-@pytest.mark.parametrize("name", list(tiny_models()))
+@pytest.mark.parametrize("name", telling_first())
 def test_two_ranks(name):
     """P1, P2, P3, D19, M20, M22, X8, X13: each kind of parallelism, no model changed."""
     check(name, 2, TWO_RANKS | ({"cp2": {"cp": 2}} if name in FIRST_TRIED else {}))
@@ -109,7 +109,7 @@ def test_two_ranks_of_many_families(name):
     check(name, 2, TWO_RANKS)
 
 
-@pytest.mark.parametrize("name", FIRST_TRIED)
+@pytest.mark.parametrize("name", telling_first(FIRST_TRIED, {"gpt"}))
 def test_four_ranks(name):
     """P5, D12, X8: two kinds of parallelism at once; stages with meshes of their own."""
     check(name, 4, FOUR_RANKS | {"tp2-then-dp2": OWN_MESHES["tp2-then-dp2"]})

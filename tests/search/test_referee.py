@@ -123,7 +123,7 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
 @pytest.mark.parametrize(
     ("instances", "names"),
     [
-        (6, ["uneven", "tied"]),
+        (4, ["uneven", "tied"]),
         pytest.param(
             500, [*SHAPES, ATTENTION], marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
         ),
