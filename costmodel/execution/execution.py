@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from planner.errors import PlannerError
+from planner.plan.parts import Precision
 
+BF16_BYTES = 2
 DATA = Path(__file__).parent / "data"
 
 Kernels = Literal["eager", "modules", "fused"]
@@ -83,8 +85,6 @@ class Execution:
     """Bytes that an optimizer step moves for each parameter."""
     loss_pass_bytes: float
     """Bytes that the loss moves for each logit, forward and backward together."""
-    state_bytes: int
-    """Optimizer state of a parameter, master weight included."""
     overlaps_tp: bool
     """Tensor-parallel collectives run beside compute."""
     overlaps_gathers: bool
@@ -127,6 +127,10 @@ class Execution:
     """Deals virtual stages where a row does not say."""
     seq_len: int
     """Tokens of a sample where a row does not say."""
+
+    def sum_factor(self, precision: Precision) -> int:
+        """Return the bytes of a gradient's sum over those of its parameter."""
+        return self.gradient_bytes // BF16_BYTES if precision == "bf16" else 1
 
 
 _FIELDS = tuple(field.name for field in fields(Execution))

@@ -40,7 +40,7 @@ import numpy as np
 from costmodel.memory.parts import ADAMW_STATES
 from costmodel.time.stage_costs.load import StageLoad
 from planner.plan import Precision, Recompute
-from planner.plan.replication import Replication
+from planner.plan.replication import Replication, gradient_factor
 from profiles import Profile
 from profiles.profile import Amount
 
@@ -116,6 +116,8 @@ class Ranks(Replication):
 
     copies_update: bool
     """Whether a step of the optimizer on the device copies what it steps on."""
+    sum_factor: int
+    """Bytes of a gradient's sum over those of its parameter."""
 
     @property
     def has_buckets(self) -> bool:
@@ -161,6 +163,9 @@ class RankBound:
     copies_update: bool = True
     """The optimizer's step makes one more copy of what it steps on, as our runtime's does on a GPU
     (`Execution.copies_update`)."""
+    sum_factor: int | None = None
+    """Bytes of a gradient's sum over those of its parameter (`Execution.sum_factor`); None: as many
+    as those of what the optimizer steps on."""
 
     def least(self, in_flight: int) -> Any:
         """Return the bytes that the rank needs at least with so many microbatches in flight."""
@@ -211,12 +216,16 @@ class RankBound:
     @cached_property
     def ranks(self) -> Ranks:
         """How the ranks keep parameters, gradients and optimizer state."""
+        stepped = gradient_factor(self.precision)
+        summed = stepped if self.sum_factor is None else self.sum_factor
+        copies = self.copies_update or summed < stepped
         return Ranks(
             replicas=self.replicas,
             zero_stage=self.zero,
             precision=self.precision,
             optimizer_on_host=self.on_host.optimizer,
-            copies_update=self.profile.cluster.device_type != "cpu" and self.copies_update,
+            copies_update=self.profile.cluster.device_type != "cpu" and copies,
+            sum_factor=summed,
         )
 
     def _samples(self, in_flight: int, *, splits: bool) -> tuple[tuple[Any, Phase], ...]:
@@ -272,7 +281,7 @@ class RankBound:
         if not self.ranks.is_sharded or self.zero == 1:
             return 0.0
         gathered = 2 * int(self.zero == 3)
-        factor = self.ranks.gradient_factor + gathered
+        factor = self.ranks.sum_factor + gathered
         frozen_bytes = gathered * self.load.largest_frozen_bytes
         return factor * self.load.largest_param_bytes + frozen_bytes
 
@@ -299,7 +308,7 @@ def gradients(ranks: Ranks, phase: Phase) -> Resident:
     """Return the sums of gradients: whole without ZeRO 2 or 3, where only shards outlive a block's
     backward. With the optimizer on the host these shards are there.
     """
-    factor = ranks.gradient_factor
+    factor = ranks.sum_factor
     if phase is Phase.BEFORE_BACKWARD:
         return Resident(float(factor * ranks.has_buckets))
     if not ranks.is_sharded or (ranks.zero_stage == 1 and phase is Phase.AFTER_BACKWARD):

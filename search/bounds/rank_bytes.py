@@ -23,4 +23,5 @@ def rank_bound(
         precision=table.precision,
         on_host=table.on_host,
         copies_update=table.costs.execution.copies_update,
+        sum_factor=table.costs.execution.sum_factor(table.precision),
     )

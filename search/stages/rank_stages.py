@@ -196,6 +196,7 @@ class RankStages:
             "precision": self.table.precision,
             "on_host": self.table.on_host,
             "copies_update": self.table.costs.execution.copies_update,
+            "sum_factor": self.table.costs.execution.sum_factor(self.table.precision),
             "batch_bytes": self.batch_bytes,
             "splits_backward": self.splits_backward,
         }

@@ -40,7 +40,7 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
 def _rank_memory(rank: RankState, schedule: Schedule, edges: Sequence[Edge]) -> MemoryParts:
     """Return the memory of a rank: what is resident, and the fullest sample of its walk."""
     worst, activations_on_host = _fullest(rank, schedule, edges)
-    gradients = rank.stepped_bytes if rank.has_buckets else worst.gradient_bytes
+    gradients = rank.summed_bytes if rank.has_buckets else worst.gradient_bytes
     # The optimizer's step comes when all activations are gone; it may be higher all the same.
     height = worst.peak_bytes - worst.gradient_bytes + gradients
     inside_job = worst.peak_bytes - worst.saved_bytes - worst.gradient_bytes - worst.buffer_bytes

@@ -4,9 +4,11 @@ Each `PARTS` entry has a counterpart in `costmodel.memory.bound`. A new part of 
 not come and go with jobs is an entry here and an entry there.
 
     stepped = factor * trained parameters / shards     bytes the optimizer steps on
+    summed  = sum_factor * trained parameters / shards bytes of its gradients' sums
 
-    factor      bytes of a gradient's sum per byte of its parameter: 2 in bf16, whose gradients
-                are summed in fp32 and whose masters are fp32; 1 otherwise
+    factor      bytes of a master weight per byte of its parameter: 2 in bf16, 1 otherwise
+    sum_factor  bytes of a gradient's sum per byte of its parameter, `Execution.sum_factor`: in
+                bf16 2 in most runtimes, 1 in some, which widen it for the optimizer's step
     shards      dp * cp under ZeRO, each block's parameters padded to equal shards; 1 otherwise
 """
 
@@ -62,8 +64,13 @@ class RankState:
 
     @property
     def factor(self) -> int:
-        """Bytes of a gradient's sum per byte of its parameter."""
+        """Bytes of what the optimizer steps on per byte of its parameter."""
         return gradient_factor(self.plan.precision)
+
+    @property
+    def sum_factor(self) -> int:
+        """Bytes of a gradient's sum per byte of its parameter."""
+        return self.costs.execution.sum_factor(self.plan.precision)
 
     @property
     def is_sharded(self) -> bool:
@@ -76,12 +83,22 @@ class RankState:
         return not self.is_sharded and self.replicas > 1
 
     @cached_property
-    def stepped_bytes(self) -> int:
-        """Bytes of what the optimizer steps on, in the dtype of the gradients' sums."""
+    def own_bytes(self) -> int:
+        """Bytes of the trained parameters, or shards of them, that the rank updates."""
         if not self.is_sharded:
-            return self.factor * int(self.weights.param_bytes)
+            return int(self.weights.param_bytes)
         shards = (stage.sharded for stage in self.stages.values())
-        return sum(shard.shard_bytes for shard in shards if shard is not None)
+        return sum(shard.own_bytes for shard in shards if shard is not None)
+
+    @property
+    def stepped_bytes(self) -> int:
+        """Bytes of what the optimizer steps on."""
+        return self.factor * self.own_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the sums of its gradients."""
+        return self.sum_factor * self.own_bytes
 
     @property
     def shards_frozen(self) -> bool:
@@ -101,14 +118,14 @@ class RankState:
         # Fused and foreach steps of a GPU make one more copy of what is stepped. A CPU's loop over
         # parameters makes no copy worth counting.
         copies = costs.profile.cluster.device_type != "cpu" and not plan.optimizer_on_host
-        copies &= costs.execution.copies_update
+        copies &= costs.execution.copies_update or self.sum_factor < self.factor
         scratch = self.stepped_bytes if copies else 0
         # Before it, ranks that share parameters sum the gradients of these.
-        sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.factor
+        sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.sum_factor
         sums //= self.replicas if self.is_sharded else 1
         # Shards that are stepped on the host have left the device by then.
         has_left = self.is_sharded and plan.optimizer_on_host
-        return max(scratch, sums) + (0 if has_left else self.stepped_bytes)
+        return max(scratch, sums) + (0 if has_left else self.summed_bytes)
 
 
 def weights(rank: RankState) -> Amount:
@@ -118,7 +135,7 @@ def weights(rank: RankState) -> Amount:
     plan = rank.plan
     if rank.is_sharded and (plan.precision == "bf16" or plan.optimizer_on_host):
         return 0
-    return rank.stepped_bytes // rank.factor
+    return rank.own_bytes
 
 
 def frozen(rank: RankState) -> Amount:

@@ -195,6 +195,20 @@ def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
     assert peaks[0] > peaks[1]
 
 
+def test_narrow_sums_of_gradients_are_widened_for_the_update(h100: Profile) -> None:
+    """2 bytes of a sum in place of 4; the optimizer's step makes fp32 copies of them all."""
+    core = replace(find_execution("megatron-core"), copies_update=False)
+    one = plan_of(dp=1, tp=8, num_microbatches=1)
+    wide, narrow = (
+        estimate(GRAPH, h100, one, execution=replace(core, gradient_bytes=size)).memory[0]
+        for size in (4, 2)
+    )
+    assert wide.optimizer_bytes == narrow.optimizer_bytes
+    assert wide.gradient_bytes == 2 * narrow.gradient_bytes > 0
+    # Sums and copies, at 6 bytes a parameter, are more than this plan's activations.
+    assert narrow.total > wide.total
+
+
 def test_hosts_that_poll_between_nodes_are_late_for_collectives(h100: Profile) -> None:
     """Ranks 0 .. 7 share a node: pp 4 of tp 2 stays in it, pp 4 of tp 4 does not."""
     nanotron = find_execution("nanotron")

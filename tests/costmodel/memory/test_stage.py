@@ -90,7 +90,7 @@ def test_units_are_padded_to_equal_shards():
     assert found.units == {
         0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
-            shard_bytes=132, frozen_shard_bytes=0, has_backward=True,
+            shard_bytes=132, own_bytes=66, frozen_shard_bytes=0, has_backward=True,
             has_input_gradient=True, last_part=Fraction(1),
         ),
     }  # fmt: skip

@@ -28,6 +28,8 @@ class Unit(NamedTuple):
     """The reduce-scatter's message: the sums, padded."""
     shard_bytes: int
     """A rank's shard of that."""
+    own_bytes: int
+    """A rank's shard of the trained parameters themselves."""
     frozen_shard_bytes: int
     """A rank's shard of the frozen ones."""
     has_backward: bool
@@ -57,8 +59,13 @@ class ShardedStage:
 
     @property
     def shard_bytes(self) -> int:
-        """A rank's shards, in the dtype that gradients are summed in."""
+        """A rank's shards of gradients, in the dtype that these are summed in."""
         return sum(unit.shard_bytes for unit in self.units.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """A rank's shards of trained parameters, in their own dtype."""
+        return sum(unit.own_bytes for unit in self.units.values())
 
     @property
     def frozen_shard_bytes(self) -> int:
@@ -166,6 +173,7 @@ def _unit(
         sum_bytes=gradient_factor * whole,
         message_bytes=gradient_factor * padded,
         shard_bytes=gradient_factor * own,
+        own_bytes=own,
         frozen_shard_bytes=own_frozen,
         has_backward=has_backward,
         has_input_gradient=has_input_gradient,

@@ -18,7 +18,6 @@ from planner.graph import size_at
 from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
-from planner.plan.replication import gradient_factor
 from planner.runtime.step.wiring import Edge, block_placements
 from planner.units import DTYPE_BYTES
 
@@ -228,7 +227,7 @@ class PlacedStages:
             side=self._side_bytes(stage_index),
             leaving=frozenset(edge.tensor for edge in outgoing),
             sent_copies=sent_copies,
-            gradient_factor=gradient_factor(plan.precision),
+            gradient_factor=self._costs.execution.sum_factor(plan.precision),
             is_sharded=is_sharded,
             params_are_dtensors=is_sharded and any(degrees[axis.name] > 1 for axis in split_axes()),
         )
