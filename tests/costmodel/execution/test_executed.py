@@ -7,6 +7,7 @@ import pytest
 from costmodel.estimate import Estimate, cost_cache, estimate
 from costmodel.execution import Execution, execution_names, find_execution
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.memory.parts import MemoryParts
 from costmodel.time.block.program import ProgramCost, price_program
 from costmodel.topology import lowered_groups
 from planner.errors import PlannerError
@@ -198,15 +199,18 @@ def test_an_update_in_place_needs_no_copy(h100: Profile) -> None:
 def test_narrow_sums_of_gradients_are_widened_for_the_update(h100: Profile) -> None:
     """2 bytes of a sum in place of 4; the optimizer's step makes fp32 copies of them all."""
     core = replace(find_execution("megatron-core"), copies_update=False)
-    one = plan_of(dp=1, tp=8, num_microbatches=1)
-    wide, narrow = (
-        estimate(GRAPH, h100, one, execution=replace(core, gradient_bytes=size)).memory[0]
-        for size in (4, 2)
-    )
+
+    def memory(size: int, num_microbatches: int) -> MemoryParts:
+        plan = plan_of(dp=1, tp=8, num_microbatches=num_microbatches)
+        narrowed = replace(core, gradient_bytes=size)
+        return estimate(GRAPH, h100, plan, execution=narrowed).memory[0]
+
+    wide, narrow = memory(4, 2), memory(2, 2)
     assert wide.optimizer_bytes == narrow.optimizer_bytes
-    assert wide.gradient_bytes == 2 * narrow.gradient_bytes > 0
-    # Sums and copies, at 6 bytes a parameter, are more than this plan's activations.
-    assert narrow.total > wide.total
+    assert wide.gradient_bytes == pytest.approx(2 * narrow.gradient_bytes)
+    assert wide.total > narrow.total
+    # Of one microbatch no sums lie beside the activations; the update is the fullest moment.
+    assert memory(4, 1).total < memory(2, 1).total
 
 
 def test_hosts_that_poll_between_nodes_are_late_for_collectives(h100: Profile) -> None:

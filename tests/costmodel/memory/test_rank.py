@@ -50,7 +50,8 @@ def test_parts_of_a_rank_sum_to_its_memory():
 
 
 UNIT = Unit(
-    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100, shard_bytes=50, own_bytes=50,
+    gathered_bytes=100, gradient_bytes=100, sum_bytes=100, message_bytes=100, shard_bytes=50,
+    own_bytes=50,
     frozen_shard_bytes=0, has_backward=True, has_input_gradient=True, last_part=Fraction(1, 4),
 )  # fmt: skip
 
