@@ -16,6 +16,9 @@ from planner.layout.axes import split_axes
 from planner.runtime.state.reach import fresh_state, reaches
 from planner.runtime.state.several import Several
 
+OWN_SCHEDULER = "scheduler of the engine "
+"""Under which names checkpoints have the schedulers that the engine steps."""
+
 
 def build_optimizer(
     given: Any, module: nn.Module, held: Mapping[str, Sequence[nn.Parameter]]

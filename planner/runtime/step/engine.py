@@ -42,7 +42,7 @@ from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams, cast_params
-from planner.runtime.state.optimizer import check_schedulers
+from planner.runtime.state.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import (
     empty_tensors,
@@ -598,10 +598,17 @@ class Engine:
         the next `save`, `load`, `wait_for_save` or `close` waits for them and raises PlanError
         where they could not be written. `folder` is one that all ranks reach; in it the newest
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
-        `state_dict` and a `load_state_dict`: schedulers, scalers.
+        `state_dict` and a `load_state_dict`: scalers, the script's own schedulers. Those that
+        `planner.apply` was given are saved in any case.
         """
         self._accumulation.refuse_open("engine.save")
-        self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
+        self._own_checkpoints().save(Path(folder), keep=keep, extra=self._with_own(extra or {}))
+
+    def _with_own(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the script saves beside, and the schedulers that the engine steps."""
+        given = {id(each) for each in extra.values()}
+        own = {f"{OWN_SCHEDULER}{n}": each for n, each in enumerate(self._schedulers)}
+        return {**extra, **{name: each for name, each in own.items() if id(each) not in given}}
 
     def wait_for_save(self) -> None:
         """Return when the last save is on the disk. Raises PlanError where it could not be."""
@@ -618,7 +625,7 @@ class Engine:
         checkpoint is whole, or is of another model.
         """
         self._accumulation.forget()
-        return self._own_checkpoints().load(Path(path), extra=extra or {})
+        return self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}))
 
     @property
     def is_accumulating(self) -> bool:
