@@ -147,7 +147,8 @@ def usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int]]
             stream.update(op.outputs)
             behind = 0
         if op.target.startswith("aten.embedding"):
-            yield op.inputs[0], 0
+            if op.inputs[0] in program.params:  # not a table of sines, say
+                yield op.inputs[0], 0
         elif op.target.startswith("aten.linear") and op.inputs[1] in program.params:
             yield op.inputs[1], 1 if is_layer and behind else 0
             behind = 1

@@ -75,15 +75,20 @@ class PlanView:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each node. Raises PlanError where nodes would have different numbers."""
-        ranks, left = divmod(self.plan.world_size, self.num_nodes)
-        if left:
+        """Ranks of each node. Raises PlanError where nodes would have different numbers.
+
+        A plan is priced for full nodes that follow each other: dealt evenly over nodes that are
+        not full, the ranks of one tp group could lie on two of them.
+        """
+        if self.num_nodes == 1:
+            return self.plan.world_size
+        if self.plan.world_size % self.plan.cluster.devices_per_node:
             raise PlanError(
                 f"the plan has {self.plan.world_size} ranks and nodes of "
                 f"{self.plan.cluster.devices_per_node}; whole nodes are needed to start it on more "
                 "than one: search with `num_devices` a multiple of that"
             )
-        return ranks
+        return self.plan.cluster.devices_per_node
 
     @property
     def device(self) -> str:
@@ -177,7 +182,7 @@ class PlanView:
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        """Whether layers hand on sequences split over tp. Raises PlanError where they differ."""
+        """Whether all layers hand on sequences split over tp."""
         handed = {
             layout.outputs[0]
             for layout in self.plan.layouts
@@ -241,13 +246,15 @@ class PlanView:
             attention = {op.name for op in program.ops if "attention" in op.target}
             for name, sharding in layout.op_shardings.items():
                 if name in attention and len(sharding.inputs) >= 3:
-                    query, key = sharding.inputs[0], sharding.inputs[1]
-                    if isinstance(key, Replicate):
+                    # Dims of queries, keys and values: batch, heads, positions, width.
+                    cut = tuple(
+                        place.dim if isinstance(place, Shard) else None
+                        for place in sharding.inputs[:3]
+                    )
+                    if cut == (2, None, None):
                         kinds.add("gathered")
-                    elif isinstance(query, Shard) and query.dim == 1:
-                        kinds.add("heads")
                     else:
-                        kinds.add("other")
+                        kinds.add("heads" if cut == (1, 1, 1) else "other")
         return kinds.pop() if len(kinds) == 1 else "other"
 
     @cached_property
