@@ -128,6 +128,19 @@ def routes(program: Program) -> bool:
     return any("topk" in op.target for op in program.ops)
 
 
+def router_weights(program: Program) -> frozenset[str]:
+    """Return the weights of the products whose results say which experts a token is sent to."""
+    makers = {name: op for op in program.ops for name in op.outputs}
+    found = set()
+    for op in program.ops:
+        maker: Op | None = op if "topk" in op.target else None
+        while maker is not None and not maker.target.startswith("aten.linear"):
+            maker = makers.get(maker.inputs[0]) if maker.inputs else None
+        if maker is not None:
+            found.add(maker.inputs[1])
+    return frozenset(found)
+
+
 def is_core_attention(op: Op) -> bool:
     """Whether an op lies between the products of queries, keys, values and that of the output."""
     return op.module.rpartition(".")[2] in _CORE_ATTENTION

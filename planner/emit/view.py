@@ -15,6 +15,7 @@ from planner.emit.transformer_graph import (
     Sizes,
     is_core_attention,
     layer_of_block,
+    router_weights,
     routes,
     sizes_of,
     usual_dims,
@@ -215,8 +216,8 @@ class PlanView:
             rests = dict(zip(program.params, layout.param_placements, strict=True))
             for name, dim in usual_dims(program, is_layer=is_layer):
                 place = rests[name]
-                if isinstance(place, Replicate) and routes(program):
-                    continue  # the router: every rank of tp scores all experts
+                if isinstance(place, Replicate) and name in router_weights(program):
+                    continue  # every rank of tp scores all experts
                 if not (isinstance(place, Shard) and place.dim == dim):
                     fqn = program.tensor[name].fqn
                     if not fqn.startswith(program.name):  # of a class of several blocks

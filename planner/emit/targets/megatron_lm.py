@@ -162,6 +162,11 @@ def _why_not_expert_parts(view: PlanView) -> str:
     return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
 
 
+def _why_not_on_host(view: PlanView) -> str:
+    # Its optimizer on the host is a precision-aware one, which is distributed in any case.
+    return "" if view.plan.zero_stage else "Megatron-LM offloads the optimizer of ZeRO 1"
+
+
 def _why_not_zero(view: PlanView) -> str:
     if view.plan.zero_stage >= 2 and view.plan.optimizer_on_host:
         return "Megatron-FSDP has no optimizer on the host"
@@ -188,7 +193,7 @@ MEGATRON_EXPRESSES: dict[str, str | Rule] = {
         unless=_why_not_recompute,
         instead="selective recomputation of core attention",
     ),
-    "optimizer-on-host": "--optimizer-cpu-offload",
+    "optimizer-on-host": Rule(how="--optimizer-cpu-offload", unless=_why_not_on_host),
     "layouts": Rule(
         how="its own, --sequence-parallel",
         unless=_why_not_layouts,
