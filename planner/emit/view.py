@@ -22,6 +22,7 @@ from planner.emit.transformer_graph import (
 )
 from planner.errors import PlanError
 from planner.graph import ModelGraph
+from planner.layout.experts import expert_params
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan
@@ -235,6 +236,26 @@ class PlanView:
         """Whether some layer sends its tokens to experts."""
         graph = self.model("whether the model has experts")
         return any(routes(graph.classes[index]) for index in self.layer_classes)
+
+    @property
+    def experts_on_tp(self) -> Literal["none", "whole", "cut", "other"]:
+        """Whether ranks of tp have whole matrices of all experts, or a part of every matrix."""
+        graph = self.model("placements on tp")
+        kinds: set[Literal["whole", "cut", "other"]] = set()
+        for layout in self.plan.layouts:
+            if layout.axis != "tp" or layout.class_index not in self.layer_classes:
+                continue
+            program = graph.classes[layout.class_index]
+            places = dict(zip(program.params, layout.param_placements, strict=True))
+            for name in expert_params(program):
+                place = places[name]
+                if isinstance(place, Replicate):
+                    kinds.add("whole")
+                else:  # dim 0 counts experts
+                    kinds.add("cut" if isinstance(place, Shard) and place.dim else "other")
+        if not kinds:
+            return "none"
+        return kinds.pop() if len(kinds) == 1 else "other"
 
     def cp_kind(self) -> Literal["gathered", "heads", "other"]:
         """How attention is computed on sequences split over cp: keys gathered, or heads dealt."""

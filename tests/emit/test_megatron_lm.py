@@ -6,6 +6,7 @@ import pytest
 
 from planner.emit import emit, find_emitter, refusals
 from planner.emit.megatron_options import parse_flags
+from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
 from planner.emit.transformer_graph import router_weights
 from planner.layout.class_layout import ClassLayout
@@ -146,3 +147,33 @@ def test_an_optimizer_on_the_host_is_a_distributed_one():
     assert not refused(on_host)
     flags = megatron_flags(on_host)
     assert {"use-precision-aware-optimizer", "use-distributed-optimizer"} <= set(flags)
+
+
+@pytest.mark.parametrize(("etp", "flag"), [(1, "1"), (2, None)])
+def test_experts_that_tp_does_not_cut_are_whole(etp, flag):
+    """Where nothing is said, Megatron-LM cuts experts on as many ranks as all else."""
+    view = view_of(model="mixtral-8x7b", ep=1, tp=2, etp=etp)
+    assert view.experts_on_tp == ("whole" if etp == 1 else "cut")
+    assert not refused(view)
+    assert megatron_flags(view).get("expert-tensor-parallel-size") == flag
+    sizes = dict(text.split("=", 1) for text in overrides(view))
+    assert sizes["model.expert_tensor_parallel_size"] == str(etp)
+
+
+def test_experts_dealt_or_cut_in_part_are_refused():
+    view = view_of(model="mixtral-8x7b", ep=1, tp=2)
+    (layer,) = view.layer_classes
+    for places in (("S(0)", "S(0)"), ("R", "S(1)")):
+        layouts = [
+            ClassLayout.model_validate(
+                layout.model_dump() | {"params": (*layout.params[:-2], *places)}
+            )
+            if (layout.axis, layout.class_index) == ("tp", layer)
+            else layout
+            for layout in view.plan.layouts
+        ]
+        assert (
+            "of all experts on tp, or of none"
+            in (refused(changed(view, layouts=tuple(layouts)))["layouts"])
+        )
+    assert view_of().experts_on_tp == "none"

@@ -34,6 +34,9 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     if plan.degrees["ep"] > 1:
         flags["expert-model-parallel-size"] = str(plan.degrees["ep"])
         flags["expert-tensor-parallel-size"] = str(plan.degrees["etp"])
+    elif plan.tp > 1 and view.graph is not None and view.experts_on_tp == "whole":
+        # Where nothing is said, tp cuts the experts' matrices as it cuts all others.
+        flags["expert-tensor-parallel-size"] = "1"
     if plan.cp > 1:
         flags["cp-comm-type"] = {"gathered": "all_gather", "heads": "a2a"}[view.cp_kind()]
     if plan.pp > 1:
@@ -155,6 +158,8 @@ def _why_not_cp(view: PlanView) -> str:
 def _why_not_layouts(view: PlanView) -> str:
     if view.plan.tp > 1 and view.has_experts and not view.sequence_parallel:
         return "Megatron-LM trains experts on tp with --sequence-parallel alone"
+    if view.plan.tp > 1 and view.experts_on_tp == "other":
+        return "Megatron-LM cuts the matrices of all experts on tp, or of none"
     return view.differs_from_usual_tp()
 
 
