@@ -86,7 +86,8 @@ class Engine:
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
     last step's gradients before clipping, when they are clipped; `fetched` what the last step was
-    told to fetch; functions in `after_step` are given each step's loss.
+    told to fetch; functions in `after_step` are given each step's loss, those in `after_load` run
+    when a training was loaded.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Engine:
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
+        self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
         # What no block uses (the preamble's buffers) no step changes.
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
@@ -625,7 +627,10 @@ class Engine:
         checkpoint is whole, or is of another model.
         """
         self._accumulation.forget()
-        return self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}))
+        loaded = self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}))
+        for tell in self.after_load:
+            tell()
+        return loaded
 
     @property
     def is_accumulating(self) -> bool:
