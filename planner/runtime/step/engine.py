@@ -617,9 +617,12 @@ class Engine:
         """
         return self._own_kept().resume(extra or {})
 
-    def keep(self) -> None:
-        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step."""
-        self._own_kept().keep()
+    def keep(self, *, now: bool = False) -> None:
+        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step.
+
+        With `now` it is due, as at the last step: what is converted is the newest checkpoint.
+        """
+        self._own_kept().keep(now=now)
 
     def _own_kept(self) -> Kept:
         if self._kept is None:

@@ -1,0 +1,47 @@
+"""A plain GPT (examples/gpt.py) trained from nothing on text, its tokens bytes.
+
+This file is both the model and the training script:
+
+    planner search examples/pretrain.py --gpus 2 --global-batch 8
+    planner launch --keep run --save-every 20 plan.json examples/pretrain.py
+    planner convert run weights        # weights/model.safetensors, for GPT().load_state_dict
+"""
+
+import gpt
+import loop
+import torch
+
+STEPS, SAMPLES = 60, 64
+
+model, batch = gpt.model, gpt.batch
+
+
+class Text(torch.utils.data.Dataset):
+    """(bytes, the bytes that follow them): stretches of the standard library's source."""
+
+    def __init__(self):
+        self.text = loop.standard_library_text()
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        first = index * gpt.SEQUENCE
+        stretch = self.text[first : first + gpt.SEQUENCE + 1].long()
+        return stretch[:-1], stretch[1:]
+
+
+def main():
+    import planner
+    import training
+
+    torch.manual_seed(0)
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
+    engine = planner.apply("plan.json", network, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    training.train(engine, Text(), scheduler, STEPS)
+
+
+if __name__ == "__main__":
+    main()
