@@ -88,8 +88,7 @@ def main():
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
     engine = planner.apply("plan.json", network, optimizer=optimizer)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    training.train(engine, Shapes(), scheduler, STEPS)
+    training.train(engine, optimizer, Shapes(), STEPS)
 
 
 if __name__ == "__main__":

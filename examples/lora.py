@@ -15,7 +15,7 @@ import peft
 import torch
 from transformers import AutoModelForCausalLM
 
-STEPS = 100
+STEPS = 80
 
 
 def model():
@@ -35,10 +35,9 @@ def main():
     torch.manual_seed(0)
     network = model()
     adapters = [param for param in network.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=1e-2)
+    optimizer = torch.optim.AdamW(adapters, lr=3e-2)
     engine = planner.apply("plan.json", network, optimizer=optimizer)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    training.train(engine, finetune.Text(), scheduler, STEPS)
+    training.train(engine, optimizer, finetune.Text(), STEPS)
     values = engine.full_state_dict()
     if torch.distributed.get_rank() == 0:
         network.load_state_dict(values, assign=True)
