@@ -19,9 +19,7 @@ STEPS = 80
 
 
 def model():
-    config = peft.LoraConfig(
-        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(finetune.BASE), config)
 
 
@@ -35,7 +33,7 @@ def main():
     torch.manual_seed(0)
     network = model()
     adapters = [param for param in network.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(adapters, lr=3e-2)
+    optimizer = torch.optim.AdamW(adapters, lr=1e-2)
     engine = planner.apply("plan.json", network, optimizer=optimizer)
     training.train(engine, optimizer, finetune.Text(), STEPS)
     values = engine.full_state_dict()

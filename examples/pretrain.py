@@ -4,8 +4,11 @@ This file is both the model and the training script:
 
     planner search examples/pretrain.py --gpus 2 --global-batch 8
     planner launch --keep run --save-every 20 plan.json examples/pretrain.py
-    planner convert run weights        # weights/model.safetensors, for GPT().load_state_dict
+    planner convert run weights
+    python examples/pretrain.py weights        # the trained model writes on
 """
+
+import sys
 
 import gpt
 import loop
@@ -42,5 +45,21 @@ def main():
     training.train(engine, optimizer, Text(), STEPS)
 
 
+def written(folder, text=b"import ", length=40):
+    """The text and the likeliest bytes after it, by the weights in a folder."""
+    from safetensors.torch import load_file
+
+    network = model()
+    network.load_state_dict(load_file(f"{folder}/model.safetensors"))
+    tokens = torch.tensor([list(text)])
+    for _ in range(length):
+        logits = network.logits(tokens[:, -gpt.SEQUENCE :])
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    return bytes(tokens[0].tolist())
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:]:
+        print(written(sys.argv[1]).decode(errors="replace"))
+    else:
+        main()
