@@ -14,9 +14,16 @@ import gpt
 import loop
 import torch
 
+SEQUENCE = 32
 STEPS, SAMPLES = 60, 16  # so few that they are learnt by heart
 
-model, batch = gpt.model, gpt.batch
+model = gpt.model
+
+
+def batch(size):
+    """(tokens, targets), each (size, SEQUENCE) int64."""
+    tokens = torch.randint(gpt.VOCABULARY, (size, SEQUENCE + 1))
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 class Text(torch.utils.data.Dataset):
@@ -29,8 +36,8 @@ class Text(torch.utils.data.Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
-        first = index * gpt.SEQUENCE
-        stretch = self.text[first : first + gpt.SEQUENCE + 1].long()
+        first = index * SEQUENCE
+        stretch = self.text[first : first + SEQUENCE + 1].long()
         return stretch[:-1], stretch[1:]
 
 
@@ -53,7 +60,7 @@ def written(folder, text=b"import ", length=40):
     network.load_state_dict(load_file(f"{folder}/model.safetensors"))
     tokens = torch.tensor([list(text)])
     for _ in range(length):
-        logits = network.logits(tokens[:, -gpt.SEQUENCE :])
+        logits = network.logits(tokens[:, -SEQUENCE:])
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
     return bytes(tokens[0].tolist())
 
