@@ -3,7 +3,7 @@
 Images are drawn from their number, so that no data set is needed. This file is both the model and
 the training script:
 
-    planner search examples/images.py --gpus 2 --global-batch 16
+    planner search examples/images.py --gpus 2 --global-batch 8
     planner launch --keep run --save-every 20 plan.json examples/images.py
     planner convert run weights        # weights/model.safetensors, for Net().load_state_dict
 """
