@@ -235,10 +235,17 @@ class Checkpoints:
                 for part in missing
                 if part.holding.meta.kind == "param" or engine.is_empty(part.holding.meta.fqn)
             ]
+            params = [meta for meta in needed if meta.kind == "param"]
+            if params:
+                raise PlanError(
+                    f"{path} has no {params[0].fqn}, nor {len(params) - 1} others of the model; "
+                    "give weights of this model, with the names of its state dict"
+                )
             if needed:
                 raise PlanError(
-                    f"{path} has no {needed[0].fqn}, nor {len(needed) - 1} others of the model; "
-                    "give weights of this model, with the names of its state dict"
+                    f"{path} has no {needed[0].fqn}, a buffer that the model has on the meta "
+                    "device, without values; build buffers on the CPU, as "
+                    "accelerate.init_empty_weights() does"
                 )
 
         together(control, read)

@@ -138,13 +138,19 @@ class Engine:
         self.after_step: list[Callable[[Tensor], None]] = []
         self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
-        # What no block uses (the preamble's buffers) no step changes.
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
-        self._unused = {
+        # The preamble reads whole buffers, also those that lie elsewhere as a block's, or cut. What
+        # is not in the state dict keeps the model's values, unless it came without.
+        read = {g.tensor[n].fqn for g in (graph, *buckets) for n in g.preamble.params}
+        lacking = {n: t for n, t in model.named_buffers() if n in self._empty and n in read}
+        outside = {
             n: torch.empty_like(t, device="cpu") if n in self._empty else t.cpu()
-            for n, t in model.state_dict().items()
-            if n not in held
+            for n, t in (lacking | model.state_dict()).items()
+            if n in read or n not in held
         }
+        # What no block uses no step changes.
+        self._unused = {n: t for n, t in outside.items() if n not in held}
+        self._also_read = {n: t for n, t in outside.items() if n in held}
         self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
         self.schedule = schedule_of(plan)
         own_stages = self.schedule.stages_of(mesh.rank("pp"))
@@ -645,9 +651,12 @@ class Engine:
         """
         return self._own_kept().resume(extra or {})
 
-    def keep(self) -> None:
-        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step."""
-        self._own_kept().keep()
+    def keep(self, *, now: bool = False) -> None:
+        """Begin to save if a checkpoint of a kept run is due; every rank calls it after a step.
+
+        With `now` it is due, as at the last step: what is converted is the newest checkpoint.
+        """
+        self._own_kept().keep(now=now)
 
     def _own_kept(self) -> Kept:
         if self._kept is None:
@@ -686,7 +695,8 @@ class Engine:
         """Bring new values of what the optimizer steps on, and of buffers, to all that use them."""
         self._trained.write_back()
         names = {t.fqn: t.name for t in self.graph.tensors if t.kind == "buffer"}
-        values = {names[fqn]: t for fqn, t in self._unused.items() if fqn in names}
+        outside = self._unused | self._also_read
+        values = {names[fqn]: t for fqn, t in outside.items() if fqn in names}
         for preamble in self._feeder.preambles:
             preamble.take_values(values)
 

@@ -15,6 +15,7 @@ from planner.errors import PlanError
 from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint import checkpoints as module
 from planner.runtime.checkpoint.checkpoints import CheckpointWarning
+from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainMLP, mlp_batch
 from tests.captures import capture_module
@@ -50,6 +51,18 @@ def names(folder: Path) -> list[str]:
 
 def is_state(engine: Engine, state: dict) -> bool:
     return all(torch.equal(t, state[name]) for name, t in engine.full_state_dict().items())
+
+
+def test_the_last_step_of_a_kept_run_is_saved_though_none_is_due(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEEP, str(tmp_path))
+    monkeypatch.setenv(SAVE_EVERY, "2")
+    assert engine.resume() is None
+    for is_last in (False, False, True):
+        engine.step(mlp_batch(2))
+        engine.keep(now=is_last)
+    engine.keep(now=True)  # saved already
+    engine.wait_for_save()
+    assert names(tmp_path) == ["000001-step-2", "000002-step-3"]
 
 
 def test_the_last_are_kept_and_the_newest_is_loaded(engine, tmp_path):
