@@ -95,7 +95,7 @@ def assert_as_alone(folder: Path, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_plan_for_less_memory_is_searched(folder):
-    keep = "--device cpu --keep run --save-every 1 --on-oom replan".split()
+    keep = ["--device", "cpu", "--keep", "run", "--save-every", "1", "--on-oom", "replan"]
     process = begin(folder, "launch", *keep, "plan.json", "train.py", "6", "0", "oom")
     try:
         code = process.wait(timeout=300)
