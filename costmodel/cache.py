@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.causal_masks import causal_inputs, causal_masks
+from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.own_modules import with_own_modules
 from costmodel.execution.rings import with_rings
 from costmodel.execution.saves import remade_in_backward, with_sized_losses
@@ -197,7 +198,7 @@ class CostCache:
                 self.profile,
                 axes=lowered_groups(self.profile.cluster, degrees),
                 execution=self.execution,
-                remade=ops_made_again(whole, local, recomputed),
+                remade=ops_made_again(whole, as_saved(local, self.profile), recomputed),
                 polls=polls,
                 alike=None if self._alike is None else self._alike._blocks.get(key),
             )
@@ -219,12 +220,13 @@ class CostCache:
         if key not in self._bytes:
             local = self.local(class_index, microbatch_size, degrees, layouts)
             whole = self.bound(class_index, microbatch_size)
+            held = as_saved(local, self.profile)
             self._bytes[key] = block_bytes(
-                local,
+                held,
                 device_type=self.profile.cluster.device_type,
                 recompute=recompute,
-                recomputed=ops_made_again(whole, local, recomputed),
-                remade=remade_in_backward(local, self.execution),
+                recomputed=ops_made_again(whole, held, recomputed),
+                remade=remade_in_backward(held, self.execution),
             )
         return self._bytes[key]
 

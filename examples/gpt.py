@@ -66,13 +66,15 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens, targets):
+    def logits(self, tokens):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.byte(tokens) + self.position(positions)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens, targets):
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
 
 
 def model():

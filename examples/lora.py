@@ -1,47 +1,45 @@
-"""LoRA adapters (pip install -e '.[hf]' peft) on a small GPT-2, trained on two ranks.
+"""LoRA adapters (pip install -e '.[hf]' peft) on the Llama of examples/finetune.py.
 
 The base model is frozen: it has no gradients, no optimizer state and no exchange, and a plan knows.
 This file is both the model and the training script:
 
+    python examples/finetune.py base
     planner search examples/lora.py --gpus 2 --global-batch 8
     planner verify plan.json examples/lora.py
-    planner launch plan.json examples/lora.py
+    planner launch --keep run --save-every 20 plan.json examples/lora.py
+                               # writes adapter/, for PeftModel.from_pretrained(base, "adapter")
 """
 
-import hf_gpt2
+import finetune
 import peft
 import torch
+from transformers import AutoModelForCausalLM
 
-STEPS = 30
+STEPS = 80
 
 
 def model():
-    config = peft.LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules=["c_attn", "c_proj"],
-        fan_in_fan_out=True,
-        task_type="CAUSAL_LM",
-    )
-    return peft.get_peft_model(hf_gpt2.model(), config)
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(finetune.BASE), config)
 
 
-batch = hf_gpt2.batch
+batch = finetune.batch
 
 
 def main():
     import planner
+    import training
 
     torch.manual_seed(0)
     network = model()
     adapters = [param for param in network.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-2)
     engine = planner.apply("plan.json", network, optimizer=optimizer)
-    same = batch(8)
-    for step in range(STEPS):
-        loss = engine.step(same)
-        if torch.distributed.get_rank() == 0:
-            print(f"step {step}: loss {loss.item():.4f}")
+    training.train(engine, optimizer, finetune.Text(), STEPS)
+    values = engine.full_state_dict()
+    if torch.distributed.get_rank() == 0:
+        network.load_state_dict(values, assign=True)
+        network.save_pretrained("adapter")
 
 
 if __name__ == "__main__":

@@ -256,17 +256,23 @@ def test_a_second_cut_of_the_batch_trains_as_one_process():
     check(2, [("gpt", {"rp": 2}), ("gpt", {"rp": 2, "zero_stage": 3, "recompute": "full"})])
 
 
-def test_it_goes_with_the_other_axes():
-    """With each of them, and with tied weights on two stages."""
-    check(
-        4,
-        [
-            ("gpt", {"rp": 2, "dp": 2, "zero_stage": 1}),
-            ("gpt", {"rp": 2, "cp": 2}),
-            ("gpt", {"rp": 2, "tp": 2, "zero_stage": 1}),
-            ("tied-gpt", {"rp": 2, "pp": 2}),
-        ],
-    )
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp": 2, "zero_stage": 1},
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ({"dp": 2, "zero_stage": 1}, {"cp": 2})
+        ),
+    ],
+    ids=str,
+)
+def test_it_goes_with_the_other_axes(layout):
+    check(4, [("gpt", {"rp": 2, **layout})])
+
+
+def test_tied_weights_on_two_stages_of_it():
+    check(4, [("tied-gpt", {"rp": 2, "pp": 2})])
 
 
 def test_a_second_cut_of_parameters_trains_as_one_process():

@@ -41,6 +41,12 @@ class ExecutedProfile(TrainingProfile):
         self.product_dtype = product_dtype
         """Dtype in which layers multiply: fp8 where the runtime casts for it."""
 
+    @property
+    def multiplies_narrow(self) -> bool:
+        """Whether layers multiply in 8 bits or fewer, which the device can."""
+        is_narrow = self.product_dtype.startswith(("float8", "float4"))
+        return is_narrow and self.product_dtype in self.rates.peak_flop_per_s
+
     def with_rates(self, rates: DeviceRates) -> ExecutedProfile:
         """Return the same machine with other rates."""
         return ExecutedProfile(

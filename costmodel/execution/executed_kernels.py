@@ -107,6 +107,20 @@ def is_product(op: Op) -> bool:
     return family_of(op.target).arithmetic == MATMUL
 
 
+def is_layer_product(op: Op, local: Program) -> bool:
+    """Whether a product is of weights in 16 bits, which a runtime may multiply in fewer: one of a
+    layer, or of the head.
+    """
+    if not is_product(op) or local.tensor[op.outputs[0]].dtype not in HALVES:
+        return False
+    return _has_weights(op, local) and not _is_adapter(op, local)
+
+
+def _has_weights(op: Op, local: Program) -> bool:
+    has_params = any(local.tensor[name].kind == "param" for name in op.inputs)
+    return has_params or family_of(op.target).deals_rows
+
+
 def products_of_head(local: Program) -> frozenset[str]:
     """Return the products whose results a loss takes, through views and casts."""
     wanted = {op.inputs[0] for op in local.ops if packet_of(op.target) in LOSSES}
@@ -153,10 +167,9 @@ def _product_seconds(
     ]
     batch, m, _, k = sizes[0]
     n = sum(columns for _, _, columns, _ in sizes)
-    of_weights = any(tensor[name].kind == "param" for name in op.inputs)
-    of_weights |= family_of(op.target).deals_rows
+    of_weights = _has_weights(op, local)
     dtype = tensor[op.outputs[0]].dtype
-    if of_weights and not is_head and not _is_adapter(op, local) and dtype in HALVES:
+    if not is_head and is_layer_product(op, local):
         dtype = profile.product_dtype
     if dtype not in rates.peak_flop_per_s:
         dtype = "bfloat16"

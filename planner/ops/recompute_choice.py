@@ -29,13 +29,15 @@ def ops_made_again(
     """Return the ops of a class's lowered program that run again in the backward.
 
     `chosen` are names of ops of the class's own `program`, None for the default choice.
-    What lowering added follows the default: a collective's result is kept.
+    What lowering added follows the default: a collective's result is kept. Where all ops are
+    chosen nothing is: the class keeps its inputs alone, as under "full".
     """
     if chosen is None:
         return frozenset(default_ops(lowered))
-    own = {op.name for op in program.ops}
-    added = {op.name for op in lowered.ops if op.name not in own and is_cheap(op)}
-    return frozenset(chosen) | added
+    own, again = {op.name for op in program.ops}, frozenset(chosen)
+    if own <= again:
+        return frozenset(op.name for op in lowered.ops)
+    return again | {op.name for op in lowered.ops if op.name not in own and is_cheap(op)}
 
 
 def is_cheap(op: Op) -> bool:

@@ -112,7 +112,7 @@ def raise_it():
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("torch.no_such_thing", "no_such_thing"),
+        pytest.param("torch.no_such_thing", "no_such_thing", marks=pytest.mark.slow),
         ("os._exit(7)", "died with exit code 7"),
     ],
 )

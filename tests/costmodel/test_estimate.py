@@ -13,7 +13,7 @@ from costmodel.memory.parts import COUNTER_BYTES
 from costmodel.time.communication import data_parallel_seconds
 from costmodel.time.stage_costs.load import block_load
 from planner.layout.propagate import propagate_graph
-from planner.plan import ClusterRef, ModelRef, Plan, StagePlan
+from planner.plan import ClassRecompute, ClusterRef, ModelRef, Plan, StagePlan
 from planner.plan.replication import Replication
 from planner.schedule import build_schedule
 from profiles import Group, Lookup, OpQuery, load_profile
@@ -259,6 +259,21 @@ def test_selective_recompute_lies_between(graph, profile):
     kept = [one.memory[0].activation_bytes for one in (full, some, none)]
     assert kept == sorted(kept)
     assert len(set(kept)) == 3
+
+
+def test_choosing_every_op_is_full_recomputation(graph, profile):
+    """Collectives run again too, and inputs alone are kept: by name or by mode, both cost alike."""
+    full = make_plan(graph, tp=2, recompute="full")
+    every_op = tuple(
+        ClassRecompute(class_index=index, ops=tuple(op.name for op in program.ops))
+        for index, program in enumerate(graph.classes)
+    )
+    by_name = make_plan(graph, tp=2, recompute="selective").model_copy(
+        update={"recomputed": every_op}
+    )
+    mode, name = (estimate(graph, profile, plan) for plan in (full, by_name))
+    assert name.memory[0].activation_bytes == mode.memory[0].activation_bytes
+    assert name.step_s == pytest.approx(mode.step_s, rel=1e-3)
 
 
 def test_the_last_microbatch_need_not_be_recomputed(graph, profile):

@@ -189,6 +189,13 @@ def test_bytes_of_the_default_choice():
     assert len(default_ops(graph.classes[1])) == 13
 
 
+def every_op(graph: ModelGraph) -> tuple[ClassRecompute, ...]:
+    return tuple(
+        ClassRecompute(class_index=index, ops=tuple(op.name for op in program.ops))
+        for index, program in enumerate(graph.classes)
+    )
+
+
 def modes_on_ranks(graph: ModelGraph, layouts: dict[str, dict]) -> dict[str, list[str]]:
     """What differs from a run without recompute, by layout, mode and name.
 
@@ -209,13 +216,17 @@ def modes_on_ranks(graph: ModelGraph, layouts: dict[str, dict]) -> dict[str, lis
         counts = {}
         expected = train_once("dropping-gpt", graph, plan)
         counts["none"], count = count, 0
-        for mode in ("full", "selective"):
-            made = train_once("dropping-gpt", graph, in_mode(plan, mode))
+        modes = {mode: in_mode(plan, mode) for mode in ("full", "selective")}
+        modes["every op"] = modes["selective"].model_copy(update={"recomputed": every_op(graph)})
+        for mode, chosen in modes.items():
+            made = train_once("dropping-gpt", graph, chosen)
             counts[mode], count = count, 0
             if different(made, expected):
                 found[f"{label} {mode}"] = different(made, expected)
         if counts["selective"] != counts["none"] or counts["full"] < counts["none"]:
             found[label] = [f"collectives: {counts}"]
+        if counts["every op"] != counts["full"]:
+            found[label] = [f"every op chosen is not full recompute: {counts}"]
         if plan.tp > 1 and counts["full"] == counts["none"]:
             found[label] = ["full recompute without communication"]
     return found

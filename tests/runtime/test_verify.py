@@ -23,6 +23,7 @@ from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check import verify
+from planner.runtime.check.one_process import build_with_values
 from planner.runtime.check.promote import has_dropout, promote_graph
 from planner.runtime.check.verify import (
     KINDS,
@@ -82,6 +83,29 @@ def compare_many(cases: list[tuple[str, Plan, Any]]) -> list[VerifyReport | None
 def _reports(world_size: int, cases: list[tuple[str, dict[str, Any], Any]]) -> list[VerifyReport]:
     plans = [(name, default_plan(capture(name), **c), make) for name, c, make in cases]
     return run_ranks(compare_many, world_size, plans)[0]
+
+
+def compare_without_values(name: str, plan: Plan) -> VerifyReport | None:
+    """The model is built on the meta device, as if its weights came from files."""
+
+    def build() -> Any:
+        with torch.device("meta"):
+            return models()[name].build()
+
+    source = replace(_source(name), build=build)
+    first, again = (build_with_values(source) for _ in range(2))
+    for ours, other in zip(first.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, other)
+    assert first.head.weight is first.token.weight
+    return compare_with_one_process(plan, source, steps=2)
+
+
+def test_a_model_without_values_is_verified_on_others():
+    """Two ranks, a tied parameter: both sides have the same values, and it stays tied."""
+    plan = default_plan(capture("tied-gpt"), tp=2)
+    report = run_ranks(compare_without_values, 2, "tied-gpt", plan)[0]
+    assert report.passed
+    assert report.steps == 2
 
 
 def test_deliberate_faults_are_found():

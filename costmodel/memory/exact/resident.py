@@ -8,7 +8,8 @@ not come and go with jobs is an entry here and an entry there.
 
     factor      bytes of a master weight per byte of its parameter: 2 in bf16, 1 otherwise
     sum_factor  bytes of a gradient's sum per byte of its parameter, `Execution.sum_factor`: in
-                bf16 2 in most runtimes, 1 in some, which widen it for the optimizer's step
+                bf16 2 in most runtimes, 1 in some, which widen it for the optimizer's step: 18 and
+                20 bytes a parameter with AdamW (Megatron-LM, docs of the distributed optimizer)
     shards      dp * cp under ZeRO, each block's parameters padded to equal shards; 1 otherwise
 """
 

@@ -6,6 +6,7 @@ forward = sum of ops, times what whole blocks showed, + what the device waits fo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
@@ -29,7 +30,8 @@ def profiled_times(
 ) -> ProgramTimes:
     """Return the times of a bound program that was lowered on `axes`.
 
-    `recomputed` names the ops that run again in the backward. Fused `kernels` take less time.
+    `recomputed` names the ops that run again in the backward, collectives among them. Fused
+    `kernels` take less time.
     """
     products = deferrable_products(local)
     tensor = local.tensor
@@ -38,6 +40,7 @@ def profiled_times(
     }
     seconds = _seconds_of_ops(local, profile, kernels, works)
     forward_s = backward_s = weight_s = recomputed_s = forward_comm_s = backward_comm_s = 0.0
+    again_comm_s = 0.0
     forward_flop = backward_flop = 0.0
     views = backward_views = backward_ops = forward_waits = backward_waits = 0
     for op in local.ops:
@@ -45,12 +48,14 @@ def profiled_times(
             there, back = redistribute_seconds(op, tensor, profile, axes)
             forward_comm_s += there
             backward_comm_s += back
+            again_comm_s += there if op.name in recomputed else 0.0
             forward_waits += there > 0
             backward_waits += back > 0
             continue
         if op.target.startswith("planner."):
             inner = inner_seconds(op, tensor, profile, axes)
             forward_comm_s += sum(inner)
+            again_comm_s += sum(inner) if op.name in recomputed else 0.0
             forward_waits += len(inner)
             if op.target == EXCHANGE_ROWS:  # gradients of rows go the same way, back
                 backward_comm_s += sum(inner)
@@ -87,9 +92,10 @@ def profiled_times(
     )
     again = [op for op in local.ops if op.name in recomputed]
     again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
-    remade = _with_host(
-        profile, "forward", recomputed_s, kernels, ops=len(again), views=again_views
-    )
+    again_ops = len(again)
+    if kernels == "fused":
+        again_ops, again_views = num_kernels(replace(local, ops=tuple(again))), 0
+    remade = _with_host(profile, "forward", recomputed_s, kernels, ops=again_ops, views=again_views)
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)
@@ -97,7 +103,7 @@ def profiled_times(
     return ProgramTimes(
         forward=forward,
         backward=backward,
-        recomputed=remade,
+        recomputed=Spent(remade.device_s + again_comm_s, remade.host_s),
         weight_s=weight_s,
         forward_comm_s=forward_comm_s,
         backward_comm_s=backward_comm_s,

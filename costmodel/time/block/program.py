@@ -10,6 +10,7 @@ from typing import Any
 from costmodel.execution import Execution
 from costmodel.execution.executed import rated_profile
 from costmodel.execution.executed_program import executed_times
+from costmodel.execution.narrow_saves import as_saved
 from costmodel.execution.saves import remade_in_backward
 from costmodel.memory.block.block_bytes import peak_bytes
 from costmodel.memory.block.recomputed import selective_bytes
@@ -117,7 +118,7 @@ def price_program(
         forward_flop=times.forward_flop,
         backward_flop=times.backward_flop,
         has_backward=has_backward,
-        **_bytes_held(local, profile.cluster.device_type, execution, remade),
+        **_bytes_held(as_saved(local, profile), profile.cluster.device_type, execution, remade),
     )
 
 

@@ -61,8 +61,8 @@ class RunTimes:
     def recompute_s(self, recompute: Recompute | Sequence[Recompute]) -> Amount:
         """Return what recomputation adds to a backward; a choice for all runs or for each.
 
-        Full recomputation runs the whole forward again, collectives too. Selective recomputation
-        keeps the results of collectives, so it adds compute only. Neither adds anything to a block
+        Full recomputation runs the whole forward again, collectives too; selective recomputation
+        those ops that the plan names, or by default compute only. Neither adds anything to a block
         without a backward.
         """
         choices = {recompute} if isinstance(recompute, str) else {*recompute}

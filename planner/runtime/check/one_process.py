@@ -39,6 +39,28 @@ class Piece:
     samples: range
 
 
+def build_with_values(source: ModelSource) -> nn.Module:
+    """Build the user's module; parameters on the meta device get values, the same at each call.
+
+    A model whose weights come from files may be built without them, and any values tell whether
+    a plan computes what one process does.
+    """
+    torch.manual_seed(0)
+    module = source.build()
+    drawn: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is None or not param.is_meta or param._backward_hooks:
+                continue
+            if id(param) not in drawn:  # (a tied parameter stays one)
+                values = torch.empty_like(param, device="cpu", requires_grad=False)
+                # Of a norm, small weights would leave nothing of what it scales.
+                values = values.normal_(std=0.02) if param.dim() > 1 else values.fill_(1)
+                drawn[id(param)] = nn.Parameter(values, requires_grad=param.requires_grad)
+            part._parameters[name] = drawn[id(param)]
+    return module
+
+
 class OneProcess:
     """A module of the user's own in training. Mutable: weights, buffers, optimizer state.
 
@@ -63,8 +85,7 @@ class OneProcess:
         `moved` seeds how weights are moved by one unit in the last place; `backwards` goes
         through the samples in another order.
         """
-        torch.manual_seed(0)
-        self.module = source.build()
+        self.module = build_with_values(source)
         promote_module(self.module, values)
         self._source, self._draws, self._backwards = source, draws, backwards
         self._own, self._numbers = own, torch.get_default_dtype()

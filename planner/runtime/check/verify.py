@@ -36,7 +36,7 @@ from planner.graph.model_file import ModelSource, load_model_file
 from planner.layout.axes import own_axes, rest_axis
 from planner.plan import Plan, load_plan
 from planner.runtime.check.fixed_draws import FixedDraws
-from planner.runtime.check.one_process import OneProcess, Piece, Step
+from planner.runtime.check.one_process import OneProcess, Piece, Step, build_with_values
 from planner.runtime.check.promote import (
     ReferenceMode,
     drawing_ops,
@@ -235,8 +235,7 @@ def compare_with_one_process(
 
     smaller = _shortened(plan)
     mesh = build_mesh(smaller, choose_device())
-    torch.manual_seed(0)
-    module = source.build()
+    module = build_with_values(source)
     if graph is None:
         graph = shared_capture(smaller, module, source.loss, mesh)
     replicas = _replicas(graph, smaller)

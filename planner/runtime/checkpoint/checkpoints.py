@@ -47,6 +47,7 @@ from planner.runtime.checkpoint.storage import (
 from planner.runtime.checkpoint.together import told_plainly
 from planner.runtime.start import device as devices
 from planner.runtime.start.together import together
+from planner.runtime.state.optimizer import OWN_SCHEDULER
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -190,6 +191,8 @@ class Checkpoints:
             return folders.read_manifest(checkpoint), stored.notes(), stored.metadata
 
         manifest, notes, metadata = _of_own(control, read)
+        if not notes.step:  # weights to begin from: the engine's schedules begin, too
+            extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         _of_own(control, lambda: check_extra(extra, notes))
         parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
         planner = _of_own(
@@ -232,10 +235,17 @@ class Checkpoints:
                 for part in missing
                 if part.holding.meta.kind == "param" or engine.is_empty(part.holding.meta.fqn)
             ]
+            params = [meta for meta in needed if meta.kind == "param"]
+            if params:
+                raise PlanError(
+                    f"{path} has no {params[0].fqn}, nor {len(params) - 1} others of the model; "
+                    "give weights of this model, with the names of its state dict"
+                )
             if needed:
                 raise PlanError(
-                    f"{path} has no {needed[0].fqn}, nor {len(needed) - 1} others of the model; "
-                    "give weights of this model, with the names of its state dict"
+                    f"{path} has no {needed[0].fqn}, a buffer that the model has on the meta "
+                    "device, without values; build buffers on the CPU, as "
+                    "accelerate.init_empty_weights() does"
                 )
 
         together(control, read)

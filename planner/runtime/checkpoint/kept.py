@@ -55,8 +55,8 @@ class Kept:
         self._saved = loaded.step
         return loaded
 
-    def keep(self) -> None:
-        """Begin to save if a checkpoint is due; see `Engine.keep`."""
+    def keep(self, *, now: bool) -> None:
+        """Begin to save if a checkpoint is due, or `now`; see `Engine.keep`."""
         if self._folder is None:
             return
         if self._extra is None:
@@ -66,6 +66,7 @@ class Kept:
             )
         steps = self._engine.steps
         # (Where gradients of several batches make a step, it is saved once, and not between them.)
-        if steps % self._every == 0 and steps != self._saved and not self._engine.is_accumulating:
+        is_due = now or steps % self._every == 0
+        if is_due and steps != self._saved and not self._engine.is_accumulating:
             self._saved = steps
             self._engine.save(self._folder, extra=self._extra)

@@ -82,11 +82,11 @@ def model_parts(engine: Engine) -> list[Part]:
                 fallback=fallback,
             )
         )
-    # What no block uses each rank has whole, on the CPU.
+    # What no block uses, and what the preamble reads, each rank has whole, on the CPU.
     is_first = dist.get_rank() == 0
     return parts + [
-        whole_part(model_key(fqn), tensor, is_written=is_first)
-        for fqn, tensor in engine._unused.items()
+        whole_part(model_key(fqn), tensor, is_written=is_first and fqn in engine._unused)
+        for fqn, tensor in (engine._unused | engine._also_read).items()
     ]
 
 

@@ -99,7 +99,7 @@ def test_host_and_device_wait_for_each_other_where_both_are_as_slow(machine):
 
 def test_recompute_costs_a_forward_and_saves_memory(machine):
     """A backward is two forwards of products, so a third of the compute comes on top."""
-    row = {**ROW, "hidden": "8192", "heads": "64", "ffn_hidden": "32768"}
+    row = {**ROW, "hidden": "8192", "heads": "64", "ffn_hidden": "32768", "micro_batch": "8"}
     none, full = (
         RowPrices().estimate(parse_row({**row, "recompute": recompute}), *machine)
         for recompute in ("none", "full")

@@ -15,6 +15,7 @@ from planner.errors import PlanError
 from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint import checkpoints as module
 from planner.runtime.checkpoint.checkpoints import CheckpointWarning
+from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.step.engine import Engine
 from tests.builders import PlainMLP, mlp_batch
 from tests.captures import capture_module
@@ -50,6 +51,18 @@ def names(folder: Path) -> list[str]:
 
 def is_state(engine: Engine, state: dict) -> bool:
     return all(torch.equal(t, state[name]) for name, t in engine.full_state_dict().items())
+
+
+def test_the_last_step_of_a_kept_run_is_saved_though_none_is_due(engine, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEEP, str(tmp_path))
+    monkeypatch.setenv(SAVE_EVERY, "2")
+    assert engine.resume() is None
+    for is_last in (False, False, True):
+        engine.step(mlp_batch(2))
+        engine.keep(now=is_last)
+    engine.keep(now=True)  # saved already
+    engine.wait_for_save()
+    assert names(tmp_path) == ["000001-step-2", "000002-step-3"]
 
 
 def test_the_last_are_kept_and_the_newest_is_loaded(engine, tmp_path):
@@ -175,6 +188,36 @@ def test_schedulers_scalers_and_generators_are_saved(engine, tmp_path):
         other.load(tmp_path, extra={"scaler": again})
     with pytest.raises(PlanError, match="extra 'rate' is a float, without state_dict"):
         other.save(tmp_path, extra={"rate": 0.1})
+
+
+def test_the_engines_schedulers_are_saved_unasked(tmp_path):
+    """Their step goes on; one that was not saved is refused, but for weights to begin from."""
+
+    def scheduled() -> tuple[Engine, torch.optim.Optimizer]:
+        network = build("mlp")[1]
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        rates = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        plan = default_plan(capture("mlp"), num_microbatches=2)
+        return planner.apply(plan, network, optimizer=optimizer, scheduler=rates), optimizer
+
+    (first, rates), (second, found) = scheduled(), scheduled()
+    plain = make_engine()
+    plain.save(tmp_path / "start")
+    plain.step(mlp_batch(2))
+    plain.save(tmp_path / "plain")
+    plain.wait_for_save()
+    for _ in range(3):
+        first.step(mlp_batch(2))
+    first.save(tmp_path / "run")
+    first.wait_for_save()
+    second.load(tmp_path / "run")
+    for _ in range(3):
+        assert found.param_groups[0]["lr"] == rates.param_groups[0]["lr"] < 1
+        first.step(mlp_batch(2))
+        second.step(mlp_batch(2))
+    with pytest.raises(PlanError, match="no extra 'scheduler of the engine 0'"):
+        second.load(tmp_path / "plain")
+    assert second.load(tmp_path / "start").step == 0
 
 
 def test_an_optimizer_whose_state_is_not_shaped_like_its_parameter(tmp_path):
