@@ -270,7 +270,9 @@ class _JobClock:
         self.busy_s = 0.0
 
     @contextmanager
-    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
+    def span(
+        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+    ) -> Iterator[None]:
         """Time what happens inside, but for waiting."""
         start_s = time.perf_counter()
         yield

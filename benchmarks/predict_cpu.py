@@ -203,8 +203,8 @@ def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
     found = compare_run(answer.timeline, answer.step_s, load_timeline(recorded))
     by_kind: dict[str, list[float]] = {}
     for job in found.jobs:
-        predicted_s, measured_s = by_kind.setdefault(job.kind, [0.0, 0.0])
-        by_kind[job.kind] = [predicted_s + job.predicted_s, measured_s + job.measured_s]
+        predicted_s, measured_s = by_kind.setdefault(job.jobs.kind, [0.0, 0.0])
+        by_kind[job.jobs.kind] = [predicted_s + job.predicted_s, measured_s + job.measured_s]
     return {kind: predicted_s / measured_s for kind, (predicted_s, measured_s) in by_kind.items()}
 
 

@@ -53,10 +53,45 @@ def check(
         print(f"planner: {rule}", file=sys.stderr)
     if broken:
         return 2
-    _show_price(_row_of(run, columns, model, gpu))
+    _show_price(row_of(run, columns, model, gpu))
     unknown = ", ".join(f"--{name}" for name in dict.fromkeys(run.flags.unknown))
     show_note(f"not checked, of no part in the price: {unknown}" if unknown else "")
+    for note in unpriced(run):
+        show_note(note)
     return 0
+
+
+UNPRICED = (
+    "pipeline-model-parallel-layout",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "optimizer-cpu-offload",
+    "tp-comm-overlap",
+    "no-overlap-p2p-communication",
+)
+"""Options that are checked, and that a row of numbers has no column for."""
+
+
+def unpriced(run: Run) -> list[str]:
+    """Return, a line each, what the price leaves out of options that were checked."""
+    notes = []
+    given = ", ".join(f"--{name}" for name in UNPRICED if run.has(name))
+    if given:
+        notes.append(f"checked, of no part in the price: {given}")
+    values = run.flags.values
+    modules = str(values.get("recompute-modules", "core_attn"))
+    if values.get("recompute-granularity") == "selective" and modules != "core_attn":
+        notes.append(f"priced with core_attn recomputed: --recompute-modules {modules}")
+    # Of each virtual stage, block recomputes the first so many layers and keeps the others.
+    layers = run.number("num-layers") // (run.pp * max(run.vpp, 1))
+    if values.get("recompute-method") == "block" and run.number("recompute-num-layers") < layers:
+        notes.append(
+            f"priced with all {layers} layers of a stage recomputed, and --recompute-num-layers "
+            f"{run.number('recompute-num-layers')} takes less time and more memory"
+        )
+    return notes
 
 
 def _text_of(flags: str) -> str:
@@ -121,7 +156,7 @@ def _columns_of_file(path: Path) -> dict[str, int]:
     return {name: size for name, size in columns.items() if size}
 
 
-def _row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
+def row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str, Any]:
     """Return the run as a row of numbers (docs/estimate-rows.md)."""
     named = model if columns and not model.endswith(".py") and "=" not in model else ""
     row: dict[str, Any] = {"stack": "megatron-core", "gpu": gpu, "model": named, **columns}
@@ -135,6 +170,10 @@ def _row_of(run: Run, columns: dict[str, int], model: str, gpu: str) -> dict[str
     flags = run.flags
     if run.has("swiglu"):
         row["gated_ffn"] = 1
+    if run.number("num-experts") > 1 and run.number("moe-ffn-hidden-size"):
+        row["ffn_hidden"] = run.number("moe-ffn-hidden-size")
+    if run.number("kv-channels"):
+        row["head_dim"] = run.number("kv-channels")
     return row | {
         "gpus": run.num_devices,
         "tp": run.tp,

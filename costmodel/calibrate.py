@@ -15,6 +15,7 @@ from statistics import median
 
 from costmodel.cache import CostCache
 from costmodel.compare import (
+    JobsAlike,
     as_rank_timelines,
     compare_run,
     first_steady_step,
@@ -26,7 +27,7 @@ from costmodel.in_training import in_training
 from costmodel.time.plan_price import price_plan, stages_of_rank
 from planner.graph import ModelGraph
 from planner.plan import Plan
-from planner.timeline import RankTimeline
+from planner.timeline import OPTIMIZER, RankTimeline
 from profiles import Profile
 from profiles.calibration import add_run
 from profiles.records import Calibration, CalibrationRun, Factor, Observation
@@ -106,13 +107,12 @@ def _predict(profile: Profile, graph: ModelGraph, plan: Plan) -> dict[str, float
     costs = CostCache(graph, in_training(profile, plan.world_size))
     answer = estimate(graph, profile, plan, costs=costs)
     jobs = job_seconds(as_rank_timelines(answer.timeline), first_step=0)
-    seconds = {_job(*key): median(found) for key, found in jobs.items()}
+    seconds = {_job(alike): median(found) for alike, found in jobs.items()}
     price = price_plan(plan, costs)
     for rank in range(plan.pp):
         own = stages_of_rank(plan, rank)
         after_s = price.exposed.after_s[own].sum()
         seconds[_after(rank)] = float(price.tied_s[rank] + after_s)
-        seconds[_optimizer(rank)] = price.updates[rank].optimizer_s
     seconds[STEP] = answer.step_s - answer.time.inputs_s
     return seconds
 
@@ -121,22 +121,21 @@ def _measure(measured: Sequence[RankTimeline], first: int) -> dict[str, tuple[fl
     """Return, by name, median seconds of what was recorded and the relative error of that."""
     num_steps = len(step_seconds(measured, first))
     found = {
-        _job(*key): _median_and_error(seconds, num_steps)
-        for key, seconds in job_seconds(measured, first_step=first).items()
+        _job(alike): _median_and_error(seconds, num_steps)
+        for alike, seconds in job_seconds(measured, first_step=first).items()
     }
     found[STEP] = _median_and_error(step_seconds(measured, first), num_steps)
     for pp_rank in {line.pp_rank for line in measured}:
         lines = [line for line in measured if line.pp_rank == pp_rank]
-        for kind, name in (("REDUCE", _after(pp_rank)), ("OPTIMIZE", _optimizer(pp_rank))):
-            by_step: dict[int, list[float]] = {}
-            for line in lines:
-                for span in line.spans:
-                    if span.kind == kind and span.step >= first:
-                        by_step.setdefault(span.step, []).append(span.end_s - span.start_s)
-            if by_step:
-                # In an exchange ranks wait for the last one, which waits for nobody.
-                pick = min if kind == "REDUCE" else median
-                found[name] = _median_and_error(list(map(pick, by_step.values())), num_steps)
+        by_step: dict[int, list[float]] = {}
+        for line in lines:
+            for span in line.spans:
+                if span.kind == "REDUCE" and span.step >= first:
+                    by_step.setdefault(span.step, []).append(span.end_s - span.start_s)
+        if by_step:
+            # In an exchange ranks wait for the last one, which waits for nobody.
+            shortest = list(map(min, by_step.values()))
+            found[_after(pp_rank)] = _median_and_error(shortest, num_steps)
     return {what: value for what, value in found.items() if value[0] > 0}
 
 
@@ -151,16 +150,13 @@ def _median_and_error(seconds: Sequence[float], num_steps: int) -> tuple[float, 
     return middle, 1.25 * deviation / middle / sqrt(num_steps)
 
 
-def _job(stage: int, kind: str) -> str:
-    return f"{kind} of stage {stage}"
+def _job(jobs: JobsAlike) -> str:
+    kind = "optimizer" if jobs.kind == OPTIMIZER else jobs.kind
+    return f"{kind} of {jobs.place}"
 
 
 def _after(pp_rank: int) -> str:
     return f"exchange after the last job of pp rank {pp_rank}"
-
-
-def _optimizer(pp_rank: int) -> str:
-    return f"optimizer of pp rank {pp_rank}"
 
 
 def _digest(text: str) -> str:

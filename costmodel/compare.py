@@ -9,30 +9,71 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
+from typing import NamedTuple
 
 from costmodel.time.simulate import Timeline
 from planner.errors import PlannerError
-from planner.timeline import JOB_KINDS, REMAKE, RankTimeline, Span, bubbles
+from planner.schedule import step_jobs
+from planner.timeline import (
+    JOB_KINDS,
+    LEARNING_RATE,
+    REMAKE,
+    STEP_JOB_KINDS,
+    RankTimeline,
+    Span,
+    bubbles,
+)
 
 WARM_UP_STEPS = 3
 """First steps that are left out of medians, where there are more: they allocate and trace."""
 
 
+_ORDER = (*JOB_KINDS, *STEP_JOB_KINDS)
+
+
+class JobsAlike(NamedTuple):
+    """Jobs of one kind: of a stage, or of a pp rank once a step, where `stage` is -1.
+
+    They sort as tables have them: stage by stage, then the jobs behind the table. `order` is that
+    of kinds.
+    """
+
+    is_once: bool
+    stage: int
+    pp_rank: int
+    order: int
+
+    @classmethod
+    def of(cls, pp_rank: int, stage: int, kind: str) -> JobsAlike:
+        """Return the jobs that a span of this kind is one of."""
+        return cls(kind in STEP_JOB_KINDS, stage, pp_rank, _ORDER.index(kind))
+
+    @property
+    def kind(self) -> str:
+        """The kind of job."""
+        return _ORDER[self.order]
+
+    @property
+    def place(self) -> str:
+        """Whose jobs they are, in words."""
+        return f"pp rank {self.pp_rank}" if self.is_once else f"stage {self.stage}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobComparison:
-    """One kind of job of one stage: seconds predicted and the median measured of `count`."""
+    """Jobs alike: seconds predicted and the median measured of `count`."""
 
-    stage: int
-    kind: str
+    jobs: JobsAlike
     predicted_s: float
     measured_s: float
     count: int
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
-        return self.predicted_s / self.measured_s
+        """Predicted over measured; infinite where the clock saw no time pass."""
+        return self.predicted_s / self.measured_s if self.measured_s else inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +81,7 @@ class RunComparison:
     """A plan's prediction beside its run. Steps run from the first span to the last."""
 
     jobs: tuple[JobComparison, ...]
-    """By stage, forward first."""
+    """By stage, forward first; then the optimizer and the learning rate, by pp rank."""
     predicted_step_s: float
     """Seconds of the simulated step."""
     measured_step_s: float
@@ -57,7 +98,7 @@ def as_rank_timelines(timeline: Timeline) -> tuple[RankTimeline, ...]:
     """Return a simulated timetable as one recorded step of each pp rank."""
     lines = []
     for pp_rank, jobs in enumerate(timeline.schedule.jobs):
-        spans = tuple(
+        spans = [
             Span(
                 kind=str(job.kind),
                 name=f"{job.kind}{job.stage_index}.{job.microbatch_index}",
@@ -70,8 +111,16 @@ def as_rank_timelines(timeline: Timeline) -> tuple[RankTimeline, ...]:
             for job, start_s, end_s in zip(
                 jobs, timeline.start_s[pp_rank], timeline.end_s[pp_rank], strict=True
             )
+        ]
+        if timeline.step_jobs_s:
+            once = zip(step_jobs(pp_rank), timeline.step_jobs_s[pp_rank], strict=True)
+            spans += [
+                Span(kind=str(job.kind), name=str(job), step=0, start_s=start_s, end_s=end_s)
+                for job, (start_s, end_s) in once
+            ]
+        lines.append(
+            RankTimeline(rank=pp_rank, pp_rank=pp_rank, clock_offset_s=0.0, spans=tuple(spans))
         )
-        lines.append(RankTimeline(rank=pp_rank, pp_rank=pp_rank, clock_offset_s=0.0, spans=spans))
     return tuple(lines)
 
 
@@ -81,29 +130,30 @@ def compare_run(
     """Set a simulated step beside recorded ones.
 
     Raises PlannerError when the recording holds jobs that the plan does not have, or lacks
-    some: it is then of another plan, or of a run that was cut short.
+    some: it is then of another plan, or of a run that was cut short. Learning-rate jobs are there
+    where the engine has a scheduler, of which a plan says nothing.
     """
     predicted = job_seconds(as_rank_timelines(timeline), first_step=0)
     steps = sorted({span.step for line in measured for span in line.spans})
     first = first_steady_step(measured)
     found = job_seconds(measured, first_step=first)
-    if set(found) != set(predicted):
-        odd = sorted(set(found) ^ set(predicted))[0]
+    lacking = {jobs for jobs in set(found) ^ set(predicted) if jobs.kind != LEARNING_RATE}
+    if lacking:
+        odd = min(lacking)
         raise PlannerError(
-            f"job {odd[1]} of stage {odd[0]} is only in the {'run' if odd in found else 'plan'}; "
+            f"job {odd.kind} of {odd.place} is only in the {'run' if odd in found else 'plan'}; "
             "give the timeline of a whole run of this plan"
         )
     kept = [bubble for bubble in bubbles(measured) if bubble.step >= first]
     return RunComparison(
         jobs=tuple(
             JobComparison(
-                stage=stage,
-                kind=kind,
-                predicted_s=median(seconds),
-                measured_s=median(found[stage, kind]),
-                count=len(found[stage, kind]),
+                jobs=jobs,
+                predicted_s=median(predicted[jobs]),
+                measured_s=median(found[jobs]),
+                count=len(found[jobs]),
             )
-            for (stage, kind), seconds in sorted(predicted.items(), key=_in_table_order)
+            for jobs in sorted(found.keys() & predicted.keys())
         ),
         predicted_step_s=predicted_step_s,
         measured_step_s=median(step_seconds(measured, first)),
@@ -119,16 +169,9 @@ def first_steady_step(measured: Iterable[RankTimeline]) -> int:
     return steps[min(WARM_UP_STEPS, len(steps) - 1)] if steps else 0
 
 
-def _in_table_order(item: tuple[tuple[int, str], object]) -> tuple[int, int]:
-    stage, kind = item[0]
-    return stage, JOB_KINDS.index(kind)
-
-
-def job_seconds(
-    lines: Iterable[RankTimeline], *, first_step: int
-) -> dict[tuple[int, str], list[float]]:
-    """Seconds of all jobs by (stage, kind); what a backward recomputed ahead is part of it."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+def job_seconds(lines: Iterable[RankTimeline], *, first_step: int) -> dict[JobsAlike, list[float]]:
+    """Seconds of all jobs, those alike together; what a backward recomputed ahead is part of it."""
+    found: dict[JobsAlike, list[float]] = defaultdict(list)
     for line in lines:
         ahead_s = 0.0
         for span in line.spans:
@@ -137,8 +180,9 @@ def job_seconds(
             seconds = span.end_s - span.start_s
             if span.kind == REMAKE:
                 ahead_s = seconds
-            elif span.kind in JOB_KINDS:
-                found[span.stage, span.kind].append(seconds + ahead_s)
+            elif span.kind in _ORDER:
+                jobs = JobsAlike.of(line.pp_rank, span.stage, span.kind)
+                found[jobs].append(seconds + ahead_s)
                 ahead_s = 0.0
     return dict(found)
 

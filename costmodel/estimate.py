@@ -31,14 +31,14 @@ from costmodel.execution.executed import executed
 from costmodel.memory.bound import kept_bytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
-from costmodel.time.clipping import last_rank, norm_sum_seconds
+from costmodel.time.clipping import ClipSeconds, last_rank, norm_sum_seconds, update_starts
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.plan_price import PlanPrice, price_plan, stages_of_rank
 from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_table, simulate
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
-from planner.schedule import build_schedule, schedule_of
+from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
 from planner.schedule.trips import trips
 from profiles import Profile
 
@@ -174,7 +174,8 @@ def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts
     price = price_plan(plan, costs)
     table = _table_of(plan)
     at_least = _copies_beside_jobs(price, costs.profile, table)
-    timeline = simulate(table, price.job_seconds, at_least=at_least)
+    played = simulate(table, price.job_seconds, at_least=at_least)
+    timeline = replace(played, step_jobs_s=_step_jobs_s(price, costs, played))
     return price, timeline, _time_parts(price, costs, timeline, table, at_least)
 
 
@@ -264,20 +265,51 @@ class _LastRank:
     """The batch's way onto the first stage's device, before all jobs."""
 
 
-def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastRank:
-    plan = price.plan
-    stages_of = [stages_of_rank(plan, rank) for rank in range(plan.pp)]
-    after = [
-        tied + float(price.exposed.once_s[own].sum())
-        for tied, own in zip(price.tied_s, stages_of, strict=True)
+def _exchange_s(price: PlanPrice) -> list[float]:
+    """What each pp rank exchanges after its last job: with replicas, and for tied parameters."""
+    return [
+        tied + float(price.exposed.once_s[stages_of_rank(price.plan, rank)].sum())
+        for rank, tied in enumerate(price.tied_s)
     ]
+
+
+def _clips(price: PlanPrice, costs: CostCache) -> list[ClipSeconds]:
+    """Clipping of each pp rank; none where gradients are not clipped."""
+    return [update.clip for update in price.updates] if costs.clips_gradients else []
+
+
+def _step_jobs_s(
+    price: PlanPrice, costs: CostCache, timeline: Timeline
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Start and end of each rank's optimizer and learning-rate job.
+
+    A scheduler sets a few numbers on the host, which takes microseconds: no time is counted.
+    """
+    starts = update_starts(
+        [end + s for end, s in zip(timeline.rank_end_s, _exchange_s(price), strict=True)],
+        _clips(price, costs),
+        norm_sum_s=norm_sum_seconds(costs.profile, price.plan.world_size),
+    )
+    jobs = []
+    for rank, start_s in enumerate(starts):
+        seconds = {StepJobKind.OPTIMIZER: price.updates[rank].optimizer_s}
+        spans = []
+        for job in step_jobs(rank):
+            spans.append((start_s, start_s + seconds.get(job.kind, 0.0)))
+            start_s = spans[-1][1]
+        jobs.append(tuple(spans))
+    return tuple(jobs)
+
+
+def _last_rank(price: PlanPrice, costs: CostCache, timeline: Timeline) -> _LastRank:
+    plan, after = price.plan, _exchange_s(price)
     rank, clipping_s = last_rank(
         [end + sync for end, sync in zip(timeline.rank_end_s, after, strict=True)],
         [update.optimizer_s for update in price.updates],
-        [update.clip for update in price.updates] if costs.clips_gradients else (),
+        _clips(price, costs),
         norm_sum_s=norm_sum_seconds(costs.profile, plan.world_size),
     )
-    first_stages = stages_of[plan.stages[0].pp_rank]
+    first_stages = stages_of_rank(plan, plan.stages[0].pp_rank)
     return _LastRank(
         pp_rank=rank,
         end_s=timeline.rank_end_s[rank],

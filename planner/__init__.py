@@ -28,6 +28,7 @@ def apply(
     model: Any,
     *,
     optimizer: Any = None,
+    scheduler: Any = None,
     loss: Any = None,
     max_grad_norm: float | None = None,
     deferred_batch_norm: bool = False,
@@ -42,7 +43,9 @@ def apply(
     weights over and leaves `model` on the meta device, without values; get them back with
     ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
     optimizer over ``model.parameters()``, taken over by the engine with its param groups;
-    or a class or function that makes one from parameters; or None for AdamW. `loss` is a
+    or a class or function that makes one from parameters; or None for AdamW. `scheduler` is a
+    learning-rate scheduler of that optimizer, or several, which every update steps; without it
+    the script steps its own after ``engine.step``. `loss` is a
     function of (output, batch) for a model that does not return its loss. With
     `max_grad_norm`, gradients are clipped by the norm over the whole model. With
     `deferred_batch_norm`, running statistics of BatchNorm are those of the whole batch, though
@@ -64,6 +67,7 @@ def apply(
         plan,
         model,
         optimizer=optimizer,
+        scheduler=scheduler,
         loss=loss,
         max_grad_norm=max_grad_norm,
         deferred_batch_norm=deferred_batch_norm,

@@ -63,11 +63,19 @@ class StepLog:
         checked = [_sink(each, folder, is_used=is_first) for each in to]
         self._sinks = checked if is_first else []
         self._flop: float | None = None
-        self._loss: Any = 0.0
-        self._samples, self._last_samples = 0, engine.samples
-        self._steps = engine.steps
-        self._start = perf_counter()
+        self._begin()
         engine.after_step.append(self._take)
+        engine.after_load.append(self._begin)
+
+    def _begin(self) -> None:
+        """Begin a line at the engine's present step: it may have been loaded, and be any."""
+        self._last_samples = self._engine.samples
+        self._begin_line()
+
+    def _begin_line(self) -> None:
+        self._steps, self._samples = self._engine.steps, 0
+        self._loss: Any = 0.0
+        self._start = perf_counter()
 
     def _take(self, loss: Tensor) -> None:
         engine = self._engine
@@ -84,8 +92,7 @@ class StepLog:
             figures = self._figures()
             for sink in self._sinks:
                 sink(engine.steps, figures)
-            self._steps, self._samples, self._loss = engine.steps, 0, 0.0
-            self._start = perf_counter()
+            self._begin_line()
 
     def _figures(self) -> dict[str, float]:
         engine = self._engine

@@ -3,13 +3,16 @@
 A file begins with a header and has one span per line, so that a killed run leaves all but
 its last line readable:
 
-    {"format": "planner-timeline", "version": 1, "rank": 1, "pp_rank": 1, "clock_offset_s": 0.0}
+    {"format": "planner-timeline", "version": 2, "rank": 1, "pp_rank": 1, "clock_offset_s": 0.0}
     {"kind": "F", "name": "F1.0", "step": 0, "stage": 1, "microbatch": 0, "start_s": …, "end_s": …}
 
-Kinds are the job kinds F, B, I, W; R, what a backward recomputes before its gradient has come;
-COLLECTIVE, inside a job, from its start until its result is used, so without what it hides;
-REDUCE and OPTIMIZE; WAIT, for a tensor that has not come yet; and with offload COPY, between
-device and host, and UPDATE, the optimizer's work on the host. Times are on the rank's own
+Kinds are the job kinds F, B, I, W of the table; O and L, the optimizer and the learning rate's
+scheduler, once a step (`planner.schedule.step_jobs`); R, what a backward recomputes before its
+gradient has come; COLLECTIVE, inside a job, from its start until its result is used, so without
+what it hides; REDUCE and CHECK, between the table and O: sums and norms of gradients, and the look
+for NaN, for which ranks wait for each other; WAIT, for a tensor that has not come yet; and with
+offload COPY, between device and host, and UPDATE, what of O is on the host. (Version 1 wrote
+OPTIMIZE for O.) Times are on the rank's own
 clock; adding its offset gives rank 0's. A simulated timetable is written the same way, so
 prediction and measurement load side by side.
 Torch-free.
@@ -28,14 +31,17 @@ from typing import IO, Any
 
 from planner.errors import PlannerError
 
-FORMAT, VERSION = "planner-timeline", 1
+FORMAT, VERSION = "planner-timeline", 2
 
 JOB_KINDS = ("F", "B", "I", "W")
 REMAKE = "R"
 COLLECTIVE = "COLLECTIVE"
 COPY, UPDATE = "COPY", "UPDATE"
-KINDS = (*JOB_KINDS, REMAKE, COLLECTIVE, "REDUCE", "OPTIMIZE", "WAIT", COPY, UPDATE)
-_TRACKS = {"WAIT": 1, "REDUCE": 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
+STEP_JOB_KINDS = OPTIMIZER, LEARNING_RATE = "O", "L"
+CHECK = "CHECK"
+KINDS = (*JOB_KINDS, *STEP_JOB_KINDS, REMAKE, COLLECTIVE, "REDUCE", CHECK, "WAIT", COPY, UPDATE)
+_RENAMED = {"OPTIMIZE": OPTIMIZER}
+_TRACKS = {"WAIT": 1, "REDUCE": 1, CHECK: 1, COLLECTIVE: 1, COPY: 2, UPDATE: 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +136,7 @@ def _load_rank(path: Path) -> RankTimeline:
         if header["format"] != FORMAT or header["version"] > VERSION:
             raise KeyError("format")
         # The text after the last newline is empty, or a line that was never finished.
-        spans = tuple(Span(**json.loads(line)) for line in rest[:-1])
+        spans = tuple(_span(line) for line in rest[:-1])
         return RankTimeline(
             rank=header["rank"],
             pp_rank=header["pp_rank"],
@@ -139,6 +145,14 @@ def _load_rank(path: Path) -> RankTimeline:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise PlannerError(f"{path} is not a timeline of version {VERSION} ({error!r})") from None
+
+
+def _span(line: str) -> Span:
+    fields = json.loads(line)
+    kind = fields["kind"] = _RENAMED.get(fields["kind"], fields["kind"])
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is unknown; there are {', '.join(KINDS)}")
+    return Span(**fields)
 
 
 def chrome_trace(timeline: Iterable[RankTimeline], *, label: str = "") -> dict[str, Any]:
@@ -206,16 +220,24 @@ def save_trace(
 class RankBubble:
     """How one rank spent one step, from the first job anywhere to the last one's end.
 
-    `compute_s` is in jobs without the collectives inside them, which take `collective_s`;
-    `bubble_s` is the rest of the step; `bubble_fraction` = bubble_s / step_s.
+    Jobs are those of the table: the optimizer's, which may run beside other ranks' backwards, is
+    apart.
     """
 
     rank: int
+    """The rank."""
     pp_rank: int
+    """Its pipeline rank."""
     step: int
+    """Number of the step, from 0."""
     step_s: float
+    """Seconds from the first job of any rank to the last one's end."""
     compute_s: float
+    """Seconds in jobs, without the collectives inside them."""
     collective_s: float
+    """Seconds of those collectives."""
+    optimizer_s: float
+    """Seconds of the optimizer's job, after the rank's last job of the table."""
 
     @property
     def bubble_s(self) -> float:
@@ -233,12 +255,15 @@ def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
     timeline = tuple(timeline)
     jobs: dict[tuple[int, int], list[Span]] = defaultdict(list)
     collective_s: dict[tuple[int, int], float] = defaultdict(float)
+    optimizer_s: dict[tuple[int, int], float] = defaultdict(float)
     for line in timeline:
         for span in line.spans:
             if span.kind in JOB_KINDS or span.kind == REMAKE:
                 jobs[span.step, line.rank].append(span)
             elif span.kind == COLLECTIVE and span.microbatch >= 0:
                 collective_s[span.step, line.rank] += span.end_s - span.start_s
+            elif span.kind == OPTIMIZER:
+                optimizer_s[span.step, line.rank] += span.end_s - span.start_s
     result = []
     for step in sorted({step for step, _ in jobs}):
         bounds = [
@@ -260,6 +285,7 @@ def bubbles(timeline: Iterable[RankTimeline]) -> tuple[RankBubble, ...]:
                     step_s=step_s,
                     compute_s=sum(s.end_s - s.start_s for s in spans) - inside_s,
                     collective_s=inside_s,
+                    optimizer_s=optimizer_s.get((step, line.rank), 0.0),
                 )
             )
     return tuple(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -15,7 +15,10 @@ from planner.layout.axes import Degrees, batch_axes, own_axes, rest_axis
 from planner.ops.registry import ops_without_rule
 from planner.plan import OURS, ClassLayout, Plan, StagePlan, validate_model
 from planner.plan.buckets import shapes_of
-from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of
+from planner.schedule import Schedule, StageTimes, draw_schedule, schedule_of, step_jobs
+from planner.schedule.captured_ops import WorkOfJobs, work_of_jobs
+from planner.schedule.draw import Behind
+from planner.schedule.step_jobs import ROLES, jobs_of_step
 from planner.units import format_bytes, format_seconds
 
 LINE_WIDTH = 84
@@ -34,8 +37,11 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
         parts += _layouts(plan, graph)
         if graph is not None:
             parts.append(_without_rule(graph))
+    schedule = schedule_of(plan)
     if plan.pp > 1:
-        parts.append(draw_timetable(schedule_of(plan)))
+        parts.append(draw_timetable(schedule))
+    if graph is not None:
+        parts.append(_jobs(schedule, work_of_jobs(graph, plan, schedule)))
     if plan.estimate:
         cluster, execution = plan.cluster.name, plan.execution
         parts += describe_estimate(plan.estimate, cluster=cluster, execution=execution)
@@ -155,13 +161,49 @@ def _without_rule(graph: ModelGraph) -> Text:
     return Text(f"{counts.total()} ops have no sharding rule and run replicated: {named}")
 
 
-def draw_timetable(schedule: Schedule, times: StageTimes | None = None) -> Text:
-    """Return a schedule's picture over time, cut to the width of a line."""
+def _jobs(schedule: Schedule, work: WorkOfJobs) -> Table:
+    """What a step is made of, by kind of job, and how much of the model each microbatch's jobs do
+    on all stages together.
+    """
+    table = Table("job", "role", "in a step", "one microbatch", title="Jobs", title_justify="left")
+    jobs = Counter(str(job.kind) for job in jobs_of_step(schedule))
+    for kind, role in ROLES.items():
+        if not jobs[str(kind)]:
+            continue
+        parts = Counter(each.part for (k, _), done in work.items() if k is kind for each in done)
+        done = ", ".join(f"{count} {_PARTS[part]}" for part, count in parts.items())
+        table.add_row(str(kind), str(role), str(jobs[str(kind)]), done)
+    return table
+
+
+_PARTS = {
+    "forward": "captured ops",
+    "gradients": "gradients of ops",
+    "input gradient": "input gradients of products",
+    "weight gradient": "weight gradients of products",
+    "update": "parameters",
+}
+
+
+def draw_timetable(
+    schedule: Schedule,
+    times: StageTimes | None = None,
+    behind: Sequence[Behind] | None = None,
+) -> Text:
+    """Return a step's picture over time, cut to the width of a line.
+
+    `behind` are the jobs behind each row; by default an optimizer's job as long as a forward.
+    """
+    if behind is None:
+        behind = [
+            [(job, float(place > 0), float(place == 0)) for place, job in enumerate(step_jobs(r))]
+            for r in range(schedule.pp)
+        ]
     last = schedule.num_microbatches - 1
     with_stage = schedule.num_stages > schedule.pp
     label = f"{schedule.num_stages - 1}F{last}" if with_stage else f"F{last}"
-    picture = draw_schedule(schedule, times=times, max_columns=LINE_WIDTH // (len(label) + 1))
-    return Text(picture)
+    most = LINE_WIDTH // (len(label) + 1)
+    return Text(draw_schedule(schedule, times=times, behind=behind, max_columns=most))
 
 
 _BASES = {

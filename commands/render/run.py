@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.render.plan import draw_timetable
-from planner.schedule import StageTimes
+from planner.schedule import StageTimes, StepJobKind, step_jobs
+from planner.schedule.draw import Behind
 from planner.timeline import RankBubble, RankTimeline, bubbles
 from planner.units import format_seconds
 
@@ -23,16 +24,32 @@ if TYPE_CHECKING:
 def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[RenderableType]:
     """Return the timetable drawn to scale and each pipeline rank's working and waiting time."""
     ranks = Table("pp rank", "jobs", "works", "waits", "bubble", "ends")
+    once = timeline.step_jobs_s
+    if once:
+        ranks.add_column("optimizer")
+        ranks.add_column("step ends")
+    behind: list[Behind] = []
     rows = zip(timeline.busy_s, timeline.bubble_s, timeline.rank_end_s, strict=True)
     for rank, (busy_s, bubble_s, end_s) in enumerate(rows):
-        ranks.add_row(
+        jobs = step_jobs(rank) if once else ()
+        behind.append(
+            [
+                (job, start_s - end_s, done_s - start_s)
+                for job, (start_s, done_s) in zip(jobs, once[rank] if once else (), strict=True)
+            ]
+        )
+        row = [
             str(rank),
-            str(len(timeline.schedule.jobs[rank])),
+            str(len(timeline.schedule.jobs[rank]) + len(jobs)),
             format_seconds(busy_s),
             format_seconds(bubble_s),
             f"{bubble_s / timeline.makespan_s:.1%}",
             format_seconds(end_s),
-        )
+        ]
+        if once:
+            took_s = [own for job, _, own in behind[rank] if job.kind is StepJobKind.OPTIMIZER]
+            row += [format_seconds(sum(took_s)), format_seconds(once[rank][-1][1])]
+        ranks.add_row(*row)
     # The picture has one transfer time for all boundaries; the figures below it do not.
     times = StageTimes(
         forward_s=seconds.forward_s,
@@ -40,15 +57,20 @@ def describe_timeline(timeline: Timeline, seconds: JobSeconds) -> list[Renderabl
         backward_weight_s=seconds.backward_weight_s,
         transfer_s=max((*seconds.receive_forward_s, *seconds.receive_backward_s), default=0.0),
     )
-    return [draw_timetable(timeline.schedule, times), ranks]
+    return [draw_timetable(timeline.schedule, times, behind), ranks]
 
 
 def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]:
-    """Return how long each rank's steps were and how much of them it waited."""
+    """Return how long each rank's jobs of a step were, how much of that it waited, and its
+    optimizer.
+    """
     by_rank: dict[int, list[RankBubble]] = {}
     for bubble in bubbles(timeline):
         by_rank.setdefault(bubble.rank, []).append(bubble)
-    table = Table("rank", "pp rank", "steps", "median step", "compute", "collectives", "bubble")
+    table = Table(
+        "rank", "pp rank", "steps", "median pipeline", "compute", "collectives", "bubble",
+        "optimizer",
+    )  # fmt: skip
     for rank, found in sorted(by_rank.items()):
         table.add_row(
             str(rank),
@@ -58,17 +80,18 @@ def describe_recording(timeline: Sequence[RankTimeline]) -> list[RenderableType]
             format_seconds(median(bubble.compute_s for bubble in found)),
             format_seconds(median(bubble.collective_s for bubble in found)),
             f"{median(bubble.bubble_fraction for bubble in found):.1%}",
+            format_seconds(median(bubble.optimizer_s for bubble in found)),
         )
     return [table]
 
 
 def describe_run(comparison: RunComparison) -> list[RenderableType]:
     """Return predicted against measured seconds of each job, of the step, and the bubbles."""
-    table = Table("stage", "job", "predicted", "measured", "predicted / measured", "jobs timed")
+    table = Table("of", "job", "predicted", "measured", "predicted / measured", "jobs timed")
     for job in comparison.jobs:
         table.add_row(
-            str(job.stage),
-            job.kind,
+            job.jobs.place,
+            job.jobs.kind,
             format_seconds(job.predicted_s),
             format_seconds(job.measured_s),
             f"{job.ratio:.2f}",

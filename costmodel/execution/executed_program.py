@@ -70,7 +70,10 @@ def executed_times(
         if first.name in recomputed and not (is_flash and not is_whole):
             recomputed_s += seconds.forward_s
         if family_of(first.target).arithmetic == ATTENTION:
-            attention = seconds
+            attention = Seconds(
+                forward_s=attention.forward_s + seconds.forward_s,
+                backward_s=attention.backward_s + seconds.backward_s,
+            )
         weight_s += seconds.weight_s
     for op in local.ops:
         if op.target != REDISTRIBUTE:
@@ -163,10 +166,11 @@ def _exposed(
         if op.target == RING:
             num_bytes = cp * bytes_of(local, op.inputs[1:3])
             group = axes["cp"].group
-            ring_s += profile.collective_seconds("all_gather", num_bytes, group).seconds
+            round_s = profile.collective_seconds("all_gather", num_bytes, group).seconds
+            ring_s += round_s
             # The backward sees the keys and values of all ranks again, and sends gradients.
             back = profile.collective_seconds("reduce_scatter", num_bytes, group).seconds
-            ring_back_s += ring_s + back
+            ring_back_s += round_s + back
             continue
         if op.target != REDISTRIBUTE:
             if op.target.startswith("planner."):

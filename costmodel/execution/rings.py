@@ -18,24 +18,20 @@ GATHERED = "planner.causal_attention"
 
 def with_rings(program: Program, cp: int) -> Program:
     """Return a local program whose attention takes keys and values from a ring of `cp` ranks."""
-    made = {op.outputs[0]: op for op in program.ops if op.target == REDISTRIBUTE}
+    # Keys that are whole without a gather over cp, or that tp ranks put together, stay as they are.
+    gathers = {
+        op.outputs[0]: op for op in program.ops if op.target == REDISTRIBUTE and op.args[1] == "cp"
+    }
     users = Counter(name for op in program.ops for name in op.inputs)
     gone: set[str] = set()
     ops: list[Op] = []
     for op in program.ops:
-        if op.target == GATHERED:
-            parts = []
-            for name in op.inputs[1:3]:
-                source = made.get(name)
-                parts.append(source.inputs[0] if source is not None else name)
-                if source is not None and users[name] == op.inputs.count(name):
-                    gone.add(name)
+        if op.target == GATHERED and gathers.keys() >= set(op.inputs[1:3]):
+            gone |= {name for name in op.inputs[1:3] if users[name] == op.inputs.count(name)}
+            parts = (Ref(gathers[name].inputs[0]) for name in op.inputs[1:3])
             query, dropout, scale, grouped = op.args[0], *op.args[3:6]
-            args = (query, *(Ref(part) for part in parts), dropout, scale, grouped, cp)
-            op = replace(op, target=RING, args=args)
+            op = replace(op, target=RING, args=(query, *parts, dropout, scale, grouped, cp))
         ops.append(op)
-    if not gone:
-        return program
     return replace(
         program,
         ops=tuple(op for op in ops if op.outputs[0] not in gone),

@@ -59,6 +59,18 @@ def norm_sum_seconds(profile: Profile, num_ranks: int) -> float:
     return profile.collective_seconds("all_reduce", SCALAR_BYTES, world).seconds
 
 
+def update_starts(
+    ready_s: Sequence[float], clips: Sequence[ClipSeconds], *, norm_sum_s: float
+) -> list[float]:
+    """Return when each rank begins its update: once it is ready, or where `clips` are given, once
+    all ranks' norms are there and its own gradients are scaled.
+    """
+    if not clips:
+        return list(ready_s)
+    norms = [ready + clip.norm_s for ready, clip in zip(ready_s, clips, strict=True)]
+    return [max(norms) + norm_sum_s + clip.scale_s for clip in clips]
+
+
 def last_rank(
     ready_s: Sequence[float],
     update_s: Sequence[float],

@@ -72,11 +72,19 @@ class JobSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """Start and end of every job, `start_s[pp_rank][position]`, from the step's start."""
+    """Start and end of every job, `start_s[pp_rank][position]`, from the step's start.
+
+    Working and waiting time are those of the table's jobs.
+    """
 
     schedule: Schedule
+    """The schedule."""
     start_s: tuple[Sequence[float], ...]
+    """When each job of the table starts."""
     end_s: tuple[Sequence[float], ...]
+    """When it ends."""
+    step_jobs_s: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """Start and end of each of a pp rank's `step_jobs`; empty where they are not priced."""
 
     @cached_property
     def rank_end_s(self) -> tuple[float, ...]:

@@ -307,6 +307,7 @@ NEEDS = (
     ("overlap-param-gather", ("overlap-grad-reduce",)),
     ("tp-comm-overlap", ("sequence-parallel",)),
     ("optimizer-cpu-offload", ("use-precision-aware-optimizer",)),
+    ("use-precision-aware-optimizer", ("use-distributed-optimizer", "use-megatron-fsdp")),
     ("recompute-method", ("recompute-granularity",)),
 )
 """Options that need one of others."""

@@ -128,6 +128,19 @@ def routes(program: Program) -> bool:
     return any("topk" in op.target for op in program.ops)
 
 
+def router_weights(program: Program) -> frozenset[str]:
+    """Return the weights of the products whose results say which experts a token is sent to."""
+    makers = {name: op for op in program.ops for name in op.outputs}
+    found = set()
+    for op in program.ops:
+        maker: Op | None = op if "topk" in op.target else None
+        while maker is not None and not maker.target.startswith("aten.linear"):
+            maker = makers.get(maker.inputs[0]) if maker.inputs else None
+        if maker is not None:
+            found.add(maker.inputs[1])
+    return frozenset(found)
+
+
 def is_core_attention(op: Op) -> bool:
     """Whether an op lies between the products of queries, keys, values and that of the output."""
     return op.module.rpartition(".")[2] in _CORE_ATTENTION
@@ -147,7 +160,8 @@ def usual_dims(program: Program, *, is_layer: bool) -> Iterator[tuple[str, int]]
             stream.update(op.outputs)
             behind = 0
         if op.target.startswith("aten.embedding"):
-            yield op.inputs[0], 0
+            if op.inputs[0] in program.params:  # not a table of sines, say
+                yield op.inputs[0], 0
         elif op.target.startswith("aten.linear") and op.inputs[1] in program.params:
             yield op.inputs[1], 1 if is_layer and behind else 0
             behind = 1

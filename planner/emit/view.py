@@ -15,12 +15,14 @@ from planner.emit.transformer_graph import (
     Sizes,
     is_core_attention,
     layer_of_block,
+    router_weights,
     routes,
     sizes_of,
     usual_dims,
 )
 from planner.errors import PlanError
 from planner.graph import ModelGraph
+from planner.layout.experts import expert_params
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
 from planner.plan import Plan
@@ -75,15 +77,20 @@ class PlanView:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each node. Raises PlanError where nodes would have different numbers."""
-        ranks, left = divmod(self.plan.world_size, self.num_nodes)
-        if left:
+        """Ranks of each node. Raises PlanError where nodes would have different numbers.
+
+        A plan is priced for full nodes that follow each other: dealt evenly over nodes that are
+        not full, the ranks of one tp group could lie on two of them.
+        """
+        if self.num_nodes == 1:
+            return self.plan.world_size
+        if self.plan.world_size % self.plan.cluster.devices_per_node:
             raise PlanError(
                 f"the plan has {self.plan.world_size} ranks and nodes of "
                 f"{self.plan.cluster.devices_per_node}; whole nodes are needed to start it on more "
                 "than one: search with `num_devices` a multiple of that"
             )
-        return ranks
+        return self.plan.cluster.devices_per_node
 
     @property
     def device(self) -> str:
@@ -177,7 +184,7 @@ class PlanView:
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        """Whether layers hand on sequences split over tp. Raises PlanError where they differ."""
+        """Whether all layers hand on sequences split over tp."""
         handed = {
             layout.outputs[0]
             for layout in self.plan.layouts
@@ -210,8 +217,8 @@ class PlanView:
             rests = dict(zip(program.params, layout.param_placements, strict=True))
             for name, dim in usual_dims(program, is_layer=is_layer):
                 place = rests[name]
-                if isinstance(place, Replicate) and routes(program):
-                    continue  # the router: every rank of tp scores all experts
+                if isinstance(place, Replicate) and name in router_weights(program):
+                    continue  # every rank of tp scores all experts
                 if not (isinstance(place, Shard) and place.dim == dim):
                     fqn = program.tensor[name].fqn
                     if not fqn.startswith(program.name):  # of a class of several blocks
@@ -230,6 +237,26 @@ class PlanView:
         graph = self.model("whether the model has experts")
         return any(routes(graph.classes[index]) for index in self.layer_classes)
 
+    @property
+    def experts_on_tp(self) -> Literal["none", "whole", "cut", "other"]:
+        """Whether ranks of tp have whole matrices of all experts, or a part of every matrix."""
+        graph = self.model("placements on tp")
+        kinds: set[Literal["whole", "cut", "other"]] = set()
+        for layout in self.plan.layouts:
+            if layout.axis != "tp" or layout.class_index not in self.layer_classes:
+                continue
+            program = graph.classes[layout.class_index]
+            places = dict(zip(program.params, layout.param_placements, strict=True))
+            for name in expert_params(program):
+                place = places[name]
+                if isinstance(place, Replicate):
+                    kinds.add("whole")
+                else:  # dim 0 counts experts
+                    kinds.add("cut" if isinstance(place, Shard) and place.dim else "other")
+        if not kinds:
+            return "none"
+        return kinds.pop() if len(kinds) == 1 else "other"
+
     def cp_kind(self) -> Literal["gathered", "heads", "other"]:
         """How attention is computed on sequences split over cp: keys gathered, or heads dealt."""
         graph = self.model("how cp splits attention")
@@ -241,13 +268,15 @@ class PlanView:
             attention = {op.name for op in program.ops if "attention" in op.target}
             for name, sharding in layout.op_shardings.items():
                 if name in attention and len(sharding.inputs) >= 3:
-                    query, key = sharding.inputs[0], sharding.inputs[1]
-                    if isinstance(key, Replicate):
+                    # Dims of queries, keys and values: batch, heads, positions, width.
+                    cut = tuple(
+                        place.dim if isinstance(place, Shard) else None
+                        for place in sharding.inputs[:3]
+                    )
+                    if cut == (2, None, None):
                         kinds.add("gathered")
-                    elif isinstance(query, Shard) and query.dim == 1:
-                        kinds.add("heads")
                     else:
-                        kinds.add("other")
+                        kinds.add("heads" if cut == (1, 1, 1) else "other")
         return kinds.pop() if len(kinds) == 1 else "other"
 
     @cached_property

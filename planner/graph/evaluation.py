@@ -24,21 +24,55 @@ def evaluation_graph(graph: ModelGraph, captured: ModelGraph) -> ModelGraph:
     names = [[block.name for block in each.blocks] for each in (graph, captured)]
     if names[0] != names[1]:
         raise _differs("its blocks are others")
+    # The capture's tensors between blocks, as the graph names them.
+    across = dict(zip(captured.batch_inputs, graph.batch_inputs, strict=True))
+    across |= _preamble_names(graph, captured, across)
     classes: dict[int, Program] = {}
     for block, other in zip(graph.blocks, captured.blocks, strict=True):
-        program = _aligned(graph, block, captured, other)
+        program = _aligned(graph, block, captured, other, across)
+        across |= zip(other.outputs, block.outputs, strict=True)
         if classes.setdefault(block.class_index, program) != program:
             raise _differs(f"blocks that are equal in training are not (block {block.name})")
     return replace(graph, classes=tuple(classes[index] for index in range(len(graph.classes))))
 
 
-def _aligned(graph: ModelGraph, block: Block, captured: ModelGraph, other: Block) -> Program:
+def _preamble_names(
+    graph: ModelGraph, captured: ModelGraph, across: dict[str, str]
+) -> dict[str, str]:
+    """Return the names in the graph of what the capture makes without parameters, for all blocks.
+
+    The preamble of training runs in evaluation, too: other arguments are refused.
+    """
+    where = "what it makes of the batch alone"
+    names = dict(across)
+    held = {key: name for name in graph.preamble.params for key in _keys(graph, name)}
+    for name in captured.preamble.params:
+        key = next((key for key in _keys(captured, name) if key in held), None)
+        if key is None:
+            raise _differs(f"{where} reads {captured.tensor[name].fqn or 'a constant'}")
+        names[name] = held[key]
+    own = {op.name: op for op in graph.preamble.ops}
+    for op in _in_names_of(graph.preamble, captured.preamble, names, where):
+        if (op.args, op.kwargs) != (own[op.name].args, own[op.name].kwargs):
+            raise _differs(f"{where} has other arguments in {op.target} ({op.line})")
+    return names
+
+
+def _aligned(
+    graph: ModelGraph, block: Block, captured: ModelGraph, other: Block, across: dict[str, str]
+) -> Program:
     """Return the other block's program in the names of the block's own."""
     program, evaluated = graph.classes[block.class_index], captured.classes[other.class_index]
     where = f"block {block.name}"
     if len(program.inputs) != len(evaluated.inputs):
         raise _differs(f"{where} takes {len(evaluated.inputs)} tensors, not {len(program.inputs)}")
-    names = dict(zip(evaluated.inputs, program.inputs, strict=True))
+    # Inputs are in the order of their use, which may be another in evaluation mode.
+    places = dict(zip(block.inputs, program.inputs, strict=True))
+    names = {}
+    for name_in_class, name in zip(evaluated.inputs, other.inputs, strict=True):
+        if across.get(name) not in places:
+            raise _differs(f"{where} takes {name}")
+        names[name_in_class] = places[across[name]]
     own = {
         key: name_in_class
         for name_in_class, name in _params(program, block)

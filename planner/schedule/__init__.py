@@ -9,7 +9,8 @@ schedule is one file. Torch-free.
 Comes in: a name, pp, vpp and the number of microbatches. Goes out: a `Schedule`, the rows of jobs.
 Read in this order: `jobs` (Job, Schedule), `named.one_f_one_b` (a builder), `registry`
 (ScheduleSpec), `job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`,
-`synthesis`.
+`step_jobs` (what follows the rows in a whole step), `captured_ops` (which job runs which op of a
+model), `synthesis`.
 """
 
 from planner.schedule import named  # noqa: F401  (each module registers its schedules)
@@ -48,6 +49,14 @@ from planner.schedule.registry import (
     searched_schedules,
     stage_to_pp_rank,
 )
+from planner.schedule.step_jobs import (
+    Role,
+    StepJob,
+    StepJobKind,
+    find_role,
+    jobs_of_role,
+    step_jobs,
+)
 from planner.schedule.synthesis.synthesize import (
     Pipeline,
     Synthesis,
@@ -64,10 +73,13 @@ __all__ = [
     "JobKind",
     "JobOrder",
     "Pipeline",
+    "Role",
     "RoundTrips",
     "Schedule",
     "ScheduleSpec",
     "StageTimes",
+    "StepJob",
+    "StepJobKind",
     "Synthesis",
     "Timetable",
     "Transfer",
@@ -78,6 +90,7 @@ __all__ = [
     "communication_order",
     "draw_schedule",
     "draw_table",
+    "find_role",
     "find_schedule",
     "fold_placement",
     "forward",
@@ -85,6 +98,7 @@ __all__ = [
     "in_flight",
     "in_flight_at_rank_peak",
     "in_flight_per_stage",
+    "jobs_of_role",
     "loop_placement",
     "lower_bound_s",
     "most_kept",
@@ -92,6 +106,7 @@ __all__ = [
     "schedule_of",
     "searched_schedules",
     "stage_to_pp_rank",
+    "step_jobs",
     "synthesize_schedule",
     "time_schedule",
     "validate_communication",

@@ -56,6 +56,7 @@ def template_of(model: Transformer) -> Template:
             "adapters are written for ordinary attention in code of modules; leave adapters, "
             "code='huggingface' or latent out"
         )
+    _check_written(model)
     code = huggingface if model.code == "huggingface" else modules
     values = preamble(model)
     dense_first = model.experts.dense_layers if model.experts else 0
@@ -82,6 +83,40 @@ def template_of(model: Transformer) -> Template:
     classes.append(_written(names[2], model, code.head, ("x", "labels")))
     order = [0, *kinds, len(classes) - 1]
     return Template(graph=_chain(model, classes, order, values), classes=tuple(classes))
+
+
+def _check_written(model: Transformer) -> None:
+    """Raise PlannerError for sizes or parts that no template is written for."""
+    if model.heads % model.kv_heads:
+        raise PlannerError(
+            f"kv_heads={model.kv_heads} does not divide heads={model.heads}; each head of keys is "
+            "shared by as many of queries"
+        )
+    if not model.head_dim and model.hidden % model.heads:
+        raise PlannerError(
+            f"heads={model.heads} does not divide hidden={model.hidden}; give head_dim"
+        )
+    if model.latent and model.positions != "rotary":
+        raise PlannerError("latent attention turns its keys; give positions='rotary'")
+    if model.code != "huggingface":
+        return
+    if model.norm == "rms" and not (model.gated and model.positions == "rotary"):
+        raise PlannerError(
+            "code='huggingface' with norm='rms' is Llama's: give gated=True and "
+            "positions='rotary', or code='modules'"
+        )
+    if model.norm == "layer" and (
+        model.gated
+        or model.positions != "learned"
+        or model.kv_heads != model.heads
+        or model.latent
+        or model.experts
+    ):
+        raise PlannerError(
+            "code='huggingface' with norm='layer' is GPT-2's: give gated=False, "
+            "positions='learned' and as many kv_heads as heads, leave latent and experts out, or "
+            "give code='modules'"
+        )
 
 
 def _written(

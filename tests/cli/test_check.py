@@ -63,6 +63,8 @@ def test_every_broken_rule_is_told_in_a_line(planner):
         ({"--seq-length 8192": "--seq-length 16384"}, "is more than --max-position-embeddings"),
         ({"--overlap-grad-reduce": ""}, "--overlap-param-gather needs --overlap-grad-reduce"),
         ({"--use-distributed-optimizer": ""}, "needs --use-distributed-optimizer or --use-meg"),
+        ({"--use-distributed-optimizer": "--use-precision-aware-optimizer"},
+         "--use-precision-aware-optimizer needs --use-distributed-optimizer"),
         ({"--bf16": "--bf16 --fp16"}, "--bf16 and --fp16 were given"),
         ({"--bf16": "--recompute-granularity full"}, "full needs --recompute-method"),
         ({"--bf16": "--recompute-granularity ful"}, "it takes full, selective"),

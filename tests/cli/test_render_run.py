@@ -4,7 +4,7 @@ from rich.console import Console
 
 from commands.render.plan import LINE_WIDTH, draw_timetable
 from commands.render.run import describe_run, describe_timeline
-from costmodel.compare import JobComparison, RunComparison
+from costmodel.compare import JobComparison, JobsAlike, RunComparison
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.schedule import build_schedule
 
@@ -27,13 +27,28 @@ def test_a_rank_s_waiting_is_printed_as_its_bubble():
 
 def test_a_run_is_printed_beside_its_prediction():
     """Predicted over measured, of jobs and of the step."""
-    job = JobComparison(stage=0, kind="F", predicted_s=1.0, measured_s=2.0, count=3)
+    jobs = (
+        JobComparison(
+            jobs=JobsAlike.of(0, 3, "F"), predicted_s=1.0, measured_s=2.0, count=3
+        ),
+        JobComparison(
+            jobs=JobsAlike.of(1, -1, "L"), predicted_s=0.0, measured_s=0.0, count=3
+        ),
+    )  # fmt: skip
     comparison = RunComparison(
-        jobs=(job,), predicted_step_s=3.0, measured_step_s=4.0,
+        jobs=jobs, predicted_step_s=3.0, measured_step_s=4.0,
         predicted_bubble_fraction=0.25, measured_bubble_fraction=0.5, num_steps=7,
     )  # fmt: skip
     text = printed(describe_run(comparison))
-    for part in ("0.50", "0.75", "7 steps", "25.0% predicted", "50.0% measured"):
+    for part in (
+        "0.50",
+        "0.75",
+        "7 steps",
+        "25.0% predicted",
+        "50.0% measured",
+        "stage 3",
+        "pp rank 1",
+    ):
         assert part in text
 
 

@@ -31,6 +31,7 @@ def test_show_names_the_decisions(planner, saved):
     assert "8 = dp 2 · cp 1 · tp 2 · pp 2 · vpp 1" in text
     assert "24 samples = dp 2 x 4 microbatches of 3" in text
     assert "F0 " in text  # the timetable
+    assert text.count(" O ") == 2  # each pp rank's optimizer
 
 
 def test_show_with_the_model_names_blocks_and_parameters(planner, saved):
@@ -40,6 +41,8 @@ def test_show_with_the_model_names_blocks_and_parameters(planner, saved):
     assert "layers" in text
     assert "S(0)" in text or "S(1)" in text
     assert "Every op has a sharding rule." in text
+    assert re.search(r"B\s+│ backward\s+│ 8 .* weight gradients of products", text)
+    assert re.search(r"O\s+│ optimizer\s+│ 2 .* \d+ parameters", text)
 
 
 def test_show_prints_the_estimate_in_parts(planner, saved, tmp_path):

@@ -11,7 +11,7 @@ from costmodel.in_training import in_training
 from costmodel.time.plan_price import price_plan
 from planner.errors import PlannerError
 from planner.plan.defaults import default_plan
-from planner.timeline import Span
+from planner.timeline import JOB_KINDS, Span
 from profiles import Profile, load_profile
 from profiles.records import Calibration, Factor
 from tests.captures import capture_wide_llama
@@ -48,24 +48,16 @@ def machine(described):
 
 
 def record(graph, machine, plan):
-    """What ranks of a machine record of a plan: jobs, the exchange after them, the optimizer."""
+    """What ranks of a machine record of a plan: jobs, and the exchange ahead of the optimizer's."""
     costs = CostCache(graph, in_training(machine, plan.world_size))
     answer, price = estimate(graph, machine, plan, costs=costs), price_plan(plan, costs)
     lines = []
     for line in as_rank_timelines(answer.timeline):
-        end_s = max(span.end_s for span in line.spans)
+        end_s = max(span.end_s for span in line.spans if span.kind in JOB_KINDS)
         after_s = float(price.exposed.after_s.sum())
-        update_s = price.updates[line.pp_rank].optimizer_s
         spans = [
             *line.spans,
             Span(kind="REDUCE", name="REDUCE", step=0, start_s=end_s, end_s=end_s + after_s),
-            Span(
-                kind="OPTIMIZE",
-                name="OPTIMIZE",
-                step=0,
-                start_s=end_s + after_s,
-                end_s=end_s + after_s + update_s,
-            ),
         ]
         steps = [
             replace(span, step=step, start_s=step + span.start_s, end_s=step + span.end_s)

@@ -49,6 +49,21 @@ def test_endless_bandwidth_leaves_no_clipping(graph):
     assert step(graph, machine, clips=True, dp=2, pp=2).time.clipping_s == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("degrees", [{"pp": 2, "num_microbatches": 4}, {"dp": 2, "pp": 3}])
+def test_the_last_optimizer_job_ends_the_step(graph, clips, degrees):
+    """A rank's job follows its own sums, with clipping the norm of all ranks."""
+    found = step(graph, Machine(launch_overhead_s=2e-6), clips=clips, **degrees)
+    jobs = found.timeline.step_jobs_s
+    ends = [rank_jobs[-1][1] for rank_jobs in jobs]
+    assert max(ends) + found.time.inputs_s == pytest.approx(found.step_s, rel=1e-12)
+    begins = [rank_jobs[0][0] for rank_jobs in jobs]
+    norms_are_there = max(found.timeline.rank_end_s)
+    # The last stage is the first to be done: its optimizer runs beside backwards of the others.
+    assert (min(begins) > norms_are_there) == clips
+    assert begins[-1] >= found.timeline.rank_end_s[-1]
+
+
 def test_everybody_waits_for_the_last_gradient():
     """Rank 1 has its gradients last (9 + 1), then rank 0's scaling and update (2 + 5) are
     longer than its own (1 + 3): 10 + 0.5 + 7 in all.

@@ -15,8 +15,11 @@ STEPS = 6
 
 @pytest.fixture
 def predicted():
+    """Rank 0 ends its last job at 15 s, rank 1 at 13 s; an optimizer's job follows."""
     schedule = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=4)
-    return simulate(schedule, JobSeconds.equal(2, forward_s=1.0, backward_s=2.0))
+    played = simulate(schedule, JobSeconds.equal(2, forward_s=1.0, backward_s=2.0))
+    once = (((15.0, 15.5), (15.5, 15.5)), ((13.0, 16.0), (16.0, 16.0)))
+    return replace(played, step_jobs_s=once)
 
 
 def run_of(timeline, *, slower: float, warm_up: float = 1.0) -> tuple[RankTimeline, ...]:
@@ -50,16 +53,41 @@ def test_a_simulated_timeline_reads_like_a_recorded_one(predicted):
 
 
 def test_jobs_step_and_bubble_are_compared(predicted):
-    """All takes twice as long as predicted: ratios 1/2; the step is (4+1) * 3 s, measured 30 s."""
-    found = compare_run(predicted, 15.0, run_of(predicted, slower=2.0, warm_up=3.0))
-    assert [(job.stage, job.kind) for job in found.jobs] == [(0, "F"), (0, "B"), (1, "F"), (1, "B")]
-    assert [job.ratio for job in found.jobs] == pytest.approx([0.5] * 4)
-    assert [job.count for job in found.jobs] == [4 * (STEPS - WARM_UP_STEPS)] * 4
-    assert found.predicted_step_s == 15.0
-    assert found.measured_step_s == pytest.approx(30.0)
+    """All takes twice as long as predicted: ratios 1/2; the step is 16 s, measured 32 s.
+
+    Rank 1's optimizer, which begins before rank 0's last job ends, makes the step.
+    """
+    found = compare_run(predicted, 16.0, run_of(predicted, slower=2.0, warm_up=3.0))
+    *jobs, first, first_rate, second, second_rate = found.jobs
+    assert [f"{job.jobs.kind} of {job.jobs.place}" for job in jobs] == [
+        "F of stage 0", "B of stage 0", "F of stage 1", "B of stage 1",
+    ]  # fmt: skip
+    assert [job.ratio for job in (*jobs, first, second)] == pytest.approx([0.5] * 6)
+    assert [job.count for job in jobs] == [4 * (STEPS - WARM_UP_STEPS)] * 4
+    assert [f"{job.jobs.kind} of {job.jobs.place}" for job in (first, second)] == [
+        "O of pp rank 0", "O of pp rank 1",
+    ]  # fmt: skip
+    assert (first.measured_s, second.measured_s) == pytest.approx((1.0, 6.0))
+    assert {job.jobs.kind for job in (first_rate, second_rate)} == {"L"}
+    assert first.count == STEPS - WARM_UP_STEPS
+    assert found.predicted_step_s == 16.0
+    assert found.measured_step_s == pytest.approx(32.0)
     assert found.predicted_bubble_fraction == pytest.approx(0.2)
     assert found.measured_bubble_fraction == pytest.approx(0.2)
     assert found.num_steps == STEPS - WARM_UP_STEPS
+
+
+def without(lines, kind: str) -> list[RankTimeline]:
+    return [replace(line, spans=tuple(s for s in line.spans if s.kind != kind)) for line in lines]
+
+
+def test_learning_rate_jobs_are_not_in_every_run(predicted):
+    """A plan does not say whether there is a scheduler; there always is an optimizer."""
+    lines = run_of(predicted, slower=1.0)
+    found = compare_run(predicted, 16.0, without(lines, "L"))
+    assert [job.jobs.kind for job in found.jobs] == ["F", "B", "F", "B", "O", "O"]
+    with pytest.raises(PlannerError, match="job O of pp rank 0 is only in the plan"):
+        compare_run(predicted, 16.0, without(lines, "O"))
 
 
 def test_a_run_of_another_plan_is_refused(predicted):

@@ -97,7 +97,7 @@ def test_a_timeline_names_its_jobs_and_frees_what_it_kept(gpt):
     model, graph, _ = gpt
     plan = default_plan(graph, pp=2, microbatch_size=2, num_microbatches=2)
     run = dry_run(plan, graph, model.build, rank=0)
-    assert [m.name for m in run.samples] == ["F0.0", "F0.1", "B0.0", "B0.1", "REDUCE", "OPTIMIZE"]
+    assert [m.name for m in run.samples] == ["F0.0", "F0.1", "B0.0", "B0.1", "REDUCE", "O"]
     forward, *_, update = run.samples
     assert forward.end_bytes > run.rest_bytes - graph.num_params() * 4
     assert update.end_bytes == run.rest_bytes + 4  # the loss, which ranks sum meanwhile

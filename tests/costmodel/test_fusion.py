@@ -6,59 +6,25 @@ from costmodel import CostCache, estimate
 from costmodel.execution import find_execution
 from costmodel.table.fusion import fused_groups, fused_seconds, num_kernels
 from costmodel.time.block.compute import op_seconds
-from planner.graph import Op, Program, Ref, TensorMeta
 from planner.layout.axes import Degrees
 from profiles import load_profile
 from tests.builders import tiny_models
 from tests.captures import capture_module
+from tests.costmodel.programs import CHAIN, program_of
 from tests.costmodel.test_estimate import make_plan
 from tests.search.machine import Machine
 
 
-def _program(ops: dict[str, tuple[str, tuple[str, ...]]], *, outputs: tuple[str, ...]) -> Program:
-    """Ops on tensors of 1024 floats, named after what they make; inputs are x, y and w."""
-    names = ("x", "y", "w", *ops)
-    return Program(
-        name="block",
-        inputs=("x", "y"),
-        params=("w",),
-        outputs=outputs,
-        ops=tuple(
-            Op(name=made, target=target, args=tuple(Ref(n) for n in args), outputs=(made,))
-            for made, (target, args) in ops.items()
-        ),
-        tensors=tuple(
-            TensorMeta(
-                name=name,
-                shape=(32, 32),
-                dtype="float32",
-                kind="param" if name == "w" else "activation",
-                requires_grad=True,
-            )
-            for name in names
-        ),
-    )
-
-
-CHAIN = {
-    "a": ("aten.gelu.default", ("x",)),
-    "b": ("aten.add.Tensor", ("a", "y")),
-    "p": ("aten.mm.default", ("b", "w")),
-    "c": ("aten.mul.Tensor", ("p", "b")),
-    "d": ("aten.neg.default", ("c",)),
-}
-
-
 def test_products_part_the_groups():
     """E: gelu and add fuse, mul and neg fuse; b is used on both sides of the product."""
-    program = _program(CHAIN, outputs=("d",))
+    program = program_of(CHAIN, outputs=("d",))
     assert [[op.name for op in ops] for ops in fused_groups(program)] == [["a", "b"], ["c", "d"]]
     assert num_kernels(program) == 3
 
 
 def test_a_kernel_reads_and_writes_what_outside_ops_see():
     """E: of four tensors of traffic each, by hand: x, y in and b out; p, b in and d out."""
-    program, profile = _program(CHAIN, outputs=("d",)), Machine()
+    program, profile = program_of(CHAIN, outputs=("d",)), Machine()
     eager = {op.name: op_seconds(op, program.tensor, profile) for op in program.ops}
     fused = fused_seconds(program, profile, eager)
     one = 32 * 32 * 4 / profile.bytes_per_s
@@ -73,7 +39,7 @@ def test_a_kernel_reads_and_writes_what_outside_ops_see():
 
 
 def test_values_of_a_group_that_others_need_are_written():
-    program = _program(CHAIN, outputs=("d", "c"))
+    program = program_of(CHAIN, outputs=("d", "c"))
     eager = {op.name: op_seconds(op, program.tensor, Machine()) for op in program.ops}
     fused = fused_seconds(program, Machine(), eager)
     one = 32 * 32 * 4 / Machine().bytes_per_s

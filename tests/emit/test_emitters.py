@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from planner.emit import (
+from planner.emit.emitter import (
     EMITTERS,
     Emitted,
     Emitter,
-    PlanView,
+    Lines,
+    Refusal,
+    Rule,
     emit,
     find_emitter,
     refusals,
@@ -17,6 +19,7 @@ from planner.emit import (
 )
 from planner.emit.features import DECIDES_NOTHING, plan_features, used_features
 from planner.emit.start import runs_by_apply
+from planner.emit.view import PlanView
 from planner.errors import PlanError
 from planner.plan import ModelRef, Plan, StagePlan
 from planner.plan.parts import Bucket
@@ -108,6 +111,37 @@ def test_a_name_is_known_or_the_nearest_is_told(toy):
 def test_only_what_a_system_does_of_its_own_may_be_accepted(toy):
     with pytest.raises(PlanError, match="toy differs from this plan in nothing that may be"):
         refusals(view_of(accepted=("pp",)), toy)
+
+
+def test_an_accepted_difference_is_a_note_and_no_refusal(toy):
+    rule = Rule(how="-", unless=lambda view: "it is not", instead="its own")
+    system = replace(toy, expresses={**toy.expresses, "tp": rule}, executions=("fsdp-flash",))
+    view = view_of(pp=1, vpp=1, dp=8, zero_stage=0)
+    view = changed(view, layouts=())
+    (refused,) = refusals(view, system)
+    assert refused == Refusal(feature="tp", used="tp=2", why="it is not", instead="its own")
+    assert str(refused) == "tp: the plan has tp=2; it is not; `accept` tp has its own instead"
+    accepted = replace(view, accepted=("tp",))
+    assert emit(accepted, system).notes[0] == (
+        "tp differs from the plan, as accepted: toy has its own"
+    )
+    with pytest.raises(PlanError, match="`accept` dp was given; toy has this of its own: tp"):
+        refusals(replace(view, accepted=("tp", "dp")), system)
+
+
+def test_a_plan_priced_for_another_runtime_says_so(toy):
+    flat = view_of(tp=1, pp=1, vpp=1, dp=8, gpus=8, zero_stage=0)
+    other = replace(toy, executions=("fsdp-flash",))
+    priced = "the plan is priced for ours-eager; a search with `execution` fsdp-flash prices plans"
+    assert emit(changed(flat, execution="ours-eager"), other).notes[0].startswith(priced)
+    assert emit(changed(flat, execution="fsdp-flash"), other).notes == ()
+
+
+def test_lines_end_with_a_line_s_end():
+    lines = Lines()
+    lines.add("first", "")
+    lines.add("last")
+    assert str(lines) == "first\n\nlast\n"
 
 
 def test_the_documentation_has_every_emitter_and_what_it_expresses():

@@ -6,10 +6,14 @@ its documented fields hold them.
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from planner.emit import emit, find_emitter, refusals
+from planner.emit.targets.accelerate import ACCELERATE
+from planner.emit.targets.deepspeed import DEEPSPEED
+from planner.emit.targets.megatron_bridge import MEGATRON_BRIDGE, overrides
 from planner.emit.targets.nanotron import own_cuts
 from tests.emit.views import assert_golden, changed, view_of
 
@@ -46,7 +50,7 @@ def named(view, name: str) -> set[str]:
     return {refusal.feature for refusal in refusals(view, find_emitter(name))}
 
 
-DEEPSPEED = {
+DEEPSPEED_FIELDS = {
     "train_batch_size": int,
     "train_micro_batch_size_per_gpu": int,
     "gradient_accumulation_steps": int,
@@ -66,7 +70,7 @@ def test_deepspeed_has_documented_fields(stage):
     if stage:
         view = changed(view, optimizer_on_host=True)
     config = json.loads(emit(view, find_emitter("deepspeed")).files["deepspeed.json"])
-    assert_documented(config, DEEPSPEED)
+    assert_documented(config, DEEPSPEED_FIELDS)
     samples = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert config["train_batch_size"] == samples * view.plan.dp == view.plan.global_batch
 
@@ -140,7 +144,7 @@ def test_nanotron_refuses_by_name():
     assert zero_bubble == {"schedule"}
 
 
-ACCELERATE = {
+ACCELERATE_FIELDS = {
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": ("FSDP", "MULTI_GPU"),
     "num_machines": int,
@@ -175,7 +179,7 @@ def test_accelerate_has_documented_fields(cells, tmp_path):
     yaml = pytest.importorskip("yaml")
     view = view_of(**cells)
     text = emit(view, find_emitter("accelerate")).files["accelerate.yaml"]
-    assert_documented(yaml.safe_load(text), ACCELERATE)
+    assert_documented(yaml.safe_load(text), ACCELERATE_FIELDS)
 
 
 def test_accelerate_launch_takes_its_file(tmp_path):
@@ -215,3 +219,78 @@ def test_megatron_bridge_sets_what_a_recipe_may_have_otherwise():
     assert again["model.recompute_granularity"] == "full"
     assert again["optimizer.use_distributed_optimizer"] == "true"
     assert set(found) >= set(again) - {"model.pipeline_model_parallel_layout"}
+
+
+def in_fp32(view):
+    """The same plan, of a model in fp32 that keeps its dtypes."""
+    tensors = tuple(replace(t, dtype="float32") for t in view.graph.tensors)
+    return replace(changed(view, precision="model"), graph=replace(view.graph, tensors=tensors))
+
+
+def test_megatron_bridge_refuses_fp32_which_its_recipes_would_train_in_bf16():
+    plain = in_fp32(view_of(**FLAT | {"zero_stage": 0}))
+    (refused,) = refusals(plain, MEGATRON_BRIDGE)
+    assert refused.feature == "precision"
+    assert "16-bit dtype, and its overrides no name for float32 (`precision` bf16)" in refused.why
+    assert not refusals(plain, find_emitter("megatron-lm"))
+
+
+def test_megatron_bridge_undoes_what_recipes_have_beside_a_plan():
+    """Recipes of experts have whole experts on each rank of tp, some cut stages on their own, and
+    either of two switches turns Megatron-FSDP on."""
+    found = dict(text.split("=", 1) for text in overrides(view_of(model="mixtral-8x7b")))
+    assert found["model.expert_tensor_parallel_size"] == "2"
+    assert found["model.num_layers_in_first_pipeline_stage"] == "null"
+    assert found["model.account_for_loss_in_pipeline_split"] == "false"
+    assert found["optimizer.use_precision_aware_optimizer"] == "false"
+    assert found["dist.use_megatron_fsdp"] == found["ddp.use_megatron_fsdp"] == "false"
+    own = dict(text.split("=", 1) for text in overrides(view_of(model="mixtral-8x7b", ep=2, etp=1)))
+    assert own["model.expert_model_parallel_size"] == "2"
+    assert own["model.expert_tensor_parallel_size"] == "1"
+    sharded = view_of(**FLAT | {"zero_stage": 3})
+    fsdp = dict(text.split("=", 1) for text in overrides(sharded))
+    assert fsdp["dist.use_megatron_fsdp"] == fsdp["ddp.use_megatron_fsdp"] == "true"
+    assert fsdp["ddp.data_parallel_sharding_strategy"] == "optim_grads_params"
+
+
+def test_deepspeed_counts_samples_over_replicas_alone():
+    """8 ranks of tp=2 are 4 replicas: 64 samples a step are 16 microbatches of 1."""
+    view = view_of(**FLAT | {"tp": 2, "dp": 4}, zero_stage=1, accepted=("layouts",))
+    config = json.loads(emit(view, DEEPSPEED).files["deepspeed.json"])
+    assert config == {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 16,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+
+
+def test_deepspeed_trains_fp32_without_a_section_of_bf16():
+    config = json.loads(emit(in_fp32(view_of(**FLAT)), DEEPSPEED).files["deepspeed.json"])
+    assert not {"bf16", "data_types"} & set(config)
+
+
+def accelerated(view) -> dict[str, str]:
+    """Fields of the YAML file, sections left out."""
+    lines = emit(view, ACCELERATE).files["accelerate.yaml"].splitlines()
+    return dict(line.strip().split(": ", 1) for line in lines if ": " in line and line[0] != "#")
+
+
+@pytest.mark.parametrize(("stage", "frees"), [(2, "false"), (3, "true")])
+def test_accelerate_frees_gathered_weights_with_zero_3_alone(stage, frees):
+    found = accelerated(view_of(**FLAT, zero_stage=stage))
+    assert found["distributed_type"] == "FSDP"
+    assert found["fsdp_reshard_after_forward"] == frees
+    assert found["fsdp_activation_checkpointing"] == "false"
+    assert (found["num_processes"], found["num_machines"]) == ("8", "1")
+
+
+def test_accelerate_has_no_fsdp_without_zero():
+    found = accelerated(in_fp32(view_of(**FLAT, zero_stage=0)))
+    assert (found["distributed_type"], found["mixed_precision"]) == ("MULTI_GPU", "'no'")
+    assert not any(name.startswith("fsdp") for name in found)
+    assert named(view_of(**FLAT, zero_stage=1), "accelerate") == {"zero"}
+    assert named(view_of(**FLAT, zero_stage=0, recompute="full"), "accelerate") == {"recompute"}

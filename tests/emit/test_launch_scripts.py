@@ -4,8 +4,10 @@ Slurm's and Ray's own programs are stood in for by stubs that set what theirs se
 form of each test so is torchrun, and the training script writes its environment alone.
 """
 
+import ast
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,11 +17,17 @@ from pathlib import Path
 import pytest
 
 from planner.emit import Launch, PlanView, emit, find_emitter, refusals
+from planner.emit.targets.kubernetes import KUBERNETES
+from planner.emit.targets.kubernetes import job_name as kubernetes_name
+from planner.emit.targets.ray import RAY as RAY_EMITTER
+from planner.emit.targets.slurm import SLURM
+from planner.emit.targets.slurm import job_name as slurm_name
+from planner.emit.targets.torchrun import TORCHRUN
 from planner.graph.capture_cache import load_graph
 from planner.plan import ClusterRef, save_plan
 from planner.plan.defaults import default_plan
 from tests.cli.conftest import MODEL_FILE
-from tests.emit.views import assert_golden, view_of
+from tests.emit.views import assert_golden, changed, view_of
 
 TRAIN = """
 import json, os, sys
@@ -313,3 +321,60 @@ def test_kubernetes_manifest_has_documented_fields():
     assert {volume["name"] for volume in pod["volumes"]} == {
         mount["name"] for mount in container["volumeMounts"]
     }
+
+
+def on_nodes_of(per_node: int, **cells):
+    view = view_of(**cells)
+    cluster = view.plan.cluster.model_copy(update={"devices_per_node": per_node})
+    return changed(view, cluster=cluster)
+
+
+@pytest.mark.parametrize(("per_node", "nodes", "ranks"), [(4, 4, 4), (8, 2, 8), (16, 1, 16)])
+def test_every_script_starts_the_ranks_of_a_node_on_each(per_node, nodes, ranks):
+    view = on_nodes_of(per_node)
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {ranks} "
+    script = emit(view, TORCHRUN).files["torchrun.sh"]
+    assert start in script
+    # Nodes that start again alone would wait for the others.
+    assert ("--max_restarts" in script) == (nodes == 1)
+    slurm = emit(view, SLURM).files
+    assert slurm["torchrun.sh"] == script
+    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=1\n" in slurm["slurm.sbatch"]
+    assert f"#SBATCH --gpus-per-node={ranks}\n" in slurm["slurm.sbatch"]
+    ray = emit(view, RAY_EMITTER).files
+    assert ray["torchrun.sh"] == script
+    said = {
+        target.id: ast.literal_eval(node.value)
+        for node in ast.parse(ray["ray_driver.py"]).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+    }
+    assert said == {"NODES": nodes, "GPUS": ranks}
+    job = emit(view, KUBERNETES).files["kubernetes.yaml"]
+    assert f"completions: {nodes}\n  parallelism: {nodes}\n" in job
+    assert f"limits: {{nvidia.com/gpu: {ranks}}}" in job
+    assert start in job
+
+
+def test_scripts_for_processors_claim_no_gpus():
+    view = view_of(launch=Launch(device="cpu"))
+    for emitter in (TORCHRUN, SLURM, RAY_EMITTER, KUBERNETES):
+        text = "".join(emit(view, emitter).files.values())
+        assert "PLANNER_DEVICE=cpu" in text
+        assert not re.search(r"nvidia|gpus-per-node|NCCL_DEBUG", text)
+    assert "\nGPUS = 0\n" in emit(view, RAY_EMITTER).files["ray_driver.py"]
+
+
+@pytest.mark.parametrize(
+    ("model", "slurm", "kubernetes"),
+    [
+        ("my_model.GPT (v2)", "my-model-GPT-v2", "planner-my-model-gpt-v2"),
+        ("--x", "x", "planner-x"),
+        ("модель", "run", "planner"),
+        # 50 letters, and no dash at the end: "planner-" and 42 others, of which the last is one.
+        ("a" * 41 + "-b", "a" * 41 + "-b", "planner-" + "a" * 41),
+    ],
+)
+def test_a_job_has_a_name_that_its_cluster_takes(model, slurm, kubernetes):
+    assert slurm_name(model) == slurm
+    assert kubernetes_name(model) == kubernetes

@@ -6,7 +6,9 @@ import pytest
 
 from planner.emit import emit, find_emitter, refusals
 from planner.emit.megatron_options import parse_flags
+from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
+from planner.emit.transformer_graph import router_weights
 from planner.layout.class_layout import ClassLayout
 from planner.plan import ClassRecompute
 from tests.emit.views import assert_golden, changed, view_of
@@ -105,3 +107,73 @@ def test_placements_unlike_megatrons_are_refused():
         "lies as S(1) where it has S(0), which a search takes with `pins`"
         in refused(other)["layouts"]
     )
+
+
+def test_only_the_router_of_experts_may_be_whole_on_tp():
+    """Attention of a layer with experts is split as that of others: whole, each rank of tp would
+    hold twice the weights that Megatron-LM gives it."""
+    view = view_of(model="mixtral-8x7b", ep=2, tp=2, etp=1)
+    (layer,) = view.layer_classes
+    program = view.graph.classes[layer]
+    names = [program.tensor[name].fqn for name in program.params]
+    assert [program.tensor[name].fqn for name in router_weights(program)] == ["mlp.router.weight"]
+
+    def refused_where(fqn: str) -> str:
+        layouts = [
+            ClassLayout.model_validate(
+                layout.model_dump()
+                | {"params": tuple(
+                    "R" if name == fqn else place
+                    for name, place in zip(names, layout.params, strict=True)
+                )}
+            )
+            if (layout.axis, layout.class_index) == ("tp", layer)
+            else layout
+            for layout in view.plan.layouts
+        ]  # fmt: skip
+        return changed(view, layouts=tuple(layouts)).differs_from_usual_tp()
+
+    assert refused_where("mlp.router.weight") == ""
+    assert "qkv.weight lies as R where it has S(0)" in refused_where("self_attention.qkv.weight")
+
+
+def test_an_optimizer_on_the_host_is_a_distributed_one():
+    """Megatron-LM raises for --use-precision-aware-optimizer without the distributed optimizer."""
+    assert (
+        "offloads the optimizer of ZeRO 1"
+        in (refused(changed(view_of(zero_stage=0), optimizer_on_host=True))["optimizer-on-host"])
+    )
+    on_host = changed(view_of(zero_stage=1), optimizer_on_host=True)
+    assert not refused(on_host)
+    flags = megatron_flags(on_host)
+    assert {"use-precision-aware-optimizer", "use-distributed-optimizer"} <= set(flags)
+
+
+@pytest.mark.parametrize(("etp", "flag"), [(1, "1"), (2, None)])
+def test_experts_that_tp_does_not_cut_are_whole(etp, flag):
+    """Where nothing is said, Megatron-LM cuts experts on as many ranks as all else."""
+    view = view_of(model="mixtral-8x7b", ep=1, tp=2, etp=etp)
+    assert view.experts_on_tp == ("whole" if etp == 1 else "cut")
+    assert not refused(view)
+    assert megatron_flags(view).get("expert-tensor-parallel-size") == flag
+    sizes = dict(text.split("=", 1) for text in overrides(view))
+    assert sizes["model.expert_tensor_parallel_size"] == str(etp)
+
+
+def test_experts_dealt_or_cut_in_part_are_refused():
+    view = view_of(model="mixtral-8x7b", ep=1, tp=2)
+    (layer,) = view.layer_classes
+    for places in (("S(0)", "S(0)"), ("R", "S(1)")):
+        layouts = [
+            ClassLayout.model_validate(
+                layout.model_dump() | {"params": (*layout.params[:-2], *places)}
+            )
+            if (layout.axis, layout.class_index) == ("tp", layer)
+            else layout
+            for layout in view.plan.layouts
+        ]
+        assert (
+            "of all experts on tp, or of none"
+            in (refused(changed(view, layouts=tuple(layouts)))["layouts"])
+        )
+    assert view_of().experts_on_tp == "none"

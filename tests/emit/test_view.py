@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.emit import PlanView
-from planner.emit.transformer_graph import Sizes, sizes_of
+from planner.emit.transformer_graph import Sizes, sizes_of, usual_dims
+from planner.emit.view import Launch, PlanView
 from planner.errors import PlanError
+from planner.graph import Op, Program, Ref, TensorMeta
 from planner.plan.defaults import default_plan
+from planner.plan.parts import ClassRecompute
 from planner.templates import Experts, Transformer, build_transformer
 from tests.emit.views import changed, view_of
 
@@ -63,3 +65,102 @@ def test_a_model_that_is_no_chain_of_layers_is_refused():
     other = replace(graph, blocks=blocks)
     with pytest.raises(PlanError, match="no chain of numbered layers"):
         _ = PlanView(plan=default_plan(other), graph=other).parts
+
+
+@pytest.mark.parametrize(
+    ("per_node", "nodes", "ranks"), [(16, 1, 16), (20, 1, 16), (8, 2, 8), (4, 4, 4)]
+)
+def test_nodes_are_full_but_for_a_single_one(per_node, nodes, ranks):
+    view = view_of()
+    cluster = view.plan.cluster.model_copy(update={"devices_per_node": per_node})
+    found = changed(view, cluster=cluster)
+    assert (found.num_nodes, found.ranks_per_node) == (nodes, ranks)
+
+
+def test_ranks_are_not_dealt_evenly_over_nodes_that_are_not_full():
+    """16 ranks are priced as 10 on a node and 6 on the next; 8 on each would part tp groups of 4
+    that the plan has on one node, and of 10 on the first 2 GPUs would stay idle."""
+    view = view_of(tp=4, dp=1)
+    cluster = view.plan.cluster.model_copy(update={"devices_per_node": 10})
+    with pytest.raises(PlanError, match="16 ranks and nodes of 10; whole nodes"):
+        _ = changed(view, cluster=cluster).ranks_per_node
+
+
+@pytest.mark.parametrize(
+    ("of_plan", "said", "device"),
+    [("NVIDIA H100", "", "cuda"), ("AMD EPYC (CPU)", "", "cpu"), ("gpu", "cpu", "cpu")],
+)
+def test_the_device_is_the_cluster_s_unless_it_is_said(of_plan, said, device):
+    view = view_of(launch=Launch(device=said))
+    cluster = view.plan.cluster.model_copy(update={"device": of_plan})
+    assert changed(view, cluster=cluster).device == device
+
+
+def test_parts_of_the_model_are_counted_by_layers():
+    """Llama 3 8B on 4 stages: an embedding, 32 layers, a head."""
+    parts = view_of(vpp=1).parts
+    assert [part.embedding for part in parts] == [True, False, False, False]
+    assert [part.head for part in parts] == [False, False, False, True]
+    assert [n for part in parts for n in part.layers] == list(range(32))
+
+
+def test_stages_that_recompute_are_told_by_what_other_systems_have():
+    assert set(view_of().recomputed) == {"none"}
+    assert set(view_of(recompute="full").recomputed) == {"full"}
+    view = view_of(recompute="selective")
+    assert set(view.recomputed) == {"core attention"}
+    (layer,) = view.layer_classes
+    names = tuple(op.name for op in view.graph.classes[layer].ops)
+    for ops, kind in ((names, "full"), (names[:1], "other ops")):
+        own = (ClassRecompute(class_index=layer, ops=ops),)
+        assert set(changed(view, recomputed=own).recomputed) == {kind}
+
+
+ATTENTION_ON_CP = [
+    ("S(2),R,R", "gathered"),
+    ("S(1),S(1),S(1)", "heads"),
+    # Heads of queries are dealt, and all heads of keys are everywhere: 2 key heads on 4 ranks.
+    ("S(1),R,R", "other"),
+    # Every rank computes the attention of the whole sequence.
+    ("R,R,R", "other"),
+    ("S(0),S(0),S(0)", "other"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "kind"), ATTENTION_ON_CP)
+def test_how_sequences_are_split_is_read_from_queries_keys_and_values(inputs, kind):
+    view = view_of(cp=2, gpus=32)
+    layouts = []
+    for layout in view.plan.layouts:
+        ops = tuple(
+            (name, f"{inputs}->{text.partition('->')[2]}")
+            if layout.axis == "cp" and name.startswith("scaled_dot_product_attention")
+            else (name, text)
+            for name, text in layout.ops
+        )
+        layouts.append(layout.model_copy(update={"ops": ops}))
+    assert view.cp_kind() == "gathered"
+    assert changed(view, layouts=tuple(layouts)).cp_kind() == kind
+
+
+def test_a_table_that_is_not_trained_is_split_by_nobody():
+    """Positions are looked up in a table that the block takes or computes."""
+    table = TensorMeta(name="sines", shape=(8, 4), dtype="float32", kind="input", fqn="")
+    ids = replace(table, name="ids", shape=(1, 8), dtype="int64")
+    out = replace(table, name="out", shape=(1, 8, 4), kind="activation")
+    look_up = Op(
+        name="embedding", target="aten.embedding.default", args=(Ref("sines"), Ref("ids")),
+        kwargs=(), outputs=("out",), module="",
+    )  # fmt: skip
+    program = Program(
+        name="block", inputs=("sines", "ids"), params=(), outputs=("out",),
+        tensors=(table, ids, out), ops=(look_up,),
+    )  # fmt: skip
+    assert list(usual_dims(program, is_layer=False)) == []
+    trained = replace(
+        program,
+        inputs=("ids",),
+        params=("sines",),
+        tensors=(replace(table, kind="param"), ids, out),
+    )
+    assert list(usual_dims(trained, is_layer=False)) == [("sines", 0)]

@@ -13,6 +13,8 @@ from planner.errors import PlanError
 from planner.graph.batch import call_with_batch, loss_of
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.state.average import WeightAverage
+from planner.runtime.step.engine import Engine
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 from tests.runtime.scenarios import _gap, build, capture
@@ -87,6 +89,37 @@ def test_the_mean_of_steps_and_what_is_refused(tmp_path):
         torch.testing.assert_close(found[name], (seen[0][name] + seen[1][name]) / 2)
     with pytest.raises(PlanError, match="averaged already"):
         engine.average_weights()
+
+
+def test_every_third_update_is_averaged_after_a_load_as_before(tmp_path):
+    """From a checkpoint between two averages; also back from later steps of the same engine."""
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=1, microbatch_size=4)
+
+    def begin() -> tuple[Engine, WeightAverage]:
+        torch.manual_seed(0)
+        engine = planner.apply(plan, MlpWithTarget())
+        return engine, engine.average_weights(decay=0.5, every=3)
+
+    def train(engine: Engine, until: int) -> None:
+        while engine.steps < until:
+            engine.step(mlp_batch(4), update=False)
+            engine.step(mlp_batch(4))
+
+    engine, average = begin()
+    train(engine, 4)
+    engine.save(tmp_path)
+    train(engine, 10)
+    undisturbed = average.full_state_dict()
+    assert average.count == 3
+    engine.load(tmp_path)
+    train(engine, 10)
+    other, again = begin()
+    other.load(tmp_path)
+    train(other, 10)
+    for each in (average, again):
+        assert each.count == 3
+        found = each.full_state_dict()
+        assert all(torch.equal(found[name], undisturbed[name]) for name in found)
 
 
 def test_a_training_saved_without_averages_begins_them_from_its_weights(tmp_path):

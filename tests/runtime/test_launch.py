@@ -34,6 +34,7 @@ if mode == "asleep":
 import torch
 import planner
 import planner.capture
+from planner.errors import PlannerError
 from tests import captures
 from tests.builders import PlainGPT, gpt_batch
 
@@ -42,7 +43,22 @@ planner.capture.capture_module = captures.capture_module  # exported once for al
 torch.manual_seed(int(os.environ["RANK"]))  # the engine must make the ranks' weights agree
 model = PlainGPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
+if mode in ("absent", "broken"):
+    import torch.distributed as dist
+    def toy(store, rank, size, timeout):
+        if rank == 1:
+            raise RuntimeError("the toy's driver is too old")
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    if mode == "broken" or os.environ["RANK"] == "0":
+        dist.Backend.register_backend("toy", toy, devices=["cpu"])
+    dist.Backend.default_device_backend_map["cpu"] = "toy"
+try:
+    engine = planner.apply(sys.argv[1], model, optimizer=optimizer)
+except PlannerError as error:
+    with open(f"told-{os.environ['RANK']}", "w") as told:
+        told.write(str(error))
+    time.sleep(2)  # so that the other one has told, too, when the launcher ends it
+    raise
 if mode == "fault" and 1 in engine.stages:
     stage, forward, calls = engine.stages[1], engine.stages[1].forward, []
     def failing(*inputs, **settings):
@@ -66,6 +82,14 @@ from planner.runtime.start.launch import launch
 sys.exit(launch(sys.argv[1], sys.argv[2], sys.argv[1:2] + sys.argv[3:], "cpu"))
 """
 
+COMMAND = """
+import sys
+import cli
+plan, script, mode = sys.argv[1:]
+sys.argv[1:] = ["launch", "--device", "cpu", plan, script, plan, mode]
+cli.main()
+"""
+
 
 @pytest.fixture
 def plan_path(tmp_path):
@@ -81,8 +105,8 @@ def start(plan_path, tmp_path):
     script.write_text(TRAIN)
     started = []
 
-    def start(mode: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RUN, str(plan_path), str(script), mode]
+    def start(mode: str, run: str = RUN) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", run, str(plan_path), str(script), mode]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(
             command,
@@ -147,6 +171,31 @@ def test_a_stall_and_an_exception_are_told_once(start, tmp_path, monkeypatch):
     assert "in job 1F2 (forward of stage 1, microbatch 2) on pp rank 1" in err
     assert "runpy" not in err[err.index("planner: rank 1 failed") :]
     assert err.count("planner: stacks of rank 0") == err.count("planner: stacks of rank 1") == 1
+    assert _gone_within(10, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_backend_that_one_rank_lacks_is_told_by_all(start, tmp_path):
+    """V7: the control group is there without the main backend, and all ranks end by themselves."""
+    process = start("absent", COMMAND)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    (line,) = err.strip().splitlines()
+    assert re.search("rank 1: ranks on cpu talk through toy, .* built without; install a Py", line)
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert line == f"planner: {told[0]}".replace("`device`", "--device")
+    assert _gone_within(10, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_backend_that_does_not_start_on_a_rank_is_a_line(start, tmp_path):
+    """V7: the others, which wait for it, are ended."""
+    process = start("broken", COMMAND)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    (line,) = err.strip().splitlines()
+    assert re.search(r"rank 1 on cpu can't start toy, .* \(the toy's driver is too old\)", line)
     assert _gone_within(10, tmp_path)
 
 

@@ -12,8 +12,10 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 import planner
+from planner.errors import ModelError
 from planner.graph.batch import call_with_batch
 from planner.plan.defaults import default_plan
+from planner.runtime.state.optimizer import check_schedulers
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 
@@ -59,6 +61,36 @@ def _groups(module: torch.nn.Module) -> list[dict[str, Any]]:
         {"params": [p for n, p in named if not n.endswith("bias")], "weight_decay": 0.1},
         {"params": [p for n, p in named if n.endswith("bias")], "weight_decay": 0.0, "lr": 0.02},
     ]
+
+
+def test_the_engine_steps_a_scheduler_that_it_is_given():
+    """Once an update, after what is told of the step: that has the rate it was made with."""
+    module = MlpWithTarget()
+    plan = default_plan(capture_tiny("mlp"), num_microbatches=2, microbatch_size=2)
+    given = torch.optim.SGD(module.parameters(), lr=0.8)
+    rates = lr_scheduler.ExponentialLR(given, 0.5)
+    engine = planner.apply(plan, module, optimizer=given, scheduler=rates)
+    told: list[float] = []
+    engine.after_step.append(lambda _: told.append(given.param_groups[0]["lr"]))
+    for update in (True, False, True, True):
+        engine.step(mlp_batch(4), update=update)
+    assert told == pytest.approx([0.8, 0.4, 0.4, 0.2])
+    assert rates.get_last_lr() == pytest.approx([0.1])
+
+
+def test_schedulers_that_the_engine_cannot_step_are_refused():
+    module = MlpWithTarget()
+    own, other = (torch.optim.SGD(module.parameters(), lr=0.1) for _ in range(2))
+    rates = lr_scheduler.StepLR(own, 2)
+    assert check_schedulers(None, own) == ()
+    assert check_schedulers([rates], [other, own]) == (rates,)
+    for scheduler, message in (
+        (lr_scheduler.StepLR(other, 2), "StepLR of another optimizer"),
+        (lr_scheduler.ReduceLROnPlateau(own), "ReduceLROnPlateau.step needs metrics"),
+        (0.1, "a float, which has no step"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            check_schedulers(scheduler, own)
 
 
 @pytest.mark.parametrize("name", MAKE)

@@ -10,6 +10,7 @@ import pytest
 import planner
 from planner.errors import PlanError
 from planner.plan.defaults import default_plan
+from planner.step_log import StepLog
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 
@@ -21,7 +22,7 @@ def _engine():
 
 def test_figures_of_the_steps_since_the_last_line(tmp_path, capsys):
     engine, seen = _engine(), []
-    planner.StepLog(
+    StepLog(
         engine,
         every=2,
         folder=tmp_path,
@@ -49,6 +50,25 @@ def test_figures_of_the_steps_since_the_last_line(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("step 2  loss ")
 
 
+def test_a_line_after_a_load_is_of_the_steps_since(tmp_path):
+    """Forward, as `engine.resume` after the log was made, and back."""
+    engine, seen = _engine(), []
+    for _ in range(3):
+        engine.step(mlp_batch(4))
+    engine.save(tmp_path)
+    engine.wait_for_save()
+    again = _engine()
+    StepLog(again, every=2, to=(lambda step, figures: seen.append((step, figures)),))
+    for first in (3, 3):
+        again.load(tmp_path)
+        losses = [again.step(mlp_batch(4)).item() for _ in range(2)]
+        step, figures = seen.pop()
+        assert (seen, step) == ([], first + 2)
+        assert figures["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+        assert figures["samples_per_s"] * figures["step_s"] == pytest.approx(4)
+        again.step(mlp_batch(4))  # a line is begun
+
+
 def test_flop_are_those_of_products_three_times_over():
     """Forward, input gradient and weight gradient: but none for the first input."""
     from planner.ops.flops import model_flop
@@ -64,12 +84,12 @@ def test_flop_are_those_of_products_three_times_over():
 def test_a_log_that_can_not_be_written_is_refused_in_one_line(monkeypatch):
     engine = _engine()
     with pytest.raises(PlanError, match="to='paper' is no log; give console, jsonl"):
-        planner.StepLog(engine, to=("paper",))
+        StepLog(engine, to=("paper",))
     with pytest.raises(PlanError, match="give folder="):
-        planner.StepLog(engine, to=("jsonl",))
+        StepLog(engine, to=("jsonl",))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(PlanError, match="pip install wandb"):
-        planner.StepLog(engine, to=("wandb",))
+        StepLog(engine, to=("wandb",))
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(PlanError, match="pip install tensorboard"):
-        planner.StepLog(engine, folder=".", to=("tensorboard",))
+        StepLog(engine, folder=".", to=("tensorboard",))

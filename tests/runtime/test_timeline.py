@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from planner.errors import PlannerError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.stage import collectives
+from planner.schedule import JobKind, StepJobKind, step_jobs
 from planner.timeline import (
+    JOB_KINDS,
+    STEP_JOB_KINDS,
     RankTimeline,
     Span,
     bubbles,
@@ -33,11 +37,25 @@ from tests.spawn import run_ranks
 
 
 def train_recorded(plan: Plan, folder: str, slow_s: float) -> list[str]:
-    """Train two steps with every forward of stage 1 made `slow_s` longer; return the jobs."""
+    """Train two steps with every forward of stage 1, and the last backward of stage 0, made
+    `slow_s` longer; return the jobs.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PLANNER_TIMELINE", folder)
         tiny, module = build("gpt")
-        engine = planner.apply(plan, module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        rates = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        engine = planner.apply(
+            plan, module, optimizer=optimizer, scheduler=rates, check_values=False
+        )
+    if 0 in engine.stages:
+        executor = engine._executor
+
+        def late(stage_index: int, is_last: bool) -> None:
+            if is_last:
+                time.sleep(slow_s)
+
+        executor._hooks = replace(executor._hooks, before_backward=late)
     if 1 in engine.stages:
         stage, forward = engine.stages[1], engine.stages[1].forward
 
@@ -63,10 +81,8 @@ def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
             spans = [s for s in line.spans if s.step == step]
             jobs = [s for s in spans if s.kind in "FBIW"]
             assert [s.name for s in jobs] == table
-            assert [s.kind for s in spans if s.kind in ("REDUCE", "OPTIMIZE")] == [
-                "REDUCE",
-                "OPTIMIZE",
-            ]
+            assert [s.kind for s in spans if s.kind not in "FBWAIT"] == ["REDUCE", "O", "L"]
+            assert [s.name for s in spans[-2:]] == [str(j) for j in step_jobs(line.pp_rank)]
             ends = [s.end_s for s in jobs]
             assert ends == sorted(ends)
             assert all(s.memory_bytes > 0 for s in jobs)
@@ -81,7 +97,14 @@ def test_recorded_jobs_are_the_table_with_true_times(tmp_path):
     for fed in (s for s in timeline[0].spans if s.kind == "F"):
         later = begun[fed.step, fed.microbatch]
         assert later.start_s + timeline[1].clock_offset_s >= fed.end_s - 0.01
+    # The optimizer of rank 1 waits for nobody (with `check_values` it would): it runs beside the
+    # last backward of rank 0.
+    updated = [s.end_s for s in timeline[1].spans if s.kind == "O"]
+    lasts = [s.end_s for s in timeline[0].spans if s.name == "B0.3"]
+    for done, last in zip(updated, lasts, strict=True):
+        assert done + timeline[1].clock_offset_s < last
     idle = bubbles(timeline)
+    assert all(b.optimizer_s > 0 for b in idle)
     assert [(b.step, b.rank) for b in idle] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert idle[2].bubble_fraction > idle[3].bubble_fraction
 
@@ -182,6 +205,22 @@ def test_a_file_cut_short_loads_without_its_last_line(tmp_path):
     assert [s.name for s in load_timeline(tmp_path)[1].spans] == ["F1.0"]
 
 
+def test_kinds_are_those_of_schedules():
+    assert list(JobKind) == list(JOB_KINDS)
+    assert list(StepJobKind) == list(STEP_JOB_KINDS)
+
+
+def test_timelines_of_version_1_load_and_unknown_kinds_are_refused(tmp_path):
+    header = '{"format": "planner-timeline", "version": 1, "rank": 0, "pp_rank": 0, '
+    span = '{{"kind": "{}", "name": "x", "step": 0, "start_s": 0.0, "end_s": 1.0}}\n'
+    header += '"clock_offset_s": 0.0}\n'
+    rank_file(tmp_path, 0).write_text(header + span.format("OPTIMIZE"))
+    assert [s.kind for s in load_timeline(tmp_path)[0].spans] == ["O"]
+    rank_file(tmp_path, 0).write_text(header + span.format("X"))
+    with pytest.raises(PlannerError, match="kind 'X' is unknown; there are F, B, I, W, O, L"):
+        load_timeline(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "{}\n", "not json\n", '{"format": "other", "version": 1}\n'])
 def test_what_is_no_timeline_is_refused(tmp_path, text):
     rank_file(tmp_path, 0).write_text(text)
@@ -207,13 +246,17 @@ def test_the_trace_is_on_one_clock():
 
 def test_the_trace_has_tracks_for_compute_and_communication_and_a_memory_counter():
     span = {"step": 0, "start_s": 0.0, "end_s": 1.0}
-    kinds = ("F", "R", "WAIT", "B", "REDUCE", "OPTIMIZE")
+    kinds = ("F", "R", "WAIT", "B", "REDUCE", "CHECK", "O", "L")
     spans = tuple(Span(kind=kind, name=kind, memory_bytes=7, **span) for kind in kinds)
     line = RankTimeline(rank=3, pp_rank=1, clock_offset_s=0.0, spans=spans)
     events = chrome_trace([line])["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     placed = {e["cat"]: tracks[e["tid"]] for e in events if e["ph"] == "X"}
-    assert [kind for kind in kinds if placed[kind] == "communication"] == ["WAIT", "REDUCE"]
+    assert [kind for kind in kinds if placed[kind] == "communication"] == [
+        "WAIT",
+        "REDUCE",
+        "CHECK",
+    ]
     counted = [e for e in events if e["ph"] == "C"]
     assert [(e["name"], e["args"]["bytes"]) for e in counted] == [("memory", 7)] * len(kinds)
     assert {e["pid"] for e in events} == {3}

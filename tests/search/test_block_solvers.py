@@ -14,6 +14,7 @@ from search.op_layout import decompose, layouts, solve
 from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
 from search.op_layout.decompose import solve_by_decomposition
 from search.op_layout.eliminate import TooWide, minimise_tables, solve_by_elimination
+from search.op_layout.solve import solve_block
 from search.op_layout.tables import problem_tables
 from tests.referees.blocks import best_by_brute_force
 
@@ -241,7 +242,7 @@ def test_a_wide_problem_always_has_a_choice(count, monkeypatch):
     with pytest.raises(TooWide):
         solve_by_elimination(problem)
     began = time.process_time()
-    found, solver = solve.solve_block(problem, 0.01)
+    found, solver = solve_block(problem, 0.01)
     assert time.process_time() - began < 30
     assert solver == "Lagrangian decomposition"
     assert found.cost == pytest.approx(problem.value(found.values, 0.01))
@@ -255,7 +256,31 @@ def test_infinite_prices_are_refused():
     never = Variable(name="v", values=(0,), seconds=np.array([np.inf]), num_bytes=np.zeros(1))
     problem = BlockProblem(axis_size=2, variables=(never,), edges=(), programs=())
     with pytest.raises(ProfileError, match="takes a finite time"):
-        solve.solve_block(problem, 0.0)
+        solve_block(problem, 0.0)
+
+
+def test_the_exact_solver_that_suits_a_problem_is_the_first(monkeypatch):
+    """1 s and 2 bytes against 3 s and none: which is less depends on the price of a byte. What has
+    too many pairs for a linear program is decomposed, and the answer is the same."""
+    only = Variable(
+        name="v", values=(0, 1), seconds=np.array([1.0, 3.0]), num_bytes=np.array([2.0, 0.0])
+    )
+    problem = BlockProblem(axis_size=2, variables=(only,), edges=(), programs=())
+
+    def solved(bytes_price):
+        choice, solver = solve_block(problem, bytes_price)
+        return tuple(choice.values), choice.cost, solver
+
+    assert solved(0.5) == ((0,), 2.0, "variable elimination")
+    assert solved(1.5) == ((1,), 3.0, "variable elimination")
+
+    def too_wide(*_args, **_options):
+        raise TooWide
+
+    monkeypatch.setattr(solve, "solve_by_elimination", too_wide)
+    assert solved(1.5) == ((1,), pytest.approx(3.0), "linear programs")
+    monkeypatch.setattr(solve, "_MOST_PAIRS", -1)
+    assert solved(1.5) == ((1,), pytest.approx(3.0), "Lagrangian decomposition")
 
 
 def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
@@ -271,7 +296,7 @@ def test_a_block_too_wide_for_elimination_is_a_linear_program(monkeypatch):
         raise TooWide
 
     monkeypatch.setattr(solve, "solve_by_elimination", too_wide)
-    best, solver = solve.solve_block(problem, 0.0)
+    best, solver = solve_block(problem, 0.0)
     assert (best.gap, solver) == (0.0, "linear programs")
     solver = layouts.LayoutSolver(graph=None, profile=None)
     solver._solvers, solver.gap = {"linear programs"}, 0.25

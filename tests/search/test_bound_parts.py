@@ -5,13 +5,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from costmodel import StageLoad
+from costmodel.execution import find_execution
+from costmodel.memory.bound import OnHost
 from planner.layout.axes import Degrees
+from planner.plan.replication import Replication
 from planner.schedule import JobKind, build_schedule
 from planner.schedule.trips import trips
 from search import SearchRequest
 from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.exchange import LeastExchange
+from search.bounds.rank_bytes import rank_bound
 from search.candidates import Candidates
 from search.space.job_tables import copied_rows
 from tests.search.machine import Machine
@@ -78,3 +83,28 @@ def test_no_stages_exchange_less(zero, pp):
             once += each
             assert least.each_s(pp) == 0.0
         assert 0 < least.once_s(pp) <= once * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("precision", "factor"), [("bf16", 2), ("model", 1)])
+def test_the_bytes_of_a_rank_are_those_of_its_configuration(precision, factor):
+    """What the configuration chooses, and how the table's runtime sums gradients and steps."""
+    core = find_execution("megatron-core")
+    table = SimpleNamespace(
+        profile=Machine(),
+        precision=precision,
+        on_host=OnHost(optimizer=True),
+        costs=SimpleNamespace(execution=core),
+    )
+    config = SimpleNamespace(
+        num_microbatches=8, zero=1, replication=Replication(
+            zero_stage=1, replicas=4, precision=precision
+        ),
+    )  # fmt: skip
+    load = StageLoad(param_bytes=100.0)
+    bound = rank_bound(table, config, load, "full")
+    assert (bound.load, bound.num_microbatches, bound.recompute) == (load, 8, "full")
+    assert (bound.replicas, bound.zero, bound.precision) == (4, 1, precision)
+    assert bound.on_host == OnHost(optimizer=True)
+    assert bound.copies_update == core.copies_update
+    assert bound.sum_factor == core.sum_factor(precision) == factor
+    assert rank_bound(table, config, load).recompute == "none"

@@ -76,7 +76,7 @@ def _model(
 # and its width.
 # fmt: off
 NAMED = (
-    (r"deepseekv3|deepseekr1",
+    (r"deepseekv3|deepseekr1(?!.*distill)",
      _model(61, 7168, 128, 128, 2048, 1, 129280, 128, experts=(256, 8, 1), latent=(1536, 512, 64),
             dense=(3, 18432))),
     (r"kimik2",
@@ -118,8 +118,13 @@ NAMED = (
 
 
 def named_model(name: str) -> NamedModel | None:
-    """Return the model a row names, if we know it."""
-    squashed = re.sub(r"[^a-z0-9]", "", name.lower())
+    """Return the model a row names, if we know it.
+
+    A size with a fraction (Llama-1.3B, Mixtral of 46.7B) is left out: no pattern has one, and
+    without its point it would read as another size.
+    """
+    whole = re.sub(r"\d+\.\d+[-_ ]?b(?![a-z])", "", name.lower())
+    squashed = re.sub(r"[^a-z0-9]", "", whole)
     return next((model for pattern, model in NAMED if re.search(pattern, squashed)), None)
 
 

@@ -31,22 +31,31 @@ _DTYPES = (
     (r"tf32|fp32|float32|single", "float32"),
 )
 _RECOMPUTES = (
-    (r"^(none|no|off|false|0|0\.0|disabled)$", "none"),
+    (r"^(none|no|off|false|0|0\.0|disabled)$|^(no|without|disabled)\b", "none"),
     (r"select|attn|attention|core|\bop\b|sac|partial", "selective"),
     (r"full|uniform|block|yes|true|^1(\.0)?$|all|checkpoint|\bac\b|on$", "full"),
 )
 _ZEROS = (
     (r"^(none|no|off|false|ddp|dp)$", 0),
     (r"(?<![\d.])0", 0),
+    # FSDP's word for a strategy, or ZeRO's number, tells more than "fsdp" itself.
+    (r"no.?shard", 0),
+    (r"shard.?grad|(zero|stage)[-_ ]?2", 2),
+    (r"(zero|stage)[-_ ]?1", 1),
     (r"hybrid|full.?shard|fsdp|(?<![\d.])[3-9]", 3),
-    (r"shard.?grad|(?<![\d.])2", 2),
+    (r"(?<![\d.])2", 2),
     (r"distributed|optimizer|^(yes|on|true)$|(?<![\d.])1", 1),
 )
-_GATED = ((r"glu|gated|^(yes|on|true)$", True), (r"lu|tanh|plain|^(no|off|false)$", False))
+_GATED = (
+    (r"(un|non|not|no)[-_ ]?gated", False),
+    (r"glu|gated|^(yes|on|true)$", True),
+    (r"lu|tanh|plain|^(no|off|false)$", False),
+)
 _SCHEDULES = (
     (r"zb.?v|v.?schedule|dualpipe|v.?half", "zb-v"),
     (r"zb.?(2p|h2)", "zb-2p"),
     (r"zb|zero.?bubble", "zb-1p"),
+    (r"(non|not|no|without)[-_ ]?interleav", "1f1b"),
     (r"interleav|vpp|virtual|loop|circular", "interleaved-1f1b"),
     (r"gpipe|fthenb|afab|all.?forward", "gpipe"),
     (r"1f1b|dapple|pipedream|flush", "1f1b"),

@@ -6,6 +6,7 @@ forward = sum of ops, times what whole blocks showed, + what the device waits fo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from costmodel.table.fusion import Kernels, fused_seconds, num_kernels
 from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, redistribute_seconds
@@ -91,9 +92,10 @@ def profiled_times(
     )
     again = [op for op in local.ops if op.name in recomputed]
     again_views = sum(op.name not in works or works[op.name][0].num_bytes == 0 for op in again)
-    remade = _with_host(
-        profile, "forward", recomputed_s, kernels, ops=len(again), views=again_views
-    )
+    again_ops = len(again)
+    if kernels == "fused":
+        again_ops, again_views = num_kernels(replace(local, ops=tuple(again))), 0
+    remade = _with_host(profile, "forward", recomputed_s, kernels, ops=again_ops, views=again_views)
     # Of corrections of the whole block, weight gradients have their share.
     if backward_s:
         waited = backward.host_s * len(products) / max(backward_ops, 1)

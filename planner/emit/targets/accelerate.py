@@ -91,7 +91,7 @@ def _write(view: PlanView) -> Emitted:
     return Emitted(files={"accelerate.yaml": "\n".join(lines) + "\n"}, notes=tuple(notes))
 
 
-register_emitter(
+ACCELERATE = register_emitter(
     Emitter(
         name="accelerate",
         summary="the configuration file of accelerate launch (no pipeline)",

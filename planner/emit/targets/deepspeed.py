@@ -53,7 +53,7 @@ def _write(view: PlanView) -> Emitted:
     )
 
 
-register_emitter(
+DEEPSPEED = register_emitter(
     Emitter(
         name="deepspeed",
         summary="DeepSpeed's JSON configuration (no pipeline)",

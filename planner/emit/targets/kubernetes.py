@@ -20,9 +20,15 @@ INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 """Where a pod reads its number."""
 
 
+def job_name(model: str) -> str:
+    """Return the name of a model's Job: one of DNS (small letters, digits and dashes), of at most
+    63 letters together with a pod's number.
+    """
+    return re.sub(r"[^a-z0-9]+", "-", f"planner-{model}".lower())[:50].strip("-")
+
+
 def _write(view: PlanView) -> Emitted:
-    # A name of DNS: small letters, digits and dashes, 63 at most with the pod's number.
-    name = re.sub(r"[^a-z0-9]+", "-", f"planner-{view.plan.model.name}".lower())[:50].strip("-")
+    name = job_name(view.plan.model.name)
     nodes = view.num_nodes
     lines = headline(view, "A Kubernetes Job")
     lines += _indented(
@@ -98,7 +104,7 @@ def _indented(spaces: int, *lines: str) -> Iterable[str]:
     return [" " * spaces + line for line in lines]
 
 
-register_emitter(
+KUBERNETES = register_emitter(
     Emitter(
         name="kubernetes",
         summary="an Indexed Job of a pod for each node, its service and its script",

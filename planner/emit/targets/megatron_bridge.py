@@ -8,7 +8,7 @@ scripts/training/run_recipe.py (KEY=VALUE), src/megatron/bridge/training/config.
 
 from __future__ import annotations
 
-from planner.emit.emitter import Emitted, Emitter, register_emitter
+from planner.emit.emitter import Emitted, Emitter, Rule, register_emitter
 from planner.emit.start import NODE_SETTINGS, headline, torchrun_lines
 from planner.emit.targets.megatron_lm import MEGATRON_EXPRESSES, megatron_flags
 from planner.emit.view import PlanView
@@ -40,6 +40,12 @@ OFF = {
     "recompute-method": "null",
     "recompute-num-layers": "null",
     "optimizer-cpu-offload": "false",
+    "use-precision-aware-optimizer": "false",
+    # A recipe's own cut is refused beside a layout of stages.
+    "num-layers-in-first-pipeline-stage": "null",
+    "num-layers-in-last-pipeline-stage": "null",
+    "account-for-embedding-in-pipeline-split": "false",
+    "account-for-loss-in-pipeline-split": "false",
 }
 """What a plan without a flag sets its field to: a recipe may have set it otherwise."""
 
@@ -66,18 +72,38 @@ def overrides(view: PlanView) -> list[str]:
         for name, value in flags.items()
         if name not in OWN_SIZES and name != "bf16"
     }
-    fields |= {name: value for name, value in OFF.items() if name not in fields}
+    # A plan without meshes for experts has them on tp, Megatron-Core's default; recipes have 1
+    # here, whole experts on every rank of tp.
+    off = OFF | {"expert-tensor-parallel-size": str(view.plan.tp)}
+    fields |= {name: value for name, value in off.items() if name not in fields}
     found = [
         f"{SECTIONS.get(name, 'model')}.{name.replace('-', '_')}={value}"
         for name, value in fields.items()
     ]
     virtual = view.plan.vpp if view.plan.vpp > 1 else "null"
     found += [
+        # Either of the two turns Megatron-FSDP on.
+        f"dist.use_megatron_fsdp={fields['use-megatron-fsdp']}",
         f"optimizer.use_distributed_optimizer={fields['use-distributed-optimizer']}",
         f"model.virtual_pipeline_model_parallel_size={virtual}",
     ]
-    precision = "bf16_mixed" if "bf16" in flags else "null"
-    return [*found, f"mixed_precision={precision}"]
+    return [*found, "mixed_precision=bf16_mixed"]
+
+
+def _why_not_precision(view: PlanView) -> str:
+    if view.plan.precision == "bf16":
+        return ""
+    return (
+        f"a recipe has a 16-bit dtype, and its overrides no name for {view.trained_dtype} "
+        "(`precision` bf16)"
+    )
+
+
+EXPRESSES = MEGATRON_EXPRESSES | {
+    "precision": Rule(how="mixed_precision", unless=_why_not_precision)
+}
+"""What Megatron-LM's flags express, but fp32: without mixed precision a recipe trains in the dtype
+of its model's published weights, which is a 16-bit one."""
 
 
 def _value(name: str, value: str) -> str:
@@ -111,11 +137,11 @@ def _write(view: PlanView) -> Emitted:
     )
 
 
-register_emitter(
+MEGATRON_BRIDGE = register_emitter(
     Emitter(
         name="megatron-bridge",
         summary="overrides of a Megatron-Bridge recipe, in a script that starts a node",
-        expresses=MEGATRON_EXPRESSES,
+        expresses=EXPRESSES,
         write=_write,
         executions=("megatron-bridge", "megatron-core"),
     )

@@ -34,6 +34,9 @@ def megatron_flags(view: PlanView) -> dict[str, str]:
     if plan.degrees["ep"] > 1:
         flags["expert-model-parallel-size"] = str(plan.degrees["ep"])
         flags["expert-tensor-parallel-size"] = str(plan.degrees["etp"])
+    elif plan.tp > 1 and view.graph is not None and view.experts_on_tp == "whole":
+        # Where nothing is said, tp cuts the experts' matrices as it cuts all others.
+        flags["expert-tensor-parallel-size"] = "1"
     if plan.cp > 1:
         flags["cp-comm-type"] = {"gathered": "all_gather", "heads": "a2a"}[view.cp_kind()]
     if plan.pp > 1:
@@ -155,11 +158,18 @@ def _why_not_cp(view: PlanView) -> str:
 def _why_not_layouts(view: PlanView) -> str:
     if view.plan.tp > 1 and view.has_experts and not view.sequence_parallel:
         return "Megatron-LM trains experts on tp with --sequence-parallel alone"
+    if view.plan.tp > 1 and view.experts_on_tp == "other":
+        return "Megatron-LM cuts the matrices of all experts on tp, or of none"
     return view.differs_from_usual_tp()
 
 
 def _why_not_expert_parts(view: PlanView) -> str:
     return "" if view.plan.degrees["ep"] > 1 else "etp is written beside ep"
+
+
+def _why_not_on_host(view: PlanView) -> str:
+    # Its optimizer on the host is a precision-aware one, which is distributed in any case.
+    return "" if view.plan.zero_stage else "Megatron-LM offloads the optimizer of ZeRO 1"
 
 
 def _why_not_zero(view: PlanView) -> str:
@@ -188,7 +198,7 @@ MEGATRON_EXPRESSES: dict[str, str | Rule] = {
         unless=_why_not_recompute,
         instead="selective recomputation of core attention",
     ),
-    "optimizer-on-host": "--optimizer-cpu-offload",
+    "optimizer-on-host": Rule(how="--optimizer-cpu-offload", unless=_why_not_on_host),
     "layouts": Rule(
         how="its own, --sequence-parallel",
         unless=_why_not_layouts,

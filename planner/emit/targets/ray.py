@@ -81,7 +81,7 @@ if __name__ == "__main__":
     main()
 '''
 
-register_emitter(
+RAY = register_emitter(
     Emitter(
         name="ray",
         summary="a driver that takes whole nodes, and what it starts on each",

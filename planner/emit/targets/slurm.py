@@ -13,11 +13,15 @@ from planner.emit.start import TORCHRUN_FILE, headline, runs_by_apply, torchrun_
 from planner.emit.view import PlanView
 
 
+def job_name(model: str) -> str:
+    """Return the name of a model's job: a word that neither sbatch nor a file's name misreads."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-") or "run"
+
+
 def _write(view: PlanView) -> Emitted:
-    name = re.sub(r"[^A-Za-z0-9]+", "-", view.plan.model.name).strip("-") or "run"
     lines = ["#!/usr/bin/env bash", *headline(view, "A Slurm job")]
     lines += [
-        f"#SBATCH --job-name={name}",
+        f"#SBATCH --job-name={job_name(view.plan.model.name)}",
         f"#SBATCH --nodes={view.num_nodes}",
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --exclusive",
@@ -46,7 +50,7 @@ def _write(view: PlanView) -> Emitted:
     )
 
 
-register_emitter(
+SLURM = register_emitter(
     Emitter(
         name="slurm",
         summary="a batch script, and what it starts on each node",

@@ -15,7 +15,7 @@ def _write(view: PlanView) -> Emitted:
     return Emitted(files={TORCHRUN_FILE: torchrun_script(view)})
 
 
-register_emitter(
+TORCHRUN = register_emitter(
     Emitter(
         name="torchrun",
         summary="a script that checks a node and starts its ranks",

@@ -96,7 +96,9 @@ class Ledger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     @contextmanager
-    def span(self, kind: str, name: str, stage: int = -1, microbatch: int = -1) -> Iterator[None]:
+    def span(
+        self, kind: str, name: str, stage: int = -1, microbatch: int = -1, *, on_host: bool = False
+    ) -> Iterator[None]:
         """Note what happens inside as a sample, with what happened since the last; waits
         inside a job are part of it.
         """

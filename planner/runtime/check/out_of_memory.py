@@ -25,6 +25,13 @@ _HELD = (("parameters", "parameter_bytes"), ("gradients", "gradient_bytes"))
 _STATE = ("optimizer", "optimizer_bytes")
 _REST = "activations and all else"
 
+_SAID = (
+    "DefaultCPUAllocator: can't allocate",
+    "CUDA error: out of memory",  # of the driver: pinned host memory, a context
+    "ALLOC_FAILED",  # of cuBLAS, cuDNN: a workspace
+)
+"""What errors of no type of their own say where there was no memory."""
+
 
 def watch(engine: Engine) -> None:
     """Let `describe` find an engine for as long as it lives."""
@@ -34,13 +41,13 @@ def watch(engine: Engine) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host where it is the device, had no memory for a tensor."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate" in str(error)
+        isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
     )
 
 
 def describe(error: BaseException, rank: int) -> tuple[str, int | None]:
     """Return predicted against actual by category, as lines, and the most bytes that were held."""
-    first = str(error).strip().splitlines()[0]
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     lines = [f"planner: rank {rank} ran out of memory: {first}"]
     engine = next(iter(_engines), None)
     if engine is None:

@@ -47,6 +47,7 @@ from planner.runtime.checkpoint.storage import (
 from planner.runtime.checkpoint.together import told_plainly
 from planner.runtime.start import device as devices
 from planner.runtime.start.together import together
+from planner.runtime.state.optimizer import OWN_SCHEDULER
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine
@@ -190,6 +191,8 @@ class Checkpoints:
             return folders.read_manifest(checkpoint), stored.notes(), stored.metadata
 
         manifest, notes, metadata = _of_own(control, read)
+        if not notes.step:  # weights to begin from: the engine's schedules begin, too
+            extra = {n: v for n, v in extra.items() if not n.startswith(OWN_SCHEDULER)}
         _of_own(control, lambda: check_extra(extra, notes))
         parts, assembly = _of_own(control, lambda: self._targets(notes, metadata))
         planner = _of_own(

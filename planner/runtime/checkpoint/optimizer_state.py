@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from planner.errors import PlanError
 from planner.runtime.checkpoint.parts import Part, local
@@ -51,15 +51,29 @@ class OptimizerNotes:
         return OptimizerNotes(groups, values, self.states)
 
     def merge(self, other: OptimizerNotes) -> None:
-        """Take in those of another rank: the same groups over other parameters."""
-        if len(self.groups) == len(other.groups):
-            for own, more in zip(self.groups, other.groups, strict=True):
+        """Take in those of another rank: the same groups over other parameters, or other groups,
+        where a function made them of what the rank has.
+        """
+        for at, more in enumerate(other.groups):
+            own = self._like(more, at)
+            if own is None:
+                self.groups.append(more)
+            else:
                 own["params"] = list(dict.fromkeys((*own["params"], *more["params"])))
-        else:
-            self.groups += other.groups
         for fqn, values in other.values.items():
             self.values.setdefault(fqn, values)
         self.states |= other.states
+
+    def _like(self, group: Mapping[str, Any], at: int) -> dict[str, Any] | None:
+        """Return the own group that another rank's is a part of: of its options, in its place if it
+        can be; or that which has a parameter of it.
+        """
+        alike = [own for own in self.groups if _are_equal(own["options"], group["options"])]
+        if at < len(self.groups) and any(own is self.groups[at] for own in alike):
+            return self.groups[at]
+        held = set(group["params"])
+        shared = [own for own in self.groups if not held.isdisjoint(own["params"])]
+        return next(iter((*shared, *alike)), None)
 
 
 Params = Mapping[str, list[nn.Parameter]]
@@ -191,6 +205,15 @@ def _groups(optimizer: torch.optim.Optimizer, params: Params) -> list[dict[str, 
         }
         for group in optimizer.param_groups
     ]
+
+
+def _are_equal(options: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether the options of two groups are the same; a learning rate may be a tensor."""
+    (own, form), (more, other_form) = tree_flatten(options), tree_flatten(others)
+    return form == other_form and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(own, more, strict=True)
+    )
 
 
 def _key(state: str, fqn: str) -> str:

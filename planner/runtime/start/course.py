@@ -23,8 +23,8 @@ from planner.runtime.checkpoint import folder as folders
 from planner.runtime.start.failures import Failure, read_failure
 
 _LIMIT_FILE, _NEXT_LIMIT = "memory-limit", 0.9
-"""Where a kept run notes how much its plans may need, in bytes; and how much less than the
-plan that did not fit the next one may."""
+"""Where a kept run notes how much its plans may need, in bytes; and the part of what the plan that
+did not fit needed, its device's context aside, that the next one may."""
 
 PLAN = "PLANNER_PLAN"
 """Names the plan that ranks train by instead of the one that the script names."""
@@ -178,11 +178,15 @@ class Course:
         """
         assert self._keeping is not None
         assert self._plan is not None
-        current = load_plan(self._current or self._plan)
-        needed = current.estimate.get("peak_bytes") or failure.peak_bytes
+        estimate = load_plan(self._current or self._plan).estimate
+        needed = estimate.get("peak_bytes") or failure.peak_bytes
         if needed is None:
             return False
-        limit = int(needed * _NEXT_LIMIT)
+        # The device's context takes the same under every plan.
+        fixed = max(
+            (rank.get("context_bytes", 0) for rank in estimate.get("memory", ())), default=0
+        )
+        limit = int(fixed + (needed - fixed) * _NEXT_LIMIT)
         self._keeping.folder.mkdir(parents=True, exist_ok=True)
         (self._keeping.folder / _LIMIT_FILE).write_text(f"{limit}\n")
         return True

@@ -38,6 +38,7 @@ from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
+from planner.runtime.start.together import together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,18 +229,52 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
 
 def _start_process_group(plan: Plan, device: torch.device) -> None:
-    backend = devices.backend(device)
+    """Start the default group on the device's backend, after one of gloo on which all agree.
+
+    A backend that any rank lacks is told by every rank in the same words, instead of by that rank
+    while the others wait for it.
+    """
     if "WORLD_SIZE" not in os.environ:
         if plan.world_size > 1:
             raise PlanError(
                 f"the plan is for {plan.world_size} ranks and this is a lone process; start it "
                 "with: planner launch plan.json script.py"
             )
+        backend = devices.backend(device)
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
-    seconds = float(os.environ.get("PLANNER_TIMEOUT_S", "600"))
-    dist.init_process_group(
-        backend,
-        timeout=timedelta(seconds=seconds),
-        device_id=devices.bound_to(device),
-    )
+    timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+
+    def start(backend: str, bound_to: torch.device | None = None) -> None:
+        dist.init_process_group(
+            backend,
+            # Each group's own keys: the second would else find what the first has left there.
+            store=dist.PrefixStore(f"planner-{backend}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=bound_to,
+        )
+
+    start("gloo")
+    backends = together(None, lambda: _backend_of_rank(rank, device))
+    if set(backends) == {"gloo"}:
+        return
+    dist.destroy_process_group()
+    try:
+        start(backends[rank], devices.bound_to(device))
+    except RuntimeError as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PlanError(
+            f"rank {rank} on {device} can't start {backends[rank]}, through which ranks on "
+            f"{device.type} talk ({reason}); mend that, or use `device` cpu"
+        ) from error
+
+
+def _backend_of_rank(rank: int, device: torch.device) -> str:
+    try:
+        return devices.backend(device)
+    except PlanError as error:
+        raise PlanError(f"rank {rank}: {error}") from error

@@ -42,7 +42,6 @@ class WeightAverage:
             fqn: [param.detach().clone() for param in copies]
             for fqn, copies in self._trained().items()
         }
-        self._steps = engine.steps
         engine.after_step.append(self._take)
 
     @property
@@ -114,9 +113,9 @@ class WeightAverage:
     @torch.no_grad()
     def _take(self, loss: Tensor) -> None:
         del loss
-        if self._engine.steps - self._steps < self._every:
+        # By the number of updates alone, so that a training that was loaded goes on in this order.
+        if self._engine.is_accumulating or self._engine.steps % self._every:
             return
-        self._steps = self._engine.steps
         averages, values = self._pairs()
         share = 1.0 - self._decay if self._decay is not None else 1.0 / (self.count + 1)
         if averages:

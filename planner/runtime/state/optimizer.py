@@ -16,6 +16,9 @@ from planner.layout.axes import split_axes
 from planner.runtime.state.reach import fresh_state, reaches
 from planner.runtime.state.several import Several
 
+OWN_SCHEDULER = "scheduler of the engine "
+"""Under which names checkpoints have the schedulers that the engine steps."""
+
 
 def build_optimizer(
     given: Any, module: nn.Module, held: Mapping[str, Sequence[nn.Parameter]]
@@ -65,6 +68,41 @@ def read_beyond_elements(
         if reach != "element" and is_cut:
             found += group["params"]
     return found
+
+
+def check_schedulers(given: Any, optimizer: Any) -> tuple[Any, ...]:
+    """Return the learning-rate schedulers that the engine steps, of one, several or None.
+
+    `optimizer` is what the user gave as such. Raises ModelError for a scheduler of another
+    optimizer, and for one whose step needs to be told something.
+    """
+    if given is None:
+        return ()
+    schedulers = tuple(given) if isinstance(given, list | tuple) else (given,)
+    own = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    for scheduler in schedulers:
+        name = type(scheduler).__name__
+        step = getattr(scheduler, "step", None)
+        if not callable(step):
+            raise ModelError(
+                f"scheduler= has a {name}, which has no step(); give a torch scheduler"
+            )
+        needed = [
+            p.name
+            for p in inspect.signature(step).parameters.values()
+            if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            raise ModelError(
+                f"{name}.step needs {', '.join(needed)}, which the engine does not have; leave "
+                "scheduler= out and call it after engine.step"
+            )
+        if not any(getattr(scheduler, "optimizer", None) is each for each in own):
+            raise ModelError(
+                f"scheduler= has a {name} of another optimizer than optimizer=; give both, the "
+                "scheduler made from that optimizer"
+            )
+    return schedulers
 
 
 def _built(

@@ -42,6 +42,7 @@ from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams, cast_params
+from planner.runtime.state.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import (
     empty_tensors,
@@ -67,7 +68,8 @@ from planner.runtime.step.wiring import (
     stage_params,
     wire_stage,
 )
-from planner.schedule import Job, schedule_of
+from planner.schedule import Job, StepJobKind, schedule_of, step_jobs
+from planner.timeline import CHECK
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -84,7 +86,8 @@ class Engine:
     `optimizer` is over this rank's parameters (None when it holds none that train);
     `stages` are this rank's stage modules by stage index; `grad_norm` is the norm of the
     last step's gradients before clipping, when they are clipped; `fetched` what the last step was
-    told to fetch; functions in `after_step` are given each step's loss.
+    told to fetch; functions in `after_step` are given each step's loss, those in `after_load` run
+    when a training was loaded.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Engine:
         mesh: Mesh,
         *,
         optimizer: Any = None,
+        scheduler: Any = None,
         max_grad_norm: float | None = None,
         deferred_batch_norm: bool = False,
         loss_weight: LossWeight | None = None,
@@ -118,6 +122,7 @@ class Engine:
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise PlanError(f"max_grad_norm={max_grad_norm} must be positive, or None not to clip")
+        self._schedulers = check_schedulers(scheduler, optimizer)
         if plan.stages[-1].last_block != len(graph.blocks) - 1:
             raise PlanError(
                 f"the plan's stages hold {plan.stages[-1].last_block + 1} blocks and the model has "
@@ -131,6 +136,7 @@ class Engine:
         held = {n for t in graph.tensors if t.name in used for n in (t.fqn, *t.aliases)}
         self.steps = self.samples = 0
         self.after_step: list[Callable[[Tensor], None]] = []
+        self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
         # The preamble reads whole buffers, also those that lie elsewhere as a block's, or cut. What
@@ -174,6 +180,7 @@ class Engine:
             host=self._host if plan.optimizer_on_host else None,
         )
         self.optimizer = self._trained.build_optimizer(optimizer, model)
+        self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
         self._max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         self.fetched: dict[str, Tensor] = {}
@@ -412,10 +419,15 @@ class Engine:
         if shared is not None:
             shared.wait()
         self.fetched = gathered(self, seen) if seen.wanted else {}
-        if self._recorder is not None:
-            self._recorder.end_step()
         for tell in self.after_step:
             tell(loss)
+        if update and self._schedulers:
+            # Last: what is told of a step is told with the rate it was made with.
+            with self._recorded_job(StepJobKind.LEARNING_RATE, on_host=True):
+                for scheduler in self._schedulers:
+                    scheduler.step()
+        if self._recorder is not None:
+            self._recorder.end_step()
         return loss
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
@@ -427,8 +439,9 @@ class Engine:
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         if self._values is not None:
-            self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
-        with self._recorded("OPTIMIZE"):
+            with self._recorded(CHECK):
+                self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
+        with self._recorded_job(StepJobKind.OPTIMIZER):
             if self._checkpoints is not None:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
@@ -463,6 +476,17 @@ class Engine:
 
     def _recorded(self, kind: str) -> AbstractContextManager[None]:
         return nullcontext() if self._recorder is None else self._recorder.span(kind, kind)
+
+    def _recorded_job(
+        self, kind: StepJobKind, *, on_host: bool = False
+    ) -> AbstractContextManager[None]:
+        """Record a job behind the table, and name it for profilers, if anyone looks."""
+        job = self._step_jobs[kind]
+        if self._recorder is not None:
+            return self._recorder.span(str(job.kind), str(job), on_host=on_host)
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(str(job))
+        return nullcontext()
 
     def evaluate(self, batch: Any, *, fetch: Iterable[str] = ()) -> Tensor:
         """Return the mean loss of one global batch, as the model computes it after ``eval()``.
@@ -582,10 +606,17 @@ class Engine:
         the next `save`, `load`, `wait_for_save` or `close` waits for them and raises PlanError
         where they could not be written. `folder` is one that all ranks reach; in it the newest
         `keep` checkpoints stay. `extra` gives by name what else is to be saved, each with a
-        `state_dict` and a `load_state_dict`: schedulers, scalers.
+        `state_dict` and a `load_state_dict`: scalers, the script's own schedulers. Those that
+        `planner.apply` was given are saved in any case.
         """
         self._accumulation.refuse_open("engine.save")
-        self._own_checkpoints().save(Path(folder), keep=keep, extra=extra or {})
+        self._own_checkpoints().save(Path(folder), keep=keep, extra=self._with_own(extra or {}))
+
+    def _with_own(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the script saves beside, and the schedulers that the engine steps."""
+        given = {id(each) for each in extra.values()}
+        own = {f"{OWN_SCHEDULER}{n}": each for n, each in enumerate(self._schedulers)}
+        return {**extra, **{name: each for name, each in own.items() if id(each) not in given}}
 
     def wait_for_save(self) -> None:
         """Return when the last save is on the disk. Raises PlanError where it could not be."""
@@ -602,7 +633,10 @@ class Engine:
         checkpoint is whole, or is of another model.
         """
         self._accumulation.forget()
-        return self._own_checkpoints().load(Path(path), extra=extra or {})
+        loaded = self._own_checkpoints().load(Path(path), extra=self._with_own(extra or {}))
+        for tell in self.after_load:
+            tell()
+        return loaded
 
     @property
     def is_accumulating(self) -> bool:

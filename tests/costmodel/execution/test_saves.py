@@ -8,11 +8,18 @@ import pytest
 from costmodel.cache import CostCache
 from costmodel.execution import find_execution
 from costmodel.execution.executed import ExecutedProfile
+from costmodel.execution.rings import GATHERED, with_rings
+from costmodel.execution.saves import remade_in_backward, with_sized_losses
 from costmodel.table.rates import load_rates
+from planner.graph import Op, Program, Ref
 from planner.layout.axes import Degrees
+from planner.layout.redistribute import REDISTRIBUTE
+from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
+from planner.ops.families.products.attention import RING
 from planner.templates import Transformer, build_transformer
 from planner.templates.splits import tp_layouts
 from profiles import load_profile
+from tests.costmodel.programs import CHAIN, program_of
 
 HIDDEN, WIDE, TOKENS, VOCAB = 64, 96, 32, 256
 MODEL = Transformer(
@@ -71,3 +78,95 @@ def test_our_own_runtime_saves_what_autograd_does() -> None:
     profile = load_profile("h100-sxm5-80gb")
     own = CostCache(build_transformer(MODEL), profile).block_bytes(1, 1).kept_bytes
     assert own == kept(1)
+
+
+NOTHING = replace(BASE, kernels="fused", copies_values=False)
+
+
+def test_a_fused_kernel_makes_what_is_inside_of_it_again():
+    """Of what it takes from outside; a product, alone, of its factors."""
+    program = program_of(CHAIN, outputs=("d",))
+    again = remade_in_backward(program, replace(NOTHING, fused_saves=True))
+    assert again["a"] == again["b"] == {"a": ("x",), "b": ("x", "y")}
+    assert again["c"] == again["d"] == {"c": ("p", "b"), "d": ("p", "b")}
+    assert again["p"] == {"p": ("b", "w")}
+    assert not any(remade_in_backward(program, NOTHING).values())
+
+
+def gathered_for(*products: str, axis: str = "tp") -> Program:
+    """x, split on an axis, is gathered for products."""
+    program = program_of(
+        {"g": ("aten.neg.default", ("x",))}
+        | dict.fromkeys(products, ("aten.mm.default", ("g", "w"))),
+        outputs=products,
+    )
+    gather = Op(
+        name="g",
+        target=REDISTRIBUTE,
+        args=(Ref("x"), axis, "S(0)", "R", True),
+        outputs=("g",),
+    )
+    return replace(program, ops=(gather, *program.ops[1:]))
+
+
+def test_gathered_inputs_are_saved_as_what_they_were_gathered_from():
+    program = gathered_for("p", "q")
+    regathers = replace(NOTHING, regathers=True)
+    again = remade_in_backward(program, regathers)
+    assert {name: parts for name, parts in again.items() if parts} == {
+        "p": {"g": ("x",)},
+        "q": {"g": ("x",)},
+    }
+    ours = replace(regathers, prices="profile")
+    assert remade_in_backward(program, ours) == {}
+
+
+def test_only_a_loss_over_parts_of_the_vocabulary_is_given_a_size():
+    program = program_of({"loss": (VOCAB_CROSS_ENTROPY, ("x", "y"))}, outputs=("loss",))
+    (op,) = with_sized_losses(program, 6).ops
+    assert (op.target, op.kwargs) == (SIZED_CROSS_ENTROPY, (("bytes_per_logit", 6),))
+    other = program_of(CHAIN, outputs=("d",))
+    assert with_sized_losses(other, 6) is other
+
+
+def attention_of(axis: str, *others_read: str) -> Program:
+    """Keys and values are gathered on an axis before attention; others may read them, too."""
+    ops = dict.fromkeys(("k", "v", "out"), ("aten.neg.default", ("x",)))
+    more = {f"n{at}": ("aten.neg.default", (read,)) for at, read in enumerate(others_read)}
+    program = program_of(ops | more, outputs=("out", *more), inputs=("x",), params=())
+    gathers = tuple(
+        Op(
+            name=name,
+            target=REDISTRIBUTE,
+            args=(Ref("x"), axis, "S(2)", "R", True),
+            outputs=(name,),
+        )
+        for name in ("k", "v")
+    )
+    attention = Op(
+        name="out",
+        target=GATHERED,
+        args=(Ref("x"), Ref("k"), Ref("v"), 0.1, 0.5, True),
+        outputs=("out",),
+    )
+    return replace(program, ops=(*gathers, attention, *program.ops[3:]))
+
+
+def test_a_ring_takes_the_parts_of_keys_and_values():
+    (op,) = with_rings(attention_of("cp"), 4).ops
+    assert op.target == RING
+    assert op.args == (Ref("x"), Ref("x"), Ref("x"), 0.1, 0.5, True, 4)
+    assert {meta.name for meta in with_rings(attention_of("cp"), 4).tensors} == {"x", "out"}
+
+
+def test_what_others_read_is_gathered_beside_a_ring():
+    program = with_rings(attention_of("cp", "k", "v"), 4)
+    assert [op.outputs[0] for op in program.ops] == ["k", "v", "out", "n0", "n1"]
+    assert program.ops[2].target == RING
+    assert program.ops[2].inputs == ("x", "x", "x")
+
+
+def test_keys_that_nothing_gathers_over_cp_go_round_no_ring():
+    """Each rank has them whole, or with those of the other ranks of tp."""
+    program = attention_of("tp")
+    assert with_rings(program, 4) == program

@@ -190,6 +190,36 @@ def test_schedulers_scalers_and_generators_are_saved(engine, tmp_path):
         other.save(tmp_path, extra={"rate": 0.1})
 
 
+def test_the_engines_schedulers_are_saved_unasked(tmp_path):
+    """Their step goes on; one that was not saved is refused, but for weights to begin from."""
+
+    def scheduled() -> tuple[Engine, torch.optim.Optimizer]:
+        network = build("mlp")[1]
+        optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        rates = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        plan = default_plan(capture("mlp"), num_microbatches=2)
+        return planner.apply(plan, network, optimizer=optimizer, scheduler=rates), optimizer
+
+    (first, rates), (second, found) = scheduled(), scheduled()
+    plain = make_engine()
+    plain.save(tmp_path / "start")
+    plain.step(mlp_batch(2))
+    plain.save(tmp_path / "plain")
+    plain.wait_for_save()
+    for _ in range(3):
+        first.step(mlp_batch(2))
+    first.save(tmp_path / "run")
+    first.wait_for_save()
+    second.load(tmp_path / "run")
+    for _ in range(3):
+        assert found.param_groups[0]["lr"] == rates.param_groups[0]["lr"] < 1
+        first.step(mlp_batch(2))
+        second.step(mlp_batch(2))
+    with pytest.raises(PlanError, match="no extra 'scheduler of the engine 0'"):
+        second.load(tmp_path / "plain")
+    assert second.load(tmp_path / "start").step == 0
+
+
 def test_an_optimizer_whose_state_is_not_shaped_like_its_parameter(tmp_path):
     """Adafactor has rows and columns: whole parameters keep theirs."""
     engine = make_engine(torch.optim.Adafactor)

@@ -53,6 +53,15 @@ engine = planner.apply("plan.json", model, optimizer=torch.optim.AdamW(model.par
 Path(f"loading-{rank}").touch()
 torch.manual_seed(1 + int(rank))
 engine.resume()
+if dies == "hangs" and rank == "1":
+    (stage,) = engine.stages.values()
+    forward = stage.forward
+    def asleep(*inputs, **settings):
+        if engine.steps == 3 and not Path("hung").exists():
+            Path("hung").touch()
+            time.sleep(1000)
+        return forward(*inputs, **settings)
+    stage.forward = asleep
 while engine.steps < steps:
     drawn = torch.rand(()).item()
     loss = engine.step(batch_of(engine)).item()
@@ -198,6 +207,30 @@ def test_a_rank_without_memory_tells_what_it_held_and_a_smaller_plan_goes_on(tmp
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.slow
+def test_a_rank_that_sleeps_in_a_job_is_told_of_and_starts_again(tmp_path, monkeypatch):
+    """For good, in code of the script's; the launcher is given a short time to end it."""
+    monkeypatch.setenv("PLANNER_STALL_S", "3")
+    monkeypatch.setenv("PLANNER_STALL_ENDS", "3")
+    plan = default_plan(capture("gpt", torch.float64), pp=2)
+    save_plan(plan, tmp_path / "plan.json")
+    process = begin(tmp_path, restarts=1, steps=6, dies="hangs")
+    try:
+        _, told = process.communicate(timeout=250)
+    finally:
+        process.kill()
+    assert process.returncode == 0, told
+    assert told.count("planner: nothing has moved for 3 s; the ranks are in") == 1
+    assert "all others wait, in the end, for rank 1 (job 1F0 (forward of stage 1" in told
+    assert told.count("planner: stacks of rank 0") == told.count("planner: stacks of rank 1") == 1
+    assert "in asleep" in told  # the line of the script
+    assert re.search(r"planner: rank \d has not moved for \d+ s: job", told)
+    assert re.search(r"planner: restart 1 of 1, from 00000\d-step-[23]\n", told)
+    found = [loss for loss, *_ in curve(tmp_path)]
+    torch.testing.assert_close(found, losses_alone(plan, 6), rtol=1e-12, atol=0)
+    assert_nothing_left(tmp_path)
+
+
 def kill_one(folder: Path, when: str, draw: random.Random, known: int) -> bool:
     """Kill a random rank with -9: during a `load`, a `save`, or anywhere (`step`) after `known`
     lines of the log; whether the moment came before the run was over.
@@ -317,7 +350,8 @@ def test_after_a_lack_of_memory_a_plan_for_less_is_searched(tmp_path):
         asked.append((list(counts), limit))
         found = default_plan(capture("gpt"), dp=2, zero_stage=1)
         estimate = {
-            "step_s": 1.0, "peak_bytes": 1000.0, "time": {}, "memory": [{}], "source": ""
+            "step_s": 1.0, "peak_bytes": 1000.0, "time": {}, "memory": [{"context_bytes": 200.0}],
+            "source": "",
         }  # fmt: skip
         return found.model_copy(update={"estimate": estimate})
 
@@ -334,6 +368,6 @@ def test_after_a_lack_of_memory_a_plan_for_less_is_searched(tmp_path):
     leave(tmp_path, "memory", peak_bytes=2000)
     assert course.goes_on({0: Died(1)})
     course.plan_for(2)
-    assert asked[1:] == [([2], 900)]  # of the prediction
+    assert asked[1:] == [([2], 920)]  # of the prediction, and all of the context
     with pytest.raises(PlanError, match="`save_every` 0 was given"):
         Keeping(folder=tmp_path, save_every=0)

@@ -10,6 +10,8 @@ import planner
 from planner.errors import LayoutError
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
+from planner.runtime.state.user_tensors import shard_tensor
+from tests.runtime.alone import mesh_of
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 
@@ -50,3 +52,16 @@ def test_a_rank_alone_keeps_all():
     cut = engine.shard_tensor(TABLE, tp=0)
     assert torch.equal(cut.full_tensor(), TABLE)
     engine.close()
+
+
+def test_an_axis_or_a_dim_that_is_not_there_is_refused_before_anything_is_sent():
+    mesh = mesh_of(default_plan(capture("mlp")))
+    with pytest.raises(LayoutError, match=r"axis 'cp' cuts no tensor; use data or tp"):
+        shard_tensor(TABLE, mesh, {"data": 0, "cp": 1})
+    with pytest.raises(LayoutError, match=r"shape \(5, 6\) has no dim -3, .* use -2 to 1"):
+        shard_tensor(TABLE, mesh, {"tp": -3})
+    number = torch.tensor(2.0)
+    with pytest.raises(LayoutError, match=r"shape \(\) has no dim 0"):
+        shard_tensor(number, mesh, {"tp": 0})
+    assert torch.equal(shard_tensor(number, mesh, {}).full_tensor(), number)
+    assert torch.equal(shard_tensor(TABLE, mesh, {"data": -1}).to_local(), TABLE)

@@ -1,0 +1,232 @@
+"""Commands as functions: what each makes of its options before and behind what it calls."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from commands.check import check, row_of, unpriced
+from commands.common import replan as replan_module
+from commands.common.replan import replanner
+from commands.convert import convert
+from commands.emit import emit
+from planner.emit.megatron_options import parse_flags
+from planner.emit.megatron_rules import Run
+from planner.errors import LayoutError, PlanError, PlannerError
+from planner.plan import load_plan, save_plan
+from tests.emit.views import view_of
+
+FLAGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 "
+    "--micro-batch-size 1 --global-batch-size 64 --pipeline-model-parallel-size 2"
+)
+
+
+def run_of(more: str = "", gpus: int = 16) -> Run:
+    return Run(flags=parse_flags(f"{FLAGS} {more}"), num_devices=gpus, model={})
+
+
+# ---- check
+
+
+@pytest.mark.parametrize(
+    ("more", "cells"),
+    [
+        ("", {"layers": 32, "pp": 2, "dp": 8, "vpp": 1, "zero_stage": 0, "recompute": "none",
+              "dtype": "fp32", "schedule": "1F1B", "sp": 0, "global_batch": 64}),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --bf16",
+         {"tp": 2, "dp": 4, "sp": 1, "dtype": "bf16"}),
+        ("--num-layers-per-virtual-pipeline-stage 4", {"vpp": 4, "schedule": "interleaved"}),
+        ("--use-megatron-fsdp", {"zero_stage": 3}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", {"zero_stage": 2}),
+        ("--use-distributed-optimizer --fp16", {"zero_stage": 1, "dtype": "fp16"}),
+        ("--recompute-activations --fp8-format hybrid", {"recompute": "selective", "dtype": "fp8"}),
+        ("--kv-channels 64 --swiglu", {"head_dim": 64, "gated_ffn": 1}),
+        # An expert is as wide as its own option says, if there is one.
+        ("--ffn-hidden-size 11008 --moe-ffn-hidden-size 1024", {"ffn_hidden": 11008}),
+        ("--ffn-hidden-size 11008 --moe-ffn-hidden-size 1024 --num-experts 8",
+         {"ffn_hidden": 1024, "num_experts": 8, "etp": ""}),
+        ("--ffn-hidden-size 11008 --num-experts 8 --expert-model-parallel-size 4",
+         {"ffn_hidden": 11008, "ep": 4, "etp": 1}),
+    ],
+)  # fmt: skip
+def test_flags_are_the_row_that_is_priced(more, cells):
+    row = row_of(run_of(more), {}, "", "H100")
+    assert {name: row[name] for name in cells} == cells
+
+
+def test_a_row_without_sizes_is_not_priced():
+    bare = Run(flags=parse_flags("--micro-batch-size 1"), num_devices=8, model={})
+    with pytest.raises(PlannerError, match="give --model, or --num-layers and --hidden-size"):
+        row_of(bare, {}, "", "H100")
+
+
+FULL = "--recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize(
+    ("more", "notes"),
+    [
+        ("", []),
+        ("--optimizer-cpu-offload --tp-comm-overlap",
+         ["checked, of no part in the price: --optimizer-cpu-offload, --tp-comm-overlap"]),
+        ("--recompute-granularity selective", []),
+        ("--recompute-granularity selective --recompute-modules moe_act mlp",
+         ["priced with core_attn recomputed: --recompute-modules moe_act mlp"]),
+        # Layers of a stage are 32 / 2; uniform has as many in a chunk, and recomputes all chunks.
+        (f"{FULL} uniform --recompute-num-layers 1", []),
+        (f"{FULL} block --recompute-num-layers 16", []),
+        (f"{FULL} block --recompute-num-layers 15",
+         ["priced with all 16 layers of a stage recomputed, and --recompute-num-layers 15 takes "
+          "less time and more memory"]),
+        (f"{FULL} block --recompute-num-layers 4 --num-layers-per-virtual-pipeline-stage 4", []),
+    ],
+)  # fmt: skip
+def test_what_the_price_leaves_out_is_said(more, notes):
+    assert unpriced(run_of(more)) == notes
+
+
+def test_broken_rules_end_a_check_before_a_price(capsys):
+    assert check("--num-layers 31 --hidden-size 64 --micro-batch-size 1 "
+                 "--pipeline-model-parallel-size 2", gpus=2) == 2  # fmt: skip
+    assert "31 layers" in capsys.readouterr().err
+
+
+# ---- replan
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan of Llama 3 8B whose model file is there."""
+    (tmp_path / "model.py").write_text("")
+    view = view_of()
+    model = view.plan.model.model_copy(update={"file": str(tmp_path / "model.py")})
+    return view.plan.model_copy(update={"model": model})
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """What searches were asked, and a step of 100 / devices seconds for each but 6."""
+    asked = []
+
+    def find(graph, profile, request):
+        asked.append(request)
+        if request.num_devices == 6:
+            raise LayoutError("6 does not divide")
+        if request.num_devices < 4:
+            return SimpleNamespace(plan=None, reasons=("too little memory",))
+        found = SimpleNamespace(estimate={"step_s": 100 / request.num_devices})
+        return SimpleNamespace(plan=found, reasons=())
+
+    monkeypatch.setattr("search.find_plan_once", find)
+    monkeypatch.setattr(replan_module, "graph_of_plan", lambda plan, model: "graph")
+    return asked
+
+
+def test_the_fastest_plan_of_what_is_left_is_taken(plan, searched):
+    found = replanner(plan, "h100-sxm5-80gb")([8, 6, 4], 10**10)
+    assert found.estimate == {"step_s": 100 / 8}
+    assert [request.num_devices for request in searched] == [8, 6, 4]
+    # The run goes on: its samples a step and its numbers' precision are those of the plan.
+    assert {request.global_batch for request in searched} == {plan.global_batch}
+    assert {request.precision for request in searched} == {plan.precision}
+    assert {request.memory_limit_bytes for request in searched} == {10**10}
+
+
+def test_no_plan_for_what_is_left_names_every_reason(plan, searched):
+    with pytest.raises(PlanError, match="global batch of 64 on what is left") as told:
+        replanner(plan, "h100-sxm5-80gb")([6, 2], None)
+    assert "(6 ranks: 6 does not divide; 2 ranks: too little memory)" in str(told.value)
+
+
+def test_what_a_later_search_needs_is_missed_before_the_run(plan, searched):
+    gone = plan.model_copy(update={"model": plan.model.model_copy(update={"file": "gone.py"})})
+    with pytest.raises(PlanError, match=r"the plan is for gone\.py, which is not here"):
+        replanner(gone, None)
+    with pytest.raises(PlanError, match="'abacus', which can't be read"):
+        replanner(plan, "abacus")
+
+
+# ---- convert
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """What was converted, and how."""
+    given = {}
+
+    def convert_files(source, target, **options):
+        given.update(options, source=source, target=target)
+        return SimpleNamespace(
+            kind="safetensors", path=target, num_tensors=2, nbytes=3000, source="run/step-8"
+        )
+
+    monkeypatch.setattr("planner.runtime.checkpoint.convert.convert", convert_files)
+    return given
+
+
+def test_a_conversion_is_said_in_a_line(converted, capsys):
+    convert(Path("run"), Path("weights"), to=None, plan=None, model=None, shard_gb=0.5)
+    assert (converted["kind"], converted["plan"], converted["graph"]) == (None, None, None)
+    assert converted["shard_bytes"] == 500_000_000
+    assert "safetensors weights: 2 tensors, 2.93 KiB, from run/step-8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shard_gb", [float("nan"), float("inf")])
+def test_shards_have_a_size(converted, shard_gb):
+    with pytest.raises(PlannerError, match="use a number of GB, such as 5"):
+        convert(Path("run"), Path("weights"), to=None, plan=None, model=None, shard_gb=shard_gb)
+    assert not converted
+
+
+@pytest.mark.parametrize("given", [{"plan": Path("p.json")}, {"model": Path("m.py")}])
+def test_a_plan_and_its_model_go_together(converted, given):
+    with pytest.raises(PlannerError, match="--plan and --model go together"):
+        convert(
+            Path("a"), Path("b"), to=None, shard_gb=5.0, **{"plan": None, "model": None} | given
+        )
+    assert not converted
+
+
+# ---- emit
+
+
+def emitted(tmp_path, view, **options) -> int:
+    save_plan(view.plan, tmp_path / "plan.json")
+    usual = {"model": None, "to": "torchrun", "out": tmp_path / "job", "accept": None}
+    return emit(tmp_path / "plan.json", **usual | {"script": "train.py", "device": None} | options)
+
+
+def test_scripts_can_be_run_and_configurations_not(tmp_path, capsys):
+    assert emitted(tmp_path, view_of(), to="ray", script="my run.py") == 0
+    script, driver = tmp_path / "job" / "torchrun.sh", tmp_path / "job" / "ray_driver.py"
+    assert script.stat().st_mode & 0o111 == 0o111
+    assert not driver.stat().st_mode & 0o111
+    assert "'my run.py' \"$@\"" in script.read_text()
+    assert f"wrote {script}" in capsys.readouterr().out
+    # The plan itself is as it was.
+    assert load_plan(tmp_path / "plan.json") == view_of().plan
+
+
+def test_nothing_is_written_of_a_plan_that_is_refused(tmp_path, capsys):
+    assert emitted(tmp_path, view_of(), to="deepspeed") == 2
+    assert not (tmp_path / "job").exists()
+    assert "planner: deepspeed can't express pp: " in capsys.readouterr().err
+
+
+def test_a_plan_is_not_overwritten_by_what_is_written_of_it(tmp_path):
+    view = view_of()
+    (tmp_path / "job").mkdir()
+    plan = tmp_path / "job" / "torchrun.sh"
+    save_plan(view.plan, plan)
+    with pytest.raises(PlannerError):
+        emit(plan, model=None, to="torchrun", out=tmp_path / "job", accept=None, script="train.py",
+             device=None)  # fmt: skip
+    assert load_plan(plan) == view.plan
+
+
+def test_a_device_is_one_of_two(tmp_path):
+    with pytest.raises(PlanError, match="`device` tpu was given; use cpu or cuda"):
+        emitted(tmp_path, view_of(), device="tpu")
+    assert emitted(tmp_path, view_of(), device="cpu") == 0
+    assert "PLANNER_DEVICE=cpu" in (tmp_path / "job" / "torchrun.sh").read_text()
