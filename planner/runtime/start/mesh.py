@@ -38,7 +38,6 @@ from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
-from planner.runtime.start.together import together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +228,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
 
 
 def _start_process_group(plan: Plan, device: torch.device) -> None:
-    """Start the default group on the device's backend, after one of gloo on which all agree.
+    """Start the default group on the device's backend, once every rank is known to have it.
 
     A backend that any rank lacks is told by every rank in the same words, instead of by that rank
     while the others wait for it.
@@ -246,35 +245,38 @@ def _start_process_group(plan: Plan, device: torch.device) -> None:
     timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-
-    def start(backend: str, bound_to: torch.device | None = None) -> None:
+    backend = _shared_backend(dist.PrefixStore("planner-start", store), rank, world_size, device)
+    try:
         dist.init_process_group(
             backend,
-            # Each group's own keys: the second would else find what the first has left there.
-            store=dist.PrefixStore(f"planner-{backend}", store),
+            store=dist.PrefixStore("planner", store),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=bound_to,
+            device_id=devices.bound_to(device),
         )
-
-    start("gloo")
-    backends = together(None, lambda: _backend_of_rank(rank, device))
-    if set(backends) == {"gloo"}:
-        return
-    dist.destroy_process_group()
-    try:
-        start(backends[rank], devices.bound_to(device))
     except RuntimeError as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise PlanError(
-            f"rank {rank} on {device} can't start {backends[rank]}, through which ranks on "
+            f"rank {rank} on {device} can't start {backend}, through which ranks on "
             f"{device.type} talk ({reason}); mend that, or use `device` cpu"
         ) from error
 
 
-def _backend_of_rank(rank: int, device: torch.device) -> str:
+def _shared_backend(store: dist.Store, rank: int, world_size: int, device: torch.device) -> str:
+    """Return this rank's backend when all ranks have said that theirs is there.
+
+    It goes over the store that ranks met at, since no group exists yet: two messages a rank.
+    Raises PlanError on every rank where a rank has none.
+    """
+    backend = ""
     try:
-        return devices.backend(device)
+        backend = devices.backend(device)
     except PlanError as error:
-        raise PlanError(f"rank {rank}: {error}") from error
+        store.set("missing", f"rank {rank}: {error}")
+    if store.add("told", 1) == world_size:
+        store.set("all told", "")
+    store.wait(["all told"])
+    if store.check(["missing"]):
+        raise PlanError(store.get("missing").decode())
+    return backend

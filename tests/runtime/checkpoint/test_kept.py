@@ -43,9 +43,9 @@ def test_nothing_is_kept_without_a_launcher_that_keeps(monkeypatch):
     monkeypatch.delenv(KEEP, raising=False)
     engine = Engine()
     run = Kept(engine)
-    run.keep()
+    run.keep(now=False)
     assert run.resume({}) is None
-    run.keep()
+    run.keep(now=False)
     assert (engine.saved, engine.loaded) == ([], [])
 
 
@@ -55,7 +55,7 @@ def test_each_second_step_is_saved_once_and_none_between_the_batches_of_a_step(k
     assert run.resume(extra) is None  # there is no folder yet
     for engine.steps in range(1, 6):
         for engine.is_accumulating in (True, False, False):
-            run.keep()
+            run.keep(now=False)
     assert engine.saved == [(2, extra), (4, extra)]
 
 
@@ -68,17 +68,17 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_does_not_save_it_again(kep
     assert found.step == 4
     assert engine.loaded == [(kept_run, {})]
     assert not (kept_run / ".saving-000003").exists()
-    run.keep()
+    run.keep(now=False)
     assert engine.saved == []
     engine.steps = 6
-    run.keep()
+    run.keep(now=False)
     assert engine.saved == [(6, {})]
 
 
 def test_keeping_before_resuming_is_refused(kept_run):
     """The run would begin from the first step each time it starts again."""
     with pytest.raises(PlanError, match=r"before engine\.resume\(\).* call engine\.resume\(\)"):
-        Kept(Engine()).keep()
+        Kept(Engine()).keep(now=False)
 
 
 def test_a_folder_that_can_not_be_read_is_told_in_a_line(kept_run, monkeypatch):
