@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from planner.errors import ModelError
 from planner.graph.batch import flatten_batch, unflatten_batch
@@ -132,7 +132,7 @@ class MapParts(Dataset[Loaded]):
             return replace(self._collate(samples), whole=key.whole)
 
     def _read(self, key: PartKey) -> list[Any]:
-        if hasattr(self._dataset, "__getitems__"):  # together: `datasets` is many times as fast
+        if _reads_together(self._dataset):  # `datasets` is many times as fast so
             draw_from(self._seed, key.epoch, key.places[0])
             return list(self._dataset.__getitems__(key.numbers))
         samples = []
@@ -140,6 +140,13 @@ class MapParts(Dataset[Loaded]):
             draw_from(self._seed, key.epoch, place)
             samples.append(self._dataset[number])
         return samples
+
+
+def _reads_together(dataset: Any) -> bool:
+    """Whether a dataset reads several samples at once: a Subset only says so for what it is of."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
 
 
 def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:
@@ -150,8 +157,14 @@ def fill_up(samples: Sequence[Any], pad: Mapping[str, float]) -> Any:
     """
     flat = [flatten_batch(_as_tensors(sample)) for sample in samples]
     leaves = {}
+    for each, _ in flat:
+        if each.keys() != flat[0][0].keys():
+            apart = ", ".join(sorted(each.keys() ^ flat[0][0].keys()))
+            raise ModelError(f"some samples have {apart} and others do not; give all the same")
     for path in flat[0][0]:
         tensors = [each[path] for each, _ in flat]
+        if len({t.dim() for t in tensors}) > 1:
+            raise ModelError(f"samples have {path} of several numbers of dims; give all the same")
         shape = tuple(max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True))
         if path not in pad and any(tuple(t.shape) != shape for t in tensors):
             raise ModelError(

@@ -8,6 +8,7 @@ from itertools import islice
 import numpy
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
@@ -60,14 +61,28 @@ def key(*places: int) -> PartKey:
     return PartKey(epoch=1, whole=8, places=places, numbers=[10 * p for p in places])
 
 
-def test_a_sample_is_the_same_in_whichever_part_it_is_read():
-    parts = MapParts(Noisy(), 3, X)
+class Many(Noisy):
+    def __getitems__(self, numbers):
+        return [self[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "data", [Noisy(), Subset(Noisy(), range(40)), Subset(Subset(Noisy(), range(40)), range(40))]
+)
+def test_a_sample_is_the_same_in_whichever_part_it_is_read(data):
+    parts = MapParts(data, 3, X)
     whole = parts[key(0, 1, 2, 3)]
     assert whole.whole == 8
     rest = parts[key(2, 3)].batch["x"]
     assert torch.equal(whole.batch["x"][2:], rest)
-    other = MapParts(Noisy(), 4, X)[key(2, 3)].batch["x"]
+    other = MapParts(data, 4, X)[key(2, 3)].batch["x"]
     assert not torch.equal(other, rest)
+
+
+def test_samples_that_are_read_together_draw_together():
+    found = [MapParts(data, 3, X)[key(2, 3)].batch["x"] for data in (Noisy(), Many())]
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 def test_what_the_rank_does_not_read_goes_no_farther_and_is_marked():
@@ -88,6 +103,10 @@ def test_samples_are_filled_up_to_the_largest_in_each_dim():
     assert fill_up([(1, None), (2, None)], {"0": 0})[0].tolist() == [1, 2]
     with pytest.raises(ModelError, match=r"ids of several shapes, such as \(3,\) and \(3,\)|w of"):
         fill_up(samples, {"ids": -1})
+    with pytest.raises(ModelError, match="some samples have w and others do not"):
+        fill_up([samples[0], {"ids": [4]}], {"ids": -1})
+    with pytest.raises(ModelError, match="ids of several numbers of dims"):
+        fill_up([{"ids": [[4]]}, {"ids": [4]}], {"ids": -1})
 
 
 def stream(count: int, at_end, *, replica: int = 0, start: int = 0, data=None) -> list[list[int]]:
