@@ -130,7 +130,9 @@ def test_a_training_saved_without_averages_begins_them_from_its_weights(tmp_path
     saved = engine.full_state_dict()
     engine.wait_for_save()
     again = planner.apply(plan, MlpWithTarget())
-    average = again.average_weights()
+    average = again.average_weights(decay=None)
+    again.step(mlp_batch(4))
+    assert average.count == 1
     again.load(tmp_path)
     assert average.count == 0
     found = average.full_state_dict()

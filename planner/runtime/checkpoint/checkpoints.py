@@ -202,6 +202,8 @@ class Checkpoints:
             ),
         )
         reader = Stored(checkpoint).reader
+        if engine.average is not None:
+            engine.average.begin_anew()  # where the checkpoint has none
         with told_plainly():
             dcp.load({}, storage_reader=reader, planner=planner, process_group=control)
         finish_parts(engine, parts)

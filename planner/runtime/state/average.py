@@ -66,6 +66,10 @@ class WeightAverage:
         )
         return state | {name: found[name].to(t.dtype) for name, t in state.items() if name in found}
 
+    def begin_anew(self) -> None:
+        """Take the next weights as the first: those averaged so far are of another training."""
+        self._count.zero_()
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Let the engine evaluate with averages for its weights; every rank enters it."""
