@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 from planner.errors import PlanError
@@ -104,7 +105,8 @@ class Course:
         died = [(f.timestamp, rank, f.exitcode) for rank, f in failures.items() if f.exitcode < 0]
         if told is None or (told.kind == "peer" and died):
             every = [(f.timestamp, rank, f.exitcode) for rank, f in failures.items()]
-            _, rank, code = min(died or every)
+            # The agent ends the others by SIGTERM, within the second that timestamps are of.
+            _, rank, code = min(died or every, key=lambda each: (each[2] == -SIGTERM, each))
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             text = f"planner: rank {rank} died with {how} and said nothing"
             return Failure(kind="peer", rank=rank, text=text)

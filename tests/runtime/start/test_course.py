@@ -314,6 +314,13 @@ def leave(folder: Path, kind: str, **more) -> None:
     (folder / "failure").write_text(json.dumps(failure))
 
 
+def test_the_cause_is_the_rank_that_the_agent_did_not_end(tmp_path):
+    course = course_of(tmp_path)
+    assert course.goes_on({0: Died(-15), 1: Died(-9)})
+    assert course.failure is not None
+    assert course.failure.text == "planner: rank 1 died with signal 9 and said nothing"
+
+
 def test_what_would_only_come_again_ends_the_run(tmp_path, capsys):
     """A mistake of the user's, a NaN and, at the second time from one place, an exception; while a
     rank that was killed is the cause whatever its peers say, and torn notes are none."""
