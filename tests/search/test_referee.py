@@ -120,21 +120,30 @@ def random_instance(rng: np.random.Generator, names: list[str]) -> Instance:
     return Instance(graph=graph, machine=machine, request=request)
 
 
+PARTS = 10
+
+
 @pytest.mark.parametrize(
-    ("instances", "names"),
+    ("instances", "names", "seed"),
     [
-        (4, ["uneven", "tied"]),
-        pytest.param(
-            500, [*SHAPES, ATTENTION], marks=[pytest.mark.slow, pytest.mark.timeout(1800)]
+        pytest.param(4, ["uneven", "tied"], 31, id="quick"),
+        *(
+            pytest.param(
+                500 // PARTS,
+                [*SHAPES, ATTENTION],
+                part,
+                marks=[pytest.mark.slow, pytest.mark.timeout(1800)],
+                id=f"part {part} of {PARTS}",
+            )
+            for part in range(1, PARTS + 1)
         ),
     ],
-    ids=["quick", "whole"],
 )
-def test_the_best_equals_trying_everything(instances, names):
+def test_the_best_equals_trying_everything(instances, names, seed):
     """No plan that fits beats the answer by more than its gap, which nearly always is 0, the bound
     is never above the optimum, and where the search says that nothing fits nothing does. The same
     holds of CP-SAT, brute force and recursive bisection, whose gaps are those of a path's bound."""
-    rng = np.random.default_rng(31)
+    rng = np.random.default_rng(seed)
     gaps, losses, unfit = [], [], 0
     for number in range(instances):
         one = random_instance(rng, names)
@@ -156,13 +165,13 @@ def test_the_best_equals_trying_everything(instances, names):
                 if solver == "recursive" and other.plan is None:
                     continue
                 assert check_against(best, limit, other) is not None
-    proved = np.mean(np.array(gaps) < 1e-9)
+    unproved = int(np.sum(np.array(gaps) >= 1e-9))
     print(
-        f"{instances} instances: {unfit} fit nothing; of the rest {proved:.1%} have gap 0, the "
+        f"{instances} instances: {unfit} fit nothing; {unproved} of the rest have a gap, the "
         f"largest gap is {max(gaps):.2%}, and {np.mean(np.array(losses) < 1e-9):.1%} are the very "
         f"best plan (largest loss {max(losses):.2%})"
     )
-    assert proved >= 0.99
+    assert unproved <= 1
 
 
 def test_a_larger_microbatch_may_fit_where_a_smaller_one_does_not():

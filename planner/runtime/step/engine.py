@@ -217,7 +217,7 @@ class Engine:
         self._checkpoints: Checkpoints | None = None
         self._kept: Kept | None = None
         self._accumulation = Accumulation()
-        start_watchdog(self._executor.status)
+        start_watchdog(self._executor.status, step_s=plan.estimate.get("step_s", 0.0))
         self._untouched: Untouched | None = None
         self._evaluation = Evaluation(self, capture_evaluation)
         self._loss_dtype = getattr(torch, graph.tensor[graph.loss].dtype)
@@ -431,7 +431,7 @@ class Engine:
         return loss
 
     def _update(self, feed: Feed, loss: Tensor, shared: dist.Work | None) -> None:
-        with self._recorded("REDUCE"):
+        with self._executor.phase("sums of gradients"), self._recorded("REDUCE"):
             if self._statistics is not None:
                 self._statistics.finish()
             self._trained.finish_sums()
@@ -439,9 +439,10 @@ class Engine:
             if self._max_grad_norm is not None:
                 self.grad_norm = self._trained.clip(self._max_grad_norm)
         if self._values is not None:
-            with self._recorded(CHECK):
+            with self._executor.phase("its look for NaN"), self._recorded(CHECK):
                 self._stop_if_wrong(self._values, feed, loss, shared, has_gradients=True)
-        with self._recorded_job(StepJobKind.OPTIMIZER):
+        optimizer_job = self._recorded_job(StepJobKind.OPTIMIZER)
+        with self._executor.phase("its optimizer's step"), optimizer_job:
             if self._checkpoints is not None:
                 self._checkpoints.hold()
             self._trained.step(self.optimizer)
@@ -526,7 +527,8 @@ class Engine:
         return nullcontext() if self._random is None else self._random.drawn()
 
     def _feed(self, batch: Any) -> Feed:
-        feed = self._feeder.feed(batch)
+        with self._executor.phase("its part of the batch, which all ranks agree on"):
+            feed = self._feeder.feed(batch)
         for programs in self._made_programs:
             programs.bucket = feed.bucket
         return feed

@@ -120,6 +120,7 @@ class Executor:
         }
         self._spelled = {job: (str(job.kind), job_name(job)) for job in self.jobs}
         self._progress = 0
+        self._phase: str | None = None
         self._current: Job | None = None
         self._split = frozenset(
             (job.stage_index, job.microbatch_index)
@@ -298,9 +299,21 @@ class Executor:
         """The job in work; None between two steps."""
         return self._current
 
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Say what a step does before or behind its row, where ranks wait for each other."""
+        self._progress += 1
+        self._phase = text
+        try:
+            yield
+        finally:
+            self._phase = None
+
     def status(self) -> Status:
         """Return what this rank is doing; called from the watchdog's thread."""
-        job = self._current
+        job, phase = self._current, self._phase
+        if phase is not None:
+            return Status(self._progress, True, phase, waits=True)
         if job is None:
             return Status(self._progress, False, "between two steps")
         waiting = self._post.waiting_for
