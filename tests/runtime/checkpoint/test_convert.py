@@ -137,6 +137,10 @@ def test_a_checkpoint_as_a_plans_ranks_write_it(trained, tmp_path):
 def most_held(folder: Path) -> int:
     """Bytes of memory that is no file's, above the start: there and back through a run's folder."""
     held = []
+    # What is imported at first use is no tensor.
+    safetensors.save_file({"w": torch.ones(1)}, folder / "small.safetensors")
+    convert(folder / "small.safetensors", folder / "small")
+    convert(folder / "small", folder / "small-again")
     start = anonymous_bytes()
 
     def watch(fraction: float, doing: str) -> None:
@@ -147,12 +151,13 @@ def most_held(folder: Path) -> int:
     return max(held)
 
 
-def test_no_more_than_a_tensor_is_held(tmp_path):
-    """Forty tensors of 4 MB: below eight of them (a fifth), in a process that held none before."""
+def test_no_more_than_a_tensor_is_held(tmp_path, monkeypatch):
+    """Of forty tensors of 4 MB. The allocator gives each back at once, as it does larger ones."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     values = {f"w{n:02d}": torch.full((1000, 1000), float(n)) for n in range(40)}
     safetensors.save_file(values, tmp_path / "in.safetensors")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        assert 0 < pool.submit(most_held, tmp_path).result() < 8 * 4_000_000
+        assert pool.submit(most_held, tmp_path).result() < 1.5 * 4_000_000
     found = read_folder(tmp_path / "out")
     assert all((found[f"w{n:02d}"] == n).all() for n in range(40))
 
