@@ -53,7 +53,7 @@ def emit(
     view = PlanView(
         plan=loaded,
         graph=None if model is None else graph_of_plan(loaded, model),
-        launch=Launch(plan_file=str(plan), script=script, device=device or ""),
+        launch=Launch(plan_file=str(plan), script=script, device=device or "", folder=str(out)),
         accepted=tuple(accept or ()),
     )
     refused = refusals(view, emitter)

@@ -6,6 +6,7 @@ PlanError where a plan was given without its model.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -43,6 +44,12 @@ class Launch:
     """The script's own arguments."""
     device: str = ""
     """cpu or cuda; empty: by the plan's cluster."""
+    folder: str = "."
+    """Where the files are written, from where the plan and the script are named."""
+
+    def path(self, name: str) -> str:
+        """Return the path of a written file, from where the plan and the script are named."""
+        return os.path.join(self.folder, name) if self.folder != "." else name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

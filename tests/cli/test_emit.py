@@ -19,7 +19,8 @@ def test_files_are_written_and_can_be_run(planner, tmp_path):
     done = emit_plan(planner, tmp_path, "--to", "slurm", "--out", "job", "--script", "my.py")
     assert done.code == 0, done.stderr
     assert done.stdout == "wrote job/slurm.sbatch\nwrote job/torchrun.sh\n"
-    assert "submit with sbatch" in done.stderr
+    assert "submit from here: sbatch job/slurm.sbatch\n" in done.stderr
+    assert "job/torchrun.sh" in (tmp_path / "job" / "slurm.sbatch").read_text()
     assert (tmp_path / "job" / "slurm.sbatch").stat().st_mode & stat.S_IXUSR
     assert "my.py" in (tmp_path / "job" / "torchrun.sh").read_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from torch.nn import functional as F
 
 import planner
 from planner.errors import PlanError
+from planner.graph.batch import call_with_batch, loss_of
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.step.evaluation import reads_mode
-from tests.builders import MlpWithTarget
+from tests.builders import MlpWithTarget, telling_first
 from tests.captures import capture_module
+from tests.model_matrix import REFUSED, model_matrix
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
@@ -153,3 +156,25 @@ def capture_of(kind):
         for size in (2, 3)
     ]
     return capture_module(kind(), *seen, name=kind.__name__)
+
+
+@pytest.mark.parametrize(
+    "name", telling_first([name for name in model_matrix() if name not in REFUSED], {"vit"})
+)
+def test_evaluation_of_every_model(name):
+    """On one rank, with much to drop: the loss is that of the model after ``eval()`` (fp32)."""
+    tiny = model_matrix()[name]
+    torch.manual_seed(0)
+    module = tiny.build()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.3
+    alone = copy.deepcopy(module).eval()
+    graph = capture_module(module, tiny.batch(2), tiny.batch(3), loss=tiny.loss, name=name)
+    plan = default_plan(graph, num_microbatches=1, microbatch_size=4)
+    engine = planner.apply(plan, module, loss=tiny.loss)
+    batch = tiny.batch(4)
+    with torch.no_grad():
+        expected = loss_of(call_with_batch(alone, batch), batch, tiny.loss).item()
+    assert engine.evaluate(batch).item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    engine.close()

@@ -6,24 +6,29 @@ options (num_cpus, num_gpus, max_retries, scheduling_strategy) and of ray.util.g
 
 from __future__ import annotations
 
+import shlex
+
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import TORCHRUN_FILE, headline, runs_by_apply, torchrun_script
 from planner.emit.view import PlanView
+
+DRIVER_FILE = "ray_driver.py"
 
 
 def _write(view: PlanView) -> Emitted:
     gpus = view.ranks_per_node if view.device == "cuda" else 0
     text = "\n".join(headline(view, "A Ray driver")) + _DRIVER.format(
-        nodes=view.num_nodes, gpus=gpus, script=TORCHRUN_FILE
+        nodes=view.num_nodes, gpus=gpus, script=view.launch.path(TORCHRUN_FILE)
     )
+    driver = shlex.quote(view.launch.path(DRIVER_FILE))
     return Emitted(
-        files={"ray_driver.py": text, TORCHRUN_FILE: torchrun_script(view)},
-        notes=("submit with ray job submit --working-dir . -- python ray_driver.py",),
+        files={DRIVER_FILE: text, TORCHRUN_FILE: torchrun_script(view)},
+        notes=(f"submit from here: ray job submit --working-dir . -- python {driver}",),
     )
 
 
 _DRIVER = '''
-"""Run with the arguments of the training script, where Ray's nodes find {script} beside it."""
+"""Run with the arguments of the training script, where Ray's nodes find {script}."""
 
 import os
 import socket
@@ -53,7 +58,7 @@ def run(node, master, arguments):
         "MASTER_ADDR": master[0],
         "MASTER_PORT": str(master[1]),
     }}
-    subprocess.run(["bash", "{script}", *arguments], env=environment, check=True)
+    subprocess.run(["bash", {script!r}, *arguments], env=environment, check=True)
 
 
 def main():

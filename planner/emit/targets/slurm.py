@@ -7,10 +7,13 @@ their list; --requeue and --open-mode; --kill-on-bad-exit).
 from __future__ import annotations
 
 import re
+import shlex
 
 from planner.emit.emitter import Emitted, Emitter, register_emitter
 from planner.emit.start import TORCHRUN_FILE, headline, runs_by_apply, torchrun_script
 from planner.emit.view import PlanView
+
+SBATCH_FILE = "slurm.sbatch"
 
 
 def job_name(model: str) -> str:
@@ -42,11 +45,12 @@ def _write(view: PlanView) -> Emitted:
         "export MASTER_ADDR MASTER_PORT",
         "# A task that fails ends the others: they would wait for it.",
         "exec srun --kill-on-bad-exit=1 bash -c \\",
-        f'    \'NODE_RANK=$SLURM_NODEID exec bash {TORCHRUN_FILE} "$@"\' node "$@"',
+        "    'NODE_RANK=$SLURM_NODEID exec bash \"$@\"' node \\",
+        f'    {shlex.quote(view.launch.path(TORCHRUN_FILE))} "$@"',
     ]
     return Emitted(
-        files={"slurm.sbatch": "\n".join(lines) + "\n", TORCHRUN_FILE: torchrun_script(view)},
-        notes=(f"submit with sbatch slurm.sbatch, in the folder of {TORCHRUN_FILE}",),
+        files={SBATCH_FILE: "\n".join(lines) + "\n", TORCHRUN_FILE: torchrun_script(view)},
+        notes=(f"submit from here: sbatch {shlex.quote(view.launch.path(SBATCH_FILE))}",),
     )
 
 
