@@ -181,6 +181,17 @@ def test_calls_take_their_inputs_from_memory_in_turn():
     assert len({call[0][1].data_ptr() for call in made._calls}) == 1
 
 
+def test_a_wide_head_has_gradients_at_full_speed():
+    """A saturated softmax has subnormal ones, by which CPUs multiply many times slower."""
+    arena, rows, width, classes = Arena(CPU), 256, 1024, 256
+    x = arena.take(torch.float32, rows * width, at_byte=0).view(rows, width)
+    weight = arena.take(torch.float32, classes * width, at_byte=x.nbytes).view(classes, width)
+    logits = torch.nn.functional.linear(x, weight).requires_grad_()
+    loss = torch.nn.functional.cross_entropy(logits, torch.randint(classes, (rows,)))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.abs().min() > torch.finfo(torch.float32).tiny
+
+
 def answer(node: str, device: str, memory_bytes: float, *, shares: bool) -> dict:
     return {
         "node": node, "device": device, "memory_bytes": memory_bytes, "shares_memory": shares,

@@ -25,6 +25,12 @@ Call = tuple[list[Any], dict[str, Any], list[Tensor]]
 """Arguments, keyword arguments, and the leaves among them that need gradients."""
 
 
+SCALE = 1 / 16
+"""Deviation of what probes compute on, of activations and weights alike: products of a few hundred
+terms stay near 1, as in training. With numbers near 1 a softmax over their products saturates, and
+CPUs multiply its subnormal gradients ten to thirty times slower than training does."""
+
+
 class Arena:
     """Memory full of normal numbers, made once, from which probes take their inputs.
 
@@ -51,7 +57,7 @@ class Arena:
         self._of_dtype.clear()
 
     def _normal(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(numel, device=self.device).to(dtype)
+        return torch.randn(numel, device=self.device).mul_(SCALE).to(dtype)
 
 
 class Functions:
