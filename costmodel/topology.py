@@ -86,10 +86,18 @@ def replica_mesh(degrees: Degrees) -> Degrees:
 
 def data_group(cluster: ClusterSpec, replica: Degrees, *, replicas: int) -> Group:
     """Return the group of so many ranks with the same parameters: those of a replica's mesh, and
-    of as many replicas as it takes.
+    of as many replicas as it takes, which are neighbours.
     """
     times = replicas // replica.along("data")
     return group_along(cluster, replica.with_sizes(**{rest_axis().name: times}), "data")
+
+
+def copies_group(cluster: ClusterSpec, replica: Degrees, *, shards: int, copies: int) -> Group:
+    """Return the group of the ranks with the same shards, each in `shards` neighbouring replicas of
+    its own; `replica` is the mesh of a replica, whose axes "data" are among the shards.
+    """
+    stride = replica.num_ranks * shards // replica.along("data")
+    return axis_group(cluster, size=copies, stride=stride)
 
 
 def pipeline_group(cluster: ClusterSpec, degrees: Degrees, *, pp: int) -> Group:

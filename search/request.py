@@ -15,7 +15,7 @@ from planner.schedule import find_schedule
 SOLVERS = ("dp", "recursive", "ilp")
 RECOMPUTE_CHOICES: tuple[Recompute, ...] = ("none", "selective", "full")
 _NAMED = ("schedule", "recompute")
-CHOICES = ("dp", "tp", "pp", "vpp", "cp", "microbatch_size", "zero", *_NAMED)
+CHOICES = ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size", "zero", *_NAMED)
 """What can be fixed, allowed or forbidden by value."""
 
 Meshes = Literal["same", "own"]
@@ -32,7 +32,7 @@ class SearchRequest:
     """
 
     num_devices: int
-    """All of them are used: dp * cp * tp * pp of the plan."""
+    """All of them are used: rp * dp * cp * tp * pp of the plan."""
     global_batch: int
     """Samples per step."""
     memory_limit_bytes: int | None = None
@@ -47,6 +47,8 @@ class SearchRequest:
     """Stages per pipeline rank."""
     cp: int | None = None
     """Context-parallel degree."""
+    rp: int | None = None
+    """Copies of ZeRO's shards: dp replicas shard, and so many times they are copied (HSDP)."""
     microbatch_size: int | None = None
     """Samples per microbatch of a replica."""
     schedule: str | None = None
@@ -108,7 +110,7 @@ class SearchRequest:
                 f"`global_batch` {self.global_batch} was given; a step needs at least one sample, "
                 "so use `global_batch` 1 or more"
             )
-        for name in ("dp", "tp", "pp", "vpp", "cp", "microbatch_size"):
+        for name in ("dp", "tp", "pp", "vpp", "cp", "rp", "microbatch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise LayoutError(

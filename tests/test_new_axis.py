@@ -1,6 +1,6 @@
 """A mesh axis is an entry of a table: two more, added here, are planned with and trained with.
 
-`rp` cuts the batch a second time, between replicas that are farther apart than those of dp. `hp`
+`xp` cuts the batch a second time, between replicas that are farther apart than those of dp. `hp`
 cuts parameters a second time, outside tp.
 """
 
@@ -35,7 +35,7 @@ RTOL = 1e-10
 def more_axes() -> Iterator[None]:
     before = axes.AXES
     register_axis(
-        Axis(name="rp", divides="samples, again", cuts_batch=True, whole_params=True), outside="dp"
+        Axis(name="xp", divides="samples, again", cuts_batch=True, whole_params=True), outside="dp"
     )
     register_axis(
         Axis(name="hp", divides="parameters, again", cuts_batch=False, whole_params=False),
@@ -62,19 +62,19 @@ def plan_of(name: str = "gpt", **choices: Any) -> Plan:
 
 @pytest.mark.usefixtures("registered")
 def test_its_size_counts_in_a_plan(tmp_path):
-    plan = plan_of(rp=2, dp=3, tp=2, microbatch_size=5, num_microbatches=7)
+    plan = plan_of(xp=2, dp=3, tp=2, microbatch_size=5, num_microbatches=7)
     assert plan.world_size == 12
     assert plan.global_batch == 2 * 3 * 5 * 7
     assert plan.stage_microbatch_size(0) == 5
     save_plan(plan, tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["rp"] == 2
+    assert json.loads((tmp_path / "plan.json").read_text())["xp"] == 2
     assert load_plan(tmp_path / "plan.json") == plan
 
 
 def test_a_file_with_an_axis_that_is_not_there_is_refused(tmp_path):
     with more_axes():
-        save_plan(plan_of(rp=2), tmp_path / "plan.json")
-    with pytest.raises(PlanError, match="damaged at rp"):
+        save_plan(plan_of(xp=2), tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="damaged at xp"):
         load_plan(tmp_path / "plan.json")
 
 
@@ -82,25 +82,25 @@ def test_a_file_older_than_the_axis_means_one(tmp_path):
     save_plan(plan_of(dp=2), tmp_path / "plan.json")
     with more_axes():
         plan = load_plan(tmp_path / "plan.json")
-        assert (plan.degrees["rp"], plan.degrees["dp"]) == (1, 2)
+        assert (plan.degrees["xp"], plan.degrees["dp"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("size", "says"), [(0, "greater than or equal to 1"), ("x", "integer")])
 def test_a_size_must_be_a_count(tmp_path, size, says):
     with more_axes():
-        save_plan(plan_of(rp=2), tmp_path / "plan.json")
+        save_plan(plan_of(xp=2), tmp_path / "plan.json")
         data = json.loads((tmp_path / "plan.json").read_text())
-        (tmp_path / "plan.json").write_text(json.dumps(data | {"rp": size}))
-        with pytest.raises(PlanError, match=f"damaged at rp.*{says}"):
+        (tmp_path / "plan.json").write_text(json.dumps(data | {"xp": size}))
+        with pytest.raises(PlanError, match=f"damaged at xp.*{says}"):
             load_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.usefixtures("registered")
 def test_its_ranks_are_the_farthest_apart():
-    """rank = ((rp_rank * dp + dp_rank) * hp + hp_rank) * tp + tp_rank."""
-    mesh = plan_of(rp=2, dp=2, tp=2).mesh(0)
+    """rank = ((xp_rank * dp + dp_rank) * hp + hp_rank) * tp + tp_rank."""
+    mesh = plan_of(xp=2, dp=2, tp=2).mesh(0)
     assert list(mesh.groups("tp")) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert list(mesh.groups("rp")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert list(mesh.groups("xp")) == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert list(mesh.groups(*axes.members("data"))) == [(0, 2, 4, 6), (1, 3, 5, 7)]
     assert [mesh.number(rank, *axes.members("batch")) for rank in range(8)] == [
         *(0, 0, 1, 1),
@@ -109,8 +109,8 @@ def test_its_ranks_are_the_farthest_apart():
 
 
 def test_an_axis_without_a_table_entry_has_no_size():
-    with pytest.raises(LayoutError, match="mesh axis 'rp' is unknown; axes are dp, cp, tp"):
-        Degrees(rp=2)
+    with pytest.raises(LayoutError, match="mesh axis 'xp' is unknown; axes are rp, dp, cp, tp"):
+        Degrees(xp=2)
 
 
 def test_a_name_is_taken_once():
@@ -121,7 +121,7 @@ def test_a_name_is_taken_once():
 
 def test_who_takes_other_samples_needs_all_parameters():
     with pytest.raises(LayoutError, match="needs all parameters"):
-        Axis(name="xp", divides="", cuts_batch=True, whole_params=False)
+        Axis(name="yp", divides="", cuts_batch=True, whole_params=False)
 
 
 @pytest.mark.usefixtures("registered")
@@ -150,7 +150,7 @@ def test_a_second_cut_of_the_batch_costs_what_one_of_both_sizes_does(choices):
     graph, machine = capture("gpt", torch.float32), Machine(devices_per_node=4)
     both, alone = (
         estimate(graph, machine, default_plan(graph, **sizes, **choices))
-        for sizes in ({"rp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
+        for sizes in ({"xp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2})
     )
     assert both.to_dict() == alone.to_dict()
     single = estimate(graph, machine, default_plan(graph, tp=2, **choices))
@@ -195,8 +195,8 @@ def search(**choices: Any) -> Plan:
 def test_a_search_honours_its_size():
     """The best plan is as good as with one cut, and its file trains (`planner.apply`)."""
     with more_axes():
-        found, alone = search(axes=(("rp", 2),), tp=1), search(tp=1)
-        assert found.degrees["rp"] == 2
+        found, alone = search(axes=(("xp", 2),), tp=1), search(tp=1)
+        assert found.degrees["xp"] == 2
         assert found.degrees.along("batch") == alone.degrees.along("batch") == 4
         assert found.estimate["step_s"] == alone.estimate["step_s"]
         assert Plan.model_validate_json(found.model_dump_json()) == found
@@ -216,15 +216,15 @@ def test_a_search_places_what_is_lowered_on_it(tp):
 
 @pytest.mark.usefixtures("registered")
 def test_a_search_that_is_not_given_its_size_takes_one():
-    assert search().degrees["rp"] == 1
+    assert search().degrees["xp"] == 1
 
 
 @pytest.mark.usefixtures("registered")
 def test_sizes_that_do_not_go_together_are_refused():
-    with pytest.raises(LayoutError, match=r"rp=3 does not divide `num_devices` 4"):
-        search(axes=(("rp", 3),))
-    with pytest.raises(LayoutError, match=r"rp \* dp \* cp \* hp \* tp \* pp must equal 4"):
-        search(axes=(("rp", 2),), dp=4)
+    with pytest.raises(LayoutError, match=r"xp=3 does not divide `num_devices` 4"):
+        search(axes=(("xp", 3),))
+    with pytest.raises(LayoutError, match=r"rp \* xp \* dp \* cp \* hp \* tp \* pp must equal 4"):
+        search(axes=(("xp", 2),), dp=4)
     with pytest.raises(LayoutError, match="an axis that has a field here is fixed by it"):
         search(axes=(("dp", 2),))
 
@@ -253,7 +253,7 @@ def check(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> None:
 
 def test_a_second_cut_of_the_batch_trains_as_one_process():
     """Alone, and with ZeRO over it."""
-    check(2, [("gpt", {"rp": 2}), ("gpt", {"rp": 2, "zero_stage": 3, "recompute": "full"})])
+    check(2, [("gpt", {"xp": 2}), ("gpt", {"xp": 2, "zero_stage": 3, "recompute": "full"})])
 
 
 @pytest.mark.parametrize(
@@ -268,11 +268,11 @@ def test_a_second_cut_of_the_batch_trains_as_one_process():
     ids=str,
 )
 def test_it_goes_with_the_other_axes(layout):
-    check(4, [("gpt", {"rp": 2, **layout})])
+    check(4, [("gpt", {"xp": 2, **layout})])
 
 
 def test_tied_weights_on_two_stages_of_it():
-    check(4, [("tied-gpt", {"rp": 2, "pp": 2})])
+    check(4, [("tied-gpt", {"xp": 2, "pp": 2})])
 
 
 def test_a_second_cut_of_parameters_trains_as_one_process():
@@ -292,5 +292,5 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def test_gradients_are_summed_over_it():
     with more_axes():
-        text = plan_of(rp=2, tp=2).model_dump_json()
+        text = plan_of(xp=2, tp=2).model_dump_json()
     assert run_ranks(numbers, 4, text) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]

@@ -35,6 +35,9 @@ class Question:
     pp: Annotated[int | None, typer.Option(help="Fix the number of pipeline ranks.")] = None
     vpp: Annotated[int | None, typer.Option(help="Fix the stages per pipeline rank.")] = None
     cp: Annotated[int | None, typer.Option(help="Fix the context-parallel degree.")] = None
+    rp: Annotated[
+        int | None, typer.Option(help="Fix the copies of ZeRO's shards (HSDP), dp replicas each.")
+    ] = None
     microbatch_size: Annotated[int | None, typer.Option(help="Fix samples per microbatch.")] = None
     schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None
@@ -91,6 +94,7 @@ class Question:
             pp=self.pp,
             vpp=self.vpp,
             cp=self.cp,
+            rp=self.rp,
             microbatch_size=self.microbatch_size,
             schedule=self.schedule,
             zero=self.zero,

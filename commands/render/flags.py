@@ -18,6 +18,7 @@ SPELLINGS = {
     "pp": "--pp",
     "vpp": "--vpp",
     "cp": "--cp",
+    "rp": "--rp",
     "microbatch_size": "--microbatch-size",
     "schedule": "--schedule",
     "zero": "--zero",

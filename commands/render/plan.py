@@ -50,8 +50,12 @@ def describe_plan(plan: Plan, graph: ModelGraph | None = None) -> list[Renderabl
 
 def _summary(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
-    axes = (*plan.degrees.items(), ("pp", plan.pp), ("vpp", plan.vpp))
-    replicas = " x ".join(f"{axis.name} {plan.degrees[axis.name]}" for axis in batch_axes())
+    axes = (*plan.degrees.sizes.items(), ("pp", plan.pp), ("vpp", plan.vpp))
+    replicas = " x ".join(
+        f"{axis.name} {plan.degrees[axis.name]}"
+        for axis in batch_axes()
+        if axis.name in plan.degrees.sizes
+    )
     for name, value in (
         ("model", f"{plan.model.name} ({plan.model.fingerprint[:12]}) from {plan.model.file}"),
         ("cluster", f"{plan.cluster.name}, {plan.cluster.devices_per_node} devices per node"),

@@ -11,7 +11,7 @@ What a runtime does not overlap comes after the last job, or in the way of each.
 from __future__ import annotations
 
 from costmodel.execution.execution import Execution
-from costmodel.time.communication import DataParallelSeconds
+from costmodel.time.communication import ALONE, DataParallelSeconds
 from planner.plan.replication import Replication
 from profiles import Group, Profile
 
@@ -25,6 +25,7 @@ def executed_exchange(
     group: Group,
     replication: Replication,
     *,
+    copies: Group = ALONE,
     param_bytes: float,
     num_blocks: int,
     num_tensors: int,
@@ -34,7 +35,8 @@ def executed_exchange(
     """Return what keeping the replicas of a rank's parameters equal takes, nothing hidden.
 
     ZeRO 3 alone shards frozen parameters: `frozen_bytes` are gathered for every forward,
-    `frozen_backward_bytes` of them again for every backward.
+    `frozen_backward_bytes` of them again for every backward. `group` is of the ranks that share
+    (without ZeRO all of them), `copies` of those with the same shards.
     """
     if group.size == 1 or param_bytes + frozen_bytes == 0:
         return DataParallelSeconds()
@@ -44,10 +46,10 @@ def executed_exchange(
     pieces = 1
     if replication.zero_stage == 3:
         pieces = max(1, num_blocks)
-    elif replication.zero_stage == 0 and execution.sums_tensors:
+    elif not replication.is_sharded and execution.sums_tensors:
         pieces = max(1, num_tensors)
 
-    def seconds(kind: str, num_bytes: float) -> float:
+    def seconds(kind: str, num_bytes: float, group: Group = group) -> float:
         if not num_bytes:
             return 0.0
         return pieces * profile.collective_seconds(kind, num_bytes / pieces, group).seconds
@@ -55,15 +57,17 @@ def executed_exchange(
     # Of bf16 weights the record says how wide gradients travel; others travel as they are.
     is_cast = replication.gradient_factor > 1
     reduced = param_bytes * (execution.reduced_bytes / WEIGHT_BYTES if is_cast else 1)
-    if replication.zero_stage == 0:
+    if not replication.is_sharded:
         sum_s = seconds("all_reduce", reduced)
         if execution.overlaps_sums:
             return DataParallelSeconds(last_backward_s=sum_s)
         return DataParallelSeconds(after_s=sum_s)
+    across_s = seconds("all_reduce", reduced / group.size, copies) if copies.size > 1 else 0.0
     if replication.zero_stage < 3:
         gather_s = seconds("all_gather", param_bytes)
         gather_s += execution.unpack_s * num_tensors * group.size
         scatter_s = seconds("reduce_scatter" if execution.scatters else "all_reduce", reduced)
+        scatter_s += across_s
         if execution.overlaps_dp:
             return DataParallelSeconds(first_forward_s=gather_s, last_backward_s=scatter_s)
         return DataParallelSeconds(after_s=gather_s + scatter_s)
@@ -72,9 +76,13 @@ def executed_exchange(
     again_s = seconds("all_gather", param_bytes + frozen_backward_bytes)
     # A ZeRO 3 scatter moves as many bytes as a gather where gradients are as wide as weights.
     if not execution.overlaps_gathers:
-        return DataParallelSeconds(host_forward_s=gather_s, host_backward_s=again_s + scatter_s)
+        return DataParallelSeconds(
+            host_forward_s=gather_s, host_backward_s=again_s + scatter_s, after_s=across_s
+        )
     if not execution.overlaps_dp:
         return DataParallelSeconds(
-            forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s
+            forward_s=gather_s, backward_s=again_s, host_backward_s=scatter_s, after_s=across_s
         )
-    return DataParallelSeconds(forward_s=gather_s, backward_s=again_s + scatter_s)
+    return DataParallelSeconds(
+        forward_s=gather_s, backward_s=again_s + scatter_s, last_backward_s=across_s
+    )

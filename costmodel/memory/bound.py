@@ -122,7 +122,7 @@ class Ranks(Replication):
     @property
     def has_buckets(self) -> bool:
         """Whether gradients are summed in buckets that exist through the whole step."""
-        return self.zero_stage == 0 and self.replicas > 1
+        return not self.is_sharded and self.replicas > 1
 
 
 class Line(NamedTuple):
@@ -144,11 +144,13 @@ class RankBound:
     recompute: Recompute
     """Which activations are recomputed in the backward."""
     replicas: int
-    """Ranks with the same parameters: dp * cp."""
+    """Ranks with the same parameters."""
     zero: int
     """ZeRO stage, 0 to 3."""
     profile: Profile
     """The device's: allocator overhead, context, device type."""
+    copies: int = 1
+    """Of them those with the same shards."""
     precision: Precision = "model"
     """In bf16, gradients are summed in fp32 and the optimizer steps fp32 masters."""
     receive_bytes: Any = 0
@@ -221,6 +223,7 @@ class RankBound:
         copies = self.copies_update or summed < stepped
         return Ranks(
             replicas=self.replicas,
+            copies=self.copies,
             zero_stage=self.zero,
             precision=self.precision,
             optimizer_on_host=self.on_host.optimizer,

@@ -105,11 +105,16 @@ def exposed_seconds(
     return alone + np.minimum(np.where(ends_first, within, beyond), messages)
 
 
+ALONE = Group(ranks_per_node=1)
+"""A rank without others."""
+
+
 def data_parallel_seconds(
     profile: Profile,
     group: Group,
     replication: Replication,
     *,
+    copies: Group = ALONE,
     param_bytes: float,
     num_blocks: int,
     num_tensors: int = 0,
@@ -122,7 +127,9 @@ def data_parallel_seconds(
     gathers weights once a step and reduce-scatters gradients once; ZeRO 2 reduce-scatters
     every microbatch; ZeRO 3 also gathers for every forward and backward. With ZeRO a message
     is one block's weights, and FSDP2's own work for each of them and for each of `num_tensors`
-    comes to it. Shards on the host are copied up before and gradients down after.
+    comes to it. Shards on the host are copied up before and gradients down after. `group` is of the
+    ranks that share (without ZeRO all of them), `copies` of those with the same shards, which sum
+    these in the last backward.
 
     Frozen parameters have no gradient to sum. ZeRO 3 alone shards them: `frozen_bytes` are gathered
     for every forward, `frozen_backward_bytes` of them again for every backward.
@@ -132,11 +139,11 @@ def data_parallel_seconds(
     zero_stage, on_host = replication.zero_stage, replication.optimizer_on_host
     reduced = param_bytes * replication.gradient_factor
 
-    def message(kind: str, num_bytes: float, count: int) -> float:
+    def message(kind: str, num_bytes: float, count: int, group: Group = group) -> float:
         count = max(1, count)
         return count * profile.collective_seconds(kind, num_bytes / count, group).seconds
 
-    if zero_stage == 0:
+    if not replication.is_sharded:
         # Gradients are summed after the last microbatch, when nothing is left to hide behind.
         return DataParallelSeconds(
             after_s=message("all_reduce", reduced, ceil(reduced / BUCKET_BYTES))
@@ -148,7 +155,7 @@ def data_parallel_seconds(
         ).seconds
 
     # FSDP2 copies shards into one flat message and out of it; measured work has the copies in it.
-    copies = copies_s_per_byte(profile, group.size)
+    copied = copies_s_per_byte(profile, group.size)
     hooks = own("zero_forward", param_bytes + frozen_bytes), own("zero_backward", reduced)
 
     def gathered(frozen: float) -> float:
@@ -156,7 +163,7 @@ def data_parallel_seconds(
         if whole == 0:
             return 0.0
         seconds = message("all_gather", whole, num_blocks)
-        seconds += max(copies * whole, own("zero_gather", whole))
+        seconds += max(copied * whole, own("zero_gather", whole))
         if on_host:  # what rests there of trained ones is as wide as the gradients
             shard = (reduced + frozen) / group.size
             seconds += profile.step_seconds("host_to_device", num_bytes=shard).seconds
@@ -166,10 +173,13 @@ def data_parallel_seconds(
     if reduced:
         scatter = message("reduce_scatter", reduced, num_blocks)
         # `zero_reduce` was measured with the backward hooks, which are counted apart as the host's.
-        scatter += max(copies * reduced, own("zero_reduce", reduced) - hooks[1])
+        scatter += max(copied * reduced, own("zero_reduce", reduced) - hooks[1])
         if on_host:
             shard = reduced / group.size
             scatter += profile.step_seconds("device_to_host", num_bytes=shard).seconds
+    across = 0.0
+    if reduced and copies.size > 1:
+        across = message("all_reduce", reduced / group.size, num_blocks, copies)
     gathers_once, reduces_once = zero_stage < 3, zero_stage == 1
     gather = gathered(frozen_bytes)
     again = 0.0 if gathers_once else gathered(frozen_backward_bytes)
@@ -177,7 +187,7 @@ def data_parallel_seconds(
         forward_s=0.0 if gathers_once else gather,
         backward_s=again + (0.0 if reduces_once else scatter),
         first_forward_s=gather if gathers_once else 0.0,
-        last_backward_s=scatter if reduces_once else 0.0,
+        last_backward_s=across + (scatter if reduces_once else 0.0),
         host_forward_s=hooks[0],
         host_backward_s=hooks[1] if param_bytes + frozen_backward_bytes else 0.0,
     )

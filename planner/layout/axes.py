@@ -5,12 +5,14 @@ that of the network: ranks along the last axis are neighbours, ranks along the f
 farthest apart.
 
     axis  a rank has a part of   its ranks exchange                      when
+    rp    the samples            sums of ZeRO's shards of gradients      once a step
     dp    the samples            gradients (sum)                         once a step
     cp    every sequence         gradients (sum)                         once a step
                                  keys and values, or queries and heads   inside blocks
     tp    parameters and heads   activations (gathers, sums, scatters)   inside blocks
 
-    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank      (sizes dp, cp, tp)
+    rank = (((pp_rank * rp + rp_rank) * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+                                                                     (sizes rp, dp, cp, tp)
 
 Two properties of an axis decide how everything else treats it:
 
@@ -18,7 +20,9 @@ Two properties of an axis decide how everything else treats it:
   ranks take the same samples, and the program of each block is lowered on the axis: every op
   runs on shards or on whole tensors as the axis' layouts (`ClassLayout`) say.
 - `whole_params`: its ranks all hold every parameter. Then gradients are summed over the axis,
-  and ZeRO may shard over it. Along any other axis a parameter lies as the layouts say.
+  and ZeRO shards over it, unless it `copies_shards`: its ranks then hold the same shards (HSDP;
+  Zhao et al. 2023, arXiv 2304.11277, section 3.2.2), and no weights are gathered over its links.
+  Along any other axis a parameter lies as the layouts say.
 
 Code loops over axes by these properties (`batch_axes`, `lowered_axes`, `data_axes`) and does not
 name an axis. `docs/contributing.md` tells how to add an axis. The pipeline (pp, vpp) is not
@@ -65,6 +69,8 @@ class Axis:
     whole_params: bool
     """Whether each of its ranks holds all parameters. If so, gradients are summed over the axis
     once a step (with ZeRO 2 and 3 once a microbatch), and ZeRO shards over it."""
+    copies_shards: bool = False
+    """Whether its ranks hold the same shards under ZeRO, which else shards over them."""
     boundary: Placement = field(default_factory=Replicate)
     """Where blocks are lowered on it: how blocks hand on activations whose sizes divide, in a
     plan made without a search."""
@@ -79,8 +85,13 @@ class Axis:
     """Whether a search tries sizes of it on its own; else it is 1 unless its size is given."""
     within_node: bool = False
     """Whether such sizes keep its groups inside a node: its collectives are in every block."""
+    between_nodes: bool = False
+    """Whether such sizes are tried only where devices span nodes: over links of one kind they bring
+    nothing."""
     most: Callable[[ModelGraph], int] | None = None
     """The largest of such sizes for a model; None for any."""
+    is_quiet: bool = False
+    """Whether files and messages name it only where its size is above 1."""
     in_every_file: bool = False
     """Whether every plan file names it. A file older than an axis does not: the size is then 1."""
 
@@ -91,9 +102,24 @@ class Axis:
                 f"axis {self.name} cuts the batch, so each of its ranks needs all parameters; "
                 "set whole_params, or lower blocks on it instead"
             )
+        if self.copies_shards and not self.whole_params:
+            raise LayoutError(
+                f"axis {self.name} copies shards, so each of its ranks needs all parameters; set "
+                "whole_params"
+            )
 
 
 AXES: tuple[Axis, ...] = (
+    Axis(
+        name="rp",
+        divides="samples of a microbatch, between copies of ZeRO's shards",
+        cuts_batch=True,
+        whole_params=True,
+        copies_shards=True,
+        searched=True,
+        between_nodes=True,
+        is_quiet=True,
+    ),
     Axis(
         name="dp",
         divides="samples of a microbatch",
@@ -181,8 +207,18 @@ def batch_axes() -> tuple[Axis, ...]:
 
 
 def data_axes() -> tuple[Axis, ...]:
-    """Return the axes over which gradients are summed and ZeRO shards, outermost first."""
+    """Return the axes over which gradients are summed, outermost first."""
     return tuple(axis for axis in AXES if axis.whole_params)
+
+
+def shard_axes() -> tuple[Axis, ...]:
+    """Return those of them that ZeRO shards over, outermost first."""
+    return tuple(axis for axis in data_axes() if not axis.copies_shards)
+
+
+def copy_axes() -> tuple[Axis, ...]:
+    """Return those of them whose ranks hold the same shards, outermost first."""
+    return tuple(axis for axis in data_axes() if axis.copies_shards)
 
 
 def lowered_axes() -> tuple[Axis, ...]:
@@ -210,9 +246,15 @@ def rest_axis() -> Axis:
     return axis
 
 
-JOINT: dict[str, Callable[[], tuple[Axis, ...]]] = {"batch": batch_axes, "data": data_axes}
-"""Names of several axes together: "batch" numbers the parts of a microbatch, and "data" the ranks
-with the same parameters (gradients are summed over these, and ZeRO shards over them)."""
+JOINT: dict[str, Callable[[], tuple[Axis, ...]]] = {
+    "batch": batch_axes,
+    "data": data_axes,
+    "shards": shard_axes,
+    "copies": copy_axes,
+}
+"""Names of several axes together: "batch" numbers the parts of a microbatch, "data" the ranks with
+the same parameters (gradients are summed over these), "shards" those of them that ZeRO shards over,
+and "copies" those with the same shards."""
 
 
 def members(name: str) -> tuple[str, ...]:
@@ -257,7 +299,9 @@ class Degrees(Mapping[str, int]):
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Degrees) and self.sizes == other.sizes
+        return isinstance(other, Degrees) and (
+            self._sizes == other._sizes and self._folded == other._folded
+        )
 
     def __repr__(self) -> str:
         return f"Degrees({str(self).replace(' ', ', ')})"
@@ -271,8 +315,10 @@ class Degrees(Mapping[str, int]):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size by name; of the experts' mesh those above 1."""
-        return self._sizes | {name: size for name, size in self._folded.items() if size > 1}
+        """Every size by name; of quiet axes and the experts' mesh those above 1."""
+        told = {axis.name for axis in AXES if not axis.is_quiet}
+        sizes = self._sizes | self._folded
+        return {name: size for name, size in sizes.items() if size > 1 or name in told}
 
     @property
     def expert_parts(self) -> int:
@@ -290,7 +336,7 @@ class Degrees(Mapping[str, int]):
         return prod(self._sizes.values())
 
     def along(self, name: str) -> int:
-        """Return the number of ranks along an axis or along "batch" or "data"."""
+        """Return the number of ranks along an axis, or along several (`JOINT`)."""
         return self._joint[name] if name in self._joint else self._sizes[name]
 
     def with_sizes(self, **sizes: int) -> Degrees:

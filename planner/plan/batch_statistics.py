@@ -72,7 +72,11 @@ def cut_batch_messages(
     num_parts = plan.num_microbatches * plan.degrees.along("batch")
     if num_parts == 1:
         return ()
-    sizes = ", ".join(f"{axis.name}={plan.degrees[axis.name]}" for axis in batch_axes())
+    sizes = ", ".join(
+        f"{axis.name}={plan.degrees[axis.name]}"
+        for axis in batch_axes()
+        if axis.name in plan.degrees.sizes
+    )
     cut = (
         f"the plan cuts a batch of {plan.global_batch} samples into {num_parts} parts "
         f"({sizes}, num_microbatches={plan.num_microbatches})"

@@ -7,6 +7,7 @@ over, into how many shards, and how many bytes a gradient sum takes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from planner.plan.parts import Precision
@@ -36,6 +37,9 @@ class Replication:
     zero_stage: int
     """0: every rank keeps everything. 1: optimizer state, 2: gradients too, 3: weights too are
     sharded over the replicas."""
+    copies: int = 1
+    """Of the replicas those that hold the same shards under ZeRO, along the axes "copies" (HSDP);
+    it divides them."""
     precision: Precision = "model"
     """Dtype of parameters and of gradient sums."""
     expert_replicas: int | None = None
@@ -49,6 +53,7 @@ class Replication:
         degrees = plan.stage_degrees(stage)
         return cls(
             replicas=degrees.along("data"),
+            copies=degrees.along("copies"),
             expert_replicas=degrees.expert_replicas if degrees["ep"] > 1 else None,
             zero_stage=plan.zero_stage,
             precision=plan.precision,
@@ -58,17 +63,20 @@ class Replication:
     @property
     def of_experts(self) -> Replication:
         """How ranks share the experts, where these lie on a mesh of their own."""
-        return replace(self, replicas=self.expert_replicas or self.replicas, expert_replicas=None)
+        replicas = self.expert_replicas or self.replicas
+        return replace(
+            self, replicas=replicas, copies=gcd(self.copies, replicas), expert_replicas=None
+        )
 
     @property
     def is_sharded(self) -> bool:
         """Whether ZeRO has replicas to shard over; a group of one has nothing to share."""
-        return self.zero_stage > 0 and self.replicas > 1
+        return self.shards > 1
 
     @property
     def shards(self) -> int:
         """Ranks that optimizer state is split over."""
-        return self.replicas if self.zero_stage else 1
+        return self.replicas // self.copies if self.zero_stage else 1
 
     @property
     def gradient_factor(self) -> int:

@@ -18,6 +18,7 @@ def rank_bound(
         num_microbatches=config.num_microbatches,
         recompute=recompute,
         replicas=config.replication.replicas,
+        copies=config.replication.copies,
         zero=config.zero,
         profile=table.profile,
         precision=table.precision,

@@ -19,6 +19,8 @@ from itertools import product
 
 import numpy as np
 
+from planner.layout import axes
+from planner.layout.axes import Degrees, OwnSizes
 from search.bounds.pipeline_line import pipeline_line
 from search.branch_and_bound import BEATEN, EvaluatedPlan, Node, Wave
 from search.meshes.interleaved_mixes import even_mixes
@@ -56,11 +58,11 @@ class MeshesNode(Node[SearchState]):
 
     def _groups(self, search: SearchState) -> Iterator[list[Shape]]:
         """Yield shapes that stages of one plan may have."""
-        groups: dict[tuple[int, int, int], list[Shape]] = {}
+        groups: dict[tuple[OwnSizes, int, int], list[Shape]] = {}
         for shape in self.shapes:
             size = shape.cp, shape.tp, shape.microbatch_size
             if shape.pp > 1 and size not in search.skipped_sizes:
-                key = shape.cp, shape.pp, shape.num_microbatches
+                key = _common_sizes(shape.degrees), shape.pp, shape.num_microbatches
                 groups.setdefault(key, []).append(shape)
         yield from (group for group in groups.values() if len(group) > 1)
 
@@ -101,6 +103,12 @@ class MeshesNode(Node[SearchState]):
                     mix=some,
                     alone=problems,
                 )
+
+
+def _common_sizes(degrees: Degrees) -> OwnSizes:
+    """Return the sizes on the axes where all stages of a plan have the same."""
+    common = [axis.name for axis in axes.AXES if not (axis.own_by_stage or axis.takes_rest)]
+    return tuple((name, degrees[name]) for name in common)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -38,6 +38,7 @@ _FREE = (
     "schedule",
     "vpp",
     "cp",
+    "rp",
     "tp",
     "pp",
     "dp",

@@ -67,7 +67,8 @@ class MeshSizes:
 
     def _searched(self, axis: Axis) -> list[int]:
         """Return the sizes to try of an axis that the request does not name."""
-        if not axis.searched:
+        spans_nodes = self.request.num_devices > self.cluster.devices_per_node
+        if not axis.searched or (axis.between_nodes and not spans_nodes):
             return [1]
         most = self.request.num_devices if axis.most is None else axis.most(self.graph)
         return [n for n in divisors(self.request.num_devices) if n == 1 or n <= most]

@@ -18,7 +18,7 @@ from typing import cast
 from planner.cluster import ClusterSpec
 from planner.errors import LayoutError
 from planner.graph import ModelGraph
-from planner.layout.axes import AXES, Degrees, batch_axes, split_axes
+from planner.layout.axes import AXES, Degrees, batch_axes, copy_axes, split_axes
 from planner.plan import Recompute
 from planner.plan.replication import Replication
 from planner.schedule import DEFAULT_SCHEDULE, find_schedule, searched_schedules
@@ -87,7 +87,11 @@ class Configuration(_OnMesh):
     @property
     def replication(self) -> Replication:
         """How ranks that hold the same parameters share them."""
-        return Replication(replicas=self.degrees.along("data"), zero_stage=self.zero)
+        return Replication(
+            replicas=self.degrees.along("data"),
+            copies=self.degrees.along("copies"),
+            zero_stage=self.zero,
+        )
 
     @property
     def splits_backward(self) -> bool:
@@ -235,14 +239,17 @@ def _shapes(
                 )
             # FSDP2 takes parameters that one axis cuts (`planner.runtime.state.zero`).
             can_shard = sum(degrees[axis.name] > 1 for axis in split_axes()) < 2
-            is_replicated = degrees.along("data") > 1
-            zeros = tuple(
-                request.values("zero", SEARCHED_ZERO if is_replicated and can_shard else (0,))
-            )
+            zeros = request.values("zero", SEARCHED_ZERO)
+            if degrees.along("shards") == 1 or not can_shard:
+                zeros = [zero for zero in zeros if zero == 0 or request.names("zero", zero)]
+            # Without ZeRO there are no shards to copy: dp has those meshes.
+            copied = [axis.name for axis in copy_axes() if degrees[axis.name] > 1]
+            if not all(request.names(name, degrees[name]) for name in copied):
+                zeros = [zero for zero in zeros if zero]
             if options_of[key] and zeros:
                 yield Shape(
                     degrees=degrees, pp=pp, microbatch_size=size, num_microbatches=key[1],
-                    options=options_of[key], zeros=zeros, recompute=recompute,
+                    options=options_of[key], zeros=tuple(zeros), recompute=recompute,
                 )  # fmt: skip
 
 

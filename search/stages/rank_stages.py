@@ -146,6 +146,7 @@ class RankStages:
         """How ranks of a stage share its weights."""
         return Replication(
             replicas=self.degrees.along("data"),
+            copies=self.degrees.along("copies"),
             zero_stage=self.zero,
             precision=self.table.precision,
             optimizer_on_host=self.table.on_host.optimizer,
@@ -191,6 +192,7 @@ class RankStages:
         return {
             "num_microbatches": self.num_microbatches,
             "replicas": self.replication.replicas,
+            "copies": self.replication.copies,
             "zero": self.zero,
             "profile": self.table.profile,
             "precision": self.table.precision,

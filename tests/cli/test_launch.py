@@ -110,6 +110,7 @@ def test_a_mistake_found_by_all_ranks_is_told_once(folder):
     assert re.search(r"the batch has 5 samples; .* take 2 to 4; give", run.stderr)
 
 
+@pytest.mark.slow
 def test_verify_says_the_same(planner, folder):
     """X13 in short: the verdict, its figures and exit code 0."""
     done = planner("verify", "plan.json", "model.py", "--steps", 2)

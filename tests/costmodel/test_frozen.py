@@ -255,6 +255,7 @@ def test_a_lora_model_fits_where_full_training_does_not(wide):
     assert lora.certificate.gap == 0
 
 
+@pytest.mark.slow
 def test_a_searched_plan_of_a_lora_model_verifies():
     """From capture to training."""
     graph = captured("lora-gpt2-dropout")

@@ -52,6 +52,7 @@ def random_plan(graph, rng):
     dp = rng.choice([1, 2, 4])
     plan = default_plan(
         graph,
+        rp=rng.choice([1, 1, 2]),
         dp=dp,
         pp=pp,
         balance=[end - start for start, end in pairwise(edges)],

@@ -157,6 +157,17 @@ def test_a_v_is_kept_and_other_folds_are_refused():
     assert found == {"stage-placement"}
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_copies_of_shards_are_its_replicas(zero):
+    view = view_of(zero_stage=zero)
+    degrees = view.plan.degrees
+    copied = changed(view, degrees=degrees.with_sizes(rp=2, dp=degrees["dp"] // 2))
+    text = next(iter(emit(copied, TITAN).files.values()))
+    shards = degrees["dp"] // 2 if zero else 1
+    assert f"data_parallel_replicate_degree={degrees['dp'] // shards}" in text
+    assert f"data_parallel_shard_degree={shards}" in text
+
+
 def test_what_it_can_not_express_is_refused_by_name():
     view = view_of(**SMALL, zero_stage=1)
     host = changed(view, optimizer_on_host=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests import captures
@@ -13,6 +14,14 @@ def _shared_captures(monkeypatch):
     """`planner.apply` and `verify` export an equal model once a session, here as in ranks."""
     for module in ("planner.capture", "planner.capture.module"):
         monkeypatch.setattr(f"{module}.capture_module", captures.capture_module)
+
+
+@pytest.fixture(autouse=True)
+def _own_default_dtype():
+    """A model built in another dtype would be another model to processes that start later."""
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture(autouse=True)

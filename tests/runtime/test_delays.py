@@ -116,6 +116,7 @@ def _check(pp: int, names: list[str], repeats: int) -> None:
             assert gradient_gap < 1e-10, name
 
 
+@pytest.mark.slow
 def test_delays_change_nothing_on_two_ranks():
     """P16, every schedule, two stages on a rank where it takes them."""
     _check(2, sorted(SCHEDULES), repeats=2)
@@ -210,6 +211,7 @@ def others() -> list[Any]:
     return run_ranks(run_others, 2, late, _plans(2, ["interleaved_1f1b", "zb_h1"]))
 
 
+@pytest.mark.slow
 def test_what_is_sent_lives_until_it_has_left(others):
     """G12: with links that send late, nothing is let go too early. A sender that keeps nothing,
     for comparison, loses messages and finds another loss."""

@@ -74,6 +74,7 @@ def test_stages_without_a_trained_parameter():
     )
 
 
+@pytest.mark.slow
 def test_units_of_frozen_parameters():
     """ZeRO over blocks that are frozen, that have no backward, and that are both frozen and not."""
     check(

@@ -59,13 +59,13 @@ def check_plans(world_size: int, plans: list[tuple[str, Plan]]) -> None:
 def test_coordinates_match_ranks():
     """M3, D1: eight ranks as pp 2 x dp 2 x tp 2, and with a pp rank cut its own way."""
     plan = plan_for("gpt", dp=2, tp=2, pp=2)
-    expected = [(p, d, 0, t) for p in range(2) for d in range(2) for t in range(2)]
+    expected = [(p, 0, d, 0, t) for p in range(2) for d in range(2) for t in range(2)]
     assert [coordinate_of(plan, rank) for rank in range(8)] == expected
     plan = plan_for("gpt", dp=2, tp=2, pp=2, by_stage={"tp": (4, 1)})
     found = [coordinate_of(plan, rank) for rank in range(8)]
-    assert found == [(0, 0, 0, t) for t in range(4)] + [(1, d, 0, 0) for d in range(4)]
+    assert found == [(0, 0, 0, 0, t) for t in range(4)] + [(1, 0, d, 0, 0) for d in range(4)]
     plan = plan_for("gpt", dp=2, cp=2, tp=2)
-    expected = [(0, d, c, t) for d in range(2) for c in range(2) for t in range(2)]
+    expected = [(0, 0, d, c, t) for d in range(2) for c in range(2) for t in range(2)]
     assert [coordinate_of(plan, rank) for rank in range(8)] == expected
 
 
@@ -271,6 +271,7 @@ def train_and_count(plans: list[Plan]) -> list[tuple[Outcome, int]]:
     return list(zip(outcomes, sent, strict=True))
 
 
+@pytest.mark.slow
 def test_between_nodes_a_whole_tensor_goes_in_pieces():
     """D4, D12, P5: each rank of a tp group sends its half, and the receivers gather; exact
     forward and backward, also towards a mesh of another shape.
@@ -415,6 +416,7 @@ def in_sequence(name: str, **choices: Any) -> Plan:
     return plan.model_copy(update={"layouts": (*tp, *cp)})
 
 
+@pytest.mark.slow
 def test_sequences_on_tp_inside_cp():
     """D7, D19: 1/(cp tp) of the positions on a rank, with ZeRO and recomputation."""
     plans = [

@@ -95,6 +95,7 @@ def test_steps_take_what_the_simulator_says(rows):
         assert row.measured_idle == pytest.approx(row.predicted_idle, abs=0.08), row
 
 
+@pytest.mark.slow
 def test_messages_travel_while_jobs_run(rows):
     """G13, P15: where the table leaves room, a hop as long as a job costs nearly nothing; where
     a sender waits for it, it costs its time.

@@ -33,11 +33,19 @@ def test_the_rest_axis_gets_what_others_leave():
 
 
 def test_tp_stays_in_a_node_unless_it_is_fixed():
-    found, reasons = sizes_of(4, per_node=2, pp=1)
+    found, reasons = sizes_of(4, per_node=2, pp=1, rp=1)
     assert [degrees["tp"] for degrees, _ in found] == [1, 2]
     assert list(reasons) == ["tp stays in a node"]
     fixed, _ = sizes_of(4, per_node=2, tp=4)
     assert fixed == [(Degrees(tp=4), 1)]
+
+
+def test_shards_are_copied_only_where_devices_span_nodes():
+    """Inside a node the links of a larger group of shards are no slower."""
+    assert all(degrees["rp"] == 1 for degrees, _ in sizes_of(4, pp=1, tp=1)[0])
+    found, _ = sizes_of(4, per_node=2, pp=1, tp=1)
+    assert [(degrees["rp"], degrees["dp"]) for degrees, _ in found] == [(1, 4), (2, 2), (4, 1)]
+    assert sizes_of(4, rp=2, pp=1, tp=1)[0] == [(Degrees(rp=2, dp=2), 1)]
 
 
 def test_what_no_op_can_be_split_in_is_left_out():

@@ -87,7 +87,14 @@ def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
     for shape in candidates.shapes(request):
         for one in shape.configurations():
             if one.pp > 1:
-                key = (one.cp, one.pp, one.num_microbatches, one.schedule, one.vpp)
+                key = (
+                    one.degrees["rp"],
+                    one.cp,
+                    one.pp,
+                    one.num_microbatches,
+                    one.schedule,
+                    one.vpp,
+                )
                 groups.setdefault(key, []).append(one)
     for group in groups.values():
         for zero in {one.zero for one in group}:

@@ -124,6 +124,7 @@ def draws():
     return run_ranks(draw_each, 2, RANDOM_OPS, texts)
 
 
+@pytest.mark.slow
 def test_random_ops_compile(draws):
     """D9, M5: eager and compiled, without a graph break: replicas draw the same numbers, shards
     and two calls in a row different ones, and about half of all is dropped.

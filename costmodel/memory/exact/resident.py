@@ -31,7 +31,7 @@ from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.tied import tied_sum_bytes
 from planner.layout.placements import Placements
 from planner.plan import Plan
-from planner.plan.replication import gradient_factor
+from planner.plan.replication import Replication, gradient_factor
 from planner.runtime.step.wiring import block_placements
 from profiles.profile import Amount
 
@@ -59,9 +59,14 @@ class RankState:
         return self.plan.stage_degrees(min(self.stages)).along("data")
 
     @property
-    def expert_replicas(self) -> int:
-        """Ranks with the same experts, where these lie on a mesh of their own."""
-        return self.plan.stage_degrees(min(self.stages)).expert_replicas
+    def shards(self) -> int:
+        """Ranks that ZeRO shards over."""
+        return Replication.of(self.plan, min(self.stages)).shards
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that it shards experts over, which may lie on a mesh of their own."""
+        return Replication.of(self.plan, min(self.stages)).of_experts.shards
 
     @property
     def factor(self) -> int:
@@ -123,7 +128,7 @@ class RankState:
         scratch = self.stepped_bytes if copies else 0
         # Before it, ranks that share parameters sum the gradients of these.
         sums = tied_sum_bytes(plan, costs.graph, self.tied, self.pp_rank) * self.sum_factor
-        sums //= self.replicas if self.is_sharded else 1
+        sums //= self.shards if self.is_sharded else 1
         # Shards that are stepped on the host have left the device by then.
         has_left = self.is_sharded and plan.optimizer_on_host
         return max(scratch, sums) + (0 if has_left else self.summed_bytes)
@@ -194,7 +199,7 @@ def on_host(rank: RankState) -> Amount:
     counters = COUNTER_BYTES * load.num_params
     if rank.is_sharded:
         experts = load.spread_bytes
-        shard = (load.param_bytes - experts) / rank.replicas + experts / rank.expert_replicas
+        shard = (load.param_bytes - experts) / rank.shards + experts / rank.expert_shards
         trained = (ADAMW_STATES + 2) * (factor * shard) + counters
         return trained + rank.frozen_shard_bytes
     stepped = factor * load.param_bytes

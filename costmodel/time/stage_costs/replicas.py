@@ -8,7 +8,7 @@ has few kinds of such stages, so each kind is priced once and the answers are ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from math import ceil
 from operator import attrgetter
 from typing import Any, cast
@@ -20,7 +20,7 @@ from costmodel.cache import CostCache
 from costmodel.execution.executed_exchange import executed_exchange
 from costmodel.time.communication import BUCKET_BYTES, DataParallelSeconds, data_parallel_seconds
 from costmodel.time.update import RankUpdate, rank_update
-from costmodel.topology import data_group, expert_group
+from costmodel.topology import axis_group, copies_group, data_group, expert_group
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from profiles import Group, Lookup, Profile
@@ -28,6 +28,17 @@ from profiles import Group, Lookup, Profile
 Floats = NDArray[np.float64]
 _EXCHANGE = tuple(f.name for f in fields(DataParallelSeconds))
 _exchange_of = attrgetter(*_EXCHANGE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharing:
+    """Who holds the same parameters, or the same experts."""
+
+    replication: Replication
+    group: Group
+    """The ranks that share them: under ZeRO those with the other shards, else all replicas."""
+    copies: Group
+    """The ranks with the same shards."""
 
 
 class ReplicaPrices:
@@ -38,9 +49,25 @@ class ReplicaPrices:
     def __init__(self, costs: CostCache, replication: Replication, replica: Degrees) -> None:
         self._costs, self._replication = costs, replication
         cluster = costs.profile.cluster
-        self._group = data_group(cluster, replica, replicas=replication.replicas)
-        self._of_experts = replication.of_experts
-        self._expert_group = expert_group(cluster, replica, replicas=self._of_experts.replicas)
+        of_experts = replication.of_experts
+        sharing = replication.shards if replication.is_sharded else replication.replicas
+        spread = of_experts.shards if of_experts.is_sharded else of_experts.replicas
+        self._dense = _Sharing(
+            replication,
+            group=data_group(cluster, replica, replicas=sharing),
+            copies=copies_group(
+                cluster, replica, shards=sharing, copies=replication.replicas // sharing
+            ),
+        )
+        self._experts = _Sharing(
+            of_experts,
+            group=expert_group(cluster, replica, replicas=spread),
+            copies=axis_group(
+                cluster,
+                size=of_experts.replicas // spread,
+                stride=replica.expert_parts * spread,
+            ),
+        )
         self._updates: dict[tuple[float, ...], RankUpdate] = {}
         self._stages: dict[tuple[float, ...], tuple[float, ...]] = {}
 
@@ -59,7 +86,7 @@ class ReplicaPrices:
             whole_bytes, whole = key[0] - key[2], key[1] - key[3]
             self._updates[key] = self._update(self._replication, whole_bytes, whole)
             if spread_bytes:
-                self._updates[key] += self._update(self._of_experts, key[2], key[3])
+                self._updates[key] += self._update(self._experts.replication, key[2], key[3])
         return self._updates[key]
 
     def _update(self, replication: Replication, num_bytes: float, tensors: float) -> RankUpdate:
@@ -117,8 +144,7 @@ class ReplicaPrices:
             seconds = _exchange_of(
                 self._exchange(
                     profile,
-                    self._group,
-                    self._replication,
+                    self._dense,
                     param_bytes=param_bytes - spread_bytes,
                     num_blocks=int(num_blocks),
                     num_tensors=int(num_params - num_spread),
@@ -129,8 +155,7 @@ class ReplicaPrices:
             if spread_bytes:
                 of_experts = self._exchange(
                     profile,
-                    self._expert_group,
-                    self._of_experts,
+                    self._experts,
                     param_bytes=spread_bytes,
                     num_blocks=int(num_blocks),
                     num_tensors=int(num_spread),
@@ -141,10 +166,10 @@ class ReplicaPrices:
             self._stages[key] = (*seconds, update_s)
         return self._stages[key]
 
-    def _exchange(
-        self, profile: Profile, group: Group, replication: Replication, **sizes: Any
-    ) -> DataParallelSeconds:
+    def _exchange(self, profile: Profile, sharing: _Sharing, **sizes: Any) -> DataParallelSeconds:
         """Return what a stage exchanges, nothing hidden, on a profile."""
+        group, replication = sharing.group, sharing.replication
+        sizes["copies"] = sharing.copies
         if self._costs.execution.prices == "profile":
             return data_parallel_seconds(profile, group, replication, **sizes)
         return executed_exchange(profile, self._costs.execution, group, replication, **sizes)
@@ -158,21 +183,19 @@ class ReplicaPrices:
         of their own have fewer replicas, so a byte of them may take less than others.
         """
         param_bytes = num_blocks * block_bytes
-        if self._replication.zero_stage == 0:  # whole buckets, which are the longest
+        if not self._replication.is_sharded:  # whole buckets, which are the longest
             param_bytes = ceil(param_bytes / BUCKET_BYTES) * float(BUCKET_BYTES)
-        groups = {(self._group, self._replication), (self._expert_group, self._of_experts)}
         seconds = [
             _exchange_of(
                 self._exchange(
                     cast(Profile, _LeastMessages(self._costs.profile)),
-                    group,
-                    replication,
+                    sharing,
                     param_bytes=param_bytes,
                     num_blocks=num_blocks,
                     num_tensors=0,
                 )
             )
-            for group, replication in groups
+            for sharing in {self._dense, self._experts}
         ]
         least = (min(values) / max(param_bytes, 1.0) for values in zip(*seconds, strict=True))
         return DataParallelSeconds(**dict(zip(_EXCHANGE, least, strict=True)))

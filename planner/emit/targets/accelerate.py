@@ -74,8 +74,13 @@ def _write(view: PlanView) -> Emitted:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
         lines += ["fsdp_config:", *(f"  {name}: {value}" for name, value in fsdp.items())]
-    if plan.tp * plan.cp > 1:
-        sizes = {"dp_replicate": 1, "dp_shard": plan.dp, "tp": plan.tp, "cp": plan.cp}
+    if plan.degrees["rp"] * plan.tp * plan.cp > 1:
+        sizes = {
+            "dp_replicate": plan.degrees["rp"],
+            "dp_shard": plan.dp,
+            "tp": plan.tp,
+            "cp": plan.cp,
+        }
         lines.append("parallelism_config:")
         lines += [f"  parallelism_config_{axis}_size: {size}" for axis, size in sizes.items()]
         if plan.cp > 1:
@@ -96,6 +101,7 @@ ACCELERATE = register_emitter(
         name="accelerate",
         summary="the configuration file of accelerate launch (no pipeline)",
         expresses={
+            "rp": Rule(how="parallelism_config_dp_replicate_size", unless=_why_not_inner),
             "dp": "num_processes, parallelism_config_dp_shard_size",
             "tp": Rule(how="parallelism_config_tp_size", unless=_why_not_inner),
             "cp": Rule(how="parallelism_config_cp_size", unless=_why_not_cp),

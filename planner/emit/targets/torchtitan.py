@@ -43,7 +43,7 @@ def parallelism(view: PlanView, *, head: str) -> dict[str, Any]:
     plan = view.plan
     sharded = plan.zero_stage > 0
     fields: dict[str, Any] = {
-        "data_parallel_replicate_degree": 1 if sharded else plan.dp,
+        "data_parallel_replicate_degree": plan.degrees["rp"] * (1 if sharded else plan.dp),
         "data_parallel_shard_degree": plan.dp if sharded else 1,
         # ZeRO 3 frees gathered parameters behind each forward; ZeRO 2 keeps them for the backward.
         "fsdp_reshard_after_forward": "never" if plan.zero_stage == 2 else "always",
@@ -130,12 +130,13 @@ def _why_not_layouts_toml(view: PlanView) -> str:
 
 def _why_not_dp_toml(view: PlanView) -> str:
     plan = view.plan
-    if plan.zero_stage == 0 and plan.world_size > plan.dp:
+    if plan.zero_stage == 0 and plan.world_size > plan.batch_parts:
         return "v0.2 replicates (ZeRO 0) only where nothing else is parallel"
     return ""
 
 
 EXPRESSES: dict[str, str | Rule] = {
+    "rp": "data_parallel_replicate_degree",
     "dp": "data_parallel_replicate_degree, data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
     "cp": Rule(how="context_parallel_degree", unless=_why_not_cp),

@@ -172,8 +172,9 @@ def _holding(
     stage = next(s for s, each in enumerate(plan.stages) if each.pp_rank == pp_rank)
     if _is_sharded(meta, plan, stage):
         # FSDP2 cuts what is left after the other axes (`planner.runtime.state.zero`).
-        piece = piece.chunk(mesh.size(*data), mesh.number(rank, *data))
-        cut |= set(data)
+        shards = members("shards")
+        piece = piece.chunk(mesh.size(*shards), mesh.number(rank, *shards))
+        cut |= set(shards)
     replica = None
     if is_written and mesh.size(*data) > 1:
         # Each replica moves such a buffer by its own samples: they differ.

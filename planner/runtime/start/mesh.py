@@ -5,7 +5,9 @@ Process groups are made for
 
     each axis that blocks are lowered on    ranks that hold parts of one computation
     "data", several axes together           ranks that hold the same parameters, over which
-                                            gradients are summed and ZeRO shards
+                                            gradients are summed
+    "shards" and "copies", its two sides    those of them that ZeRO shards over, and those with
+                                            the same shards; the first is "data" without copies
 
 and, through `Mesh.open_group`, by modules that need others. Every rank takes part in making every
 group, in one order: groups that only their members make are named by how many groups a
@@ -39,6 +41,9 @@ from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
 
+SHARING = ("copies", "shards")
+"""The two sides of the ranks "data" under ZeRO, outermost first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
@@ -66,7 +71,7 @@ class Mesh:
         return self.meshes[self.pp_rank]
 
     def size(self, name: str) -> int:
-        """Return the number of ranks along an axis, "pp", "batch" or "data" (`axes.JOINT`)."""
+        """Return the number of ranks along an axis, "pp", or several axes (`axes.JOINT`)."""
         return len(self.meshes) if name == "pp" else self.own.size(*members(name))
 
     def rank(self, name: str) -> int:
@@ -103,7 +108,9 @@ class Mesh:
         return [at for at, rank in enumerate(line) if own.number(rank, *others) == 0]
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the group of this rank's line along an axis or "data"; None when alone."""
+        """Return the group of this rank's line along an axis, "data", "shards" or "copies"; None
+        when alone.
+        """
         return self._lines.get(name)
 
     def lowered_groups(self) -> dict[str, dist.ProcessGroup | None]:
@@ -137,12 +144,12 @@ class Mesh:
         return group
 
     def device_mesh(self) -> DeviceMesh:
-        """Return the axes "data" and those of parameters' pieces as PyTorch has them, for FSDP2."""
+        """Return "copies", "shards" and the axes of parameters' pieces as FSDP2 takes them."""
         # Not a tensor: on fake tensors (`dryrun`) ranks could not be looked up in it.
         own, inner = self.own, [axis.name for axis in reversed(split_axes())]
-        order = [own.axes.index(axis) for axis in (*members("data"), *inner)]
+        order = [own.axes.index(axis) for axis in (*members("copies"), *members("shards"), *inner)]
         ranks = np.array(own.ranks).reshape(own.shape).transpose(order)
-        axes = [axis for axis in ("data", *inner) if self.group(axis) is not None]
+        axes = [axis for axis in (*SHARING, *inner) if self.group(axis) is not None]
         return DeviceMesh.from_group(
             [self._lines[axis] for axis in axes],
             self.device.type,
@@ -219,11 +226,14 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         global_rank=dist.get_rank(),
         _opened=opened,
     )
-    for name in (*(axis.name for axis in lowered_axes()), "data"):
+    has_copies = plan.degrees.along("copies") > 1
+    for name in (*(axis.name for axis in lowered_axes()), "data", *SHARING * has_copies):
         lines = [line for m in meshes for line in m.groups(*members(name)) if len(line) > 1]
         group = mesh.open_group(lines)
         if group is not None:
             mesh._lines[name] = group
+    if not has_copies and "data" in mesh._lines:
+        mesh._lines["shards"] = mesh._lines["data"]
     return mesh
 
 

@@ -70,9 +70,9 @@ def _over_data(tensor: DTensor, placements: Placements, mesh: Mesh) -> Tensor:
     shape = tuple(tensor.shape)
     for axis, placement in placements.pairs:
         shape = local_shape(shape, placement, mesh.size(axis))
-    group = mesh.group("data")
+    group = mesh.group("shards")
     assert group is not None, "FSDP2 is used only with replicas"
-    length = -(-shape[0] // mesh.size("data"))
+    length = -(-shape[0] // mesh.size("shards"))
     local = tensor.to_local().to(mesh.device)
     padded = local.new_zeros((length, *shape[1:]))
     padded[: local.shape[0]] = local

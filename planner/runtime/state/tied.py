@@ -23,7 +23,6 @@ from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.layout.reshard import box_transfers
 from planner.plan import Plan
-from planner.plan.replication import Replication
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.host_optimizer import HostMasters
@@ -117,13 +116,13 @@ def _box(
         length = (stop - start) // mesh.size(axis)
         first = start + mesh.number(rank, axis) * length
         box[placement.dim] = (first, first + length)
-    data = members("data")
-    replicas = Replication(replicas=mesh.size(*data), zero_stage=plan.zero_stage)
-    if replicas.is_sharded:
+    shards = members("shards")
+    parts = mesh.size(*shards)
+    if plan.zero_stage and parts > 1:
         # As torch.chunk cuts: the last may be short or empty.
         start, stop = box[0]
-        length = -(-(stop - start) // replicas.shards)
-        first = min(stop, start + mesh.number(rank, *data) * length)
+        length = -(-(stop - start) // parts)
+        first = min(stop, start + mesh.number(rank, *shards) * length)
         box[0] = (first, min(stop, first + length))
     return tuple(box)
 

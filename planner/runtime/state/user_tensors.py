@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from planner.errors import LayoutError
 from planner.layout.axes import split_axes
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.mesh import SHARING, Mesh
 
 
 def shard_tensor(tensor: Tensor, mesh: Mesh, dims: Mapping[str, int]) -> DTensor:
@@ -33,7 +33,8 @@ def shard_tensor(tensor: Tensor, mesh: Mesh, dims: Mapping[str, int]) -> DTensor
             )
     devices = _devices(mesh)
     names = devices.mesh_dim_names or ()
-    places = [Shard(dims[name]) if name in dims else Replicate() for name in names]
+    sides = ["data" if name in SHARING else name for name in names]
+    places = [Shard(dims[side]) if side in dims else Replicate() for side in sides]
     # Every rank has the values: taking them from the first would be a broadcast.
     return distribute_tensor(
         tensor.to(mesh.device), devices, places or [Replicate()], src_data_rank=None

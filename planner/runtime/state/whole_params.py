@@ -64,7 +64,7 @@ class WholeParams:
     ) -> None:
         """`pieces` are those to make whole, each with what the rank holds of it; the ranks that
         share them call this together. Those that no axis cuts are left out. `sharded` says that
-        FSDP2 cuts parameters over "data".
+        FSDP2 cuts parameters over "shards".
         """
         self._mesh = mesh
         self.params: list[CutParam] = []
@@ -159,7 +159,7 @@ class WholeParams:
 def cutting_axes(placements: Placements, mesh: Mesh, *, sharded: bool) -> tuple[str, ...]:
     """Return the axes over which ranks hold different pieces of a parameter."""
     lowered = (a for a, p in placements.pairs if isinstance(p, Shard) and mesh.size(a) > 1)
-    return (*lowered, "data") if sharded else tuple(lowered)
+    return (*lowered, "shards") if sharded else tuple(lowered)
 
 
 def stepped_on(

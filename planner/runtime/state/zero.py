@@ -1,6 +1,8 @@
 """ZeRO 1, 2 and 3 with FSDP2: what is sharded, when it is gathered and reduced.
 
-Sharded over all ranks with the same parameters: the group "data" of `planner.layout.axes`.
+Sharded over the ranks "shards" of `planner.layout.axes`: all with the same parameters, or, with
+axes whose ranks are copies (HSDP), some of them. Copies sum their shards of gradients once a step,
+in the last backward.
 
     zero_stage   parameters in a step            gradients
     1            gathered once, kept             whole, reduce-scattered after the last microbatch
@@ -73,7 +75,9 @@ def shard_stage(
     ignored = set() if zero_stage == 3 else {p for p in stage.parameters() if not p.requires_grad}
     for axis in cut:
         _as_dtensors(stage, device_mesh[axis], axis, placements, ignored)
-    data_mesh = device_mesh["data"]
+    data_mesh = device_mesh["shards"]
+    if mesh.group("copies") is not None:
+        data_mesh = device_mesh["copies", "shards"]
     # Inputs are cast by the programs, where the capture says so.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if precision == "bf16":
@@ -115,6 +119,8 @@ def before_backward(
     assert isinstance(stage, FSDPModule)
     # Without sync FSDP2 accumulates the gathered gradient: whole, as ZeRO 1 keeps it.
     stage.set_requires_gradient_sync(zero_stage > 1 or (is_last and is_update))
+    # Copies add up to the same sum once as after each microbatch.
+    stage.set_requires_all_reduce(is_last)
     stage.set_reshard_after_backward(zero_stage == 3 or is_last)
     stage.set_is_last_backward(is_last)
 

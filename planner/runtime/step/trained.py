@@ -170,7 +170,7 @@ class TrainedParams:
         """Yield parameters with the share of each that counts for the gradient's norm."""
         metas = {meta.fqn: meta for meta in self._graph.params}
         users = stage_params(self._graph, self._plan)
-        replicas = 1 if self._sharded else self._mesh.size("data")
+        replicas = self._mesh.size("copies" if self._sharded else "data")
         for index, owner in self._owners.items():
             for fqn, param in owner.named_params().items():
                 name = metas[fqn].name

@@ -12,9 +12,8 @@ from costmodel.memory.exact.stage.fsdp_units import Unit, sharded_stage
 from costmodel.memory.exact.stage.jobs import StageJobs, job_variants
 from costmodel.memory.exact.stage.placed_block import BlockKind, Copy, PlacedBlock
 from costmodel.memory.exact.stage.stage_walk import BackwardVariant, BlockSample, StageWalk
-from planner.layout.axes import Degrees
+from planner.plan.replication import Replication
 from planner.schedule import build_schedule
-from tests.costmodel.memory.plans import plan_of
 
 VALUE, KEPT, RISE = 10, 50, 80
 """Bytes of each value between blocks, kept inside a block, and of a block's height."""
@@ -86,7 +85,7 @@ def test_a_backward_frees_what_the_forward_kept(first):
 def test_units_are_padded_to_equal_shards():
     """3 rows of 100 bytes over 2 ranks: 4 rows of 33 bytes; sums are fp32 in bf16."""
     stage = stage_of(block_of(0, params=("w",)), block_of(1), gradient_factor=2)
-    found = sharded_stage(stage, Degrees(dp=2), plan_of(dp=2, zero_stage=3), "cuda")
+    found = sharded_stage(stage, Replication(replicas=2, zero_stage=3), "cuda")
     assert found.units == {
         0: Unit(
             gathered_bytes=132, gradient_bytes=100, sum_bytes=200, message_bytes=264,
@@ -102,8 +101,8 @@ def test_experts_are_sharded_over_the_ranks_that_have_the_same():
     block = block_of(0, params=("router", "experts"))
     kind = replace(block.kind, bytes=replace(block.kind.bytes, spread=frozenset({"experts"})))
     stage = stage_of(replace(block, kind=kind), block_of(1))
-    degrees = Degrees(dp=4, ep=2)
-    (unit,) = sharded_stage(stage, degrees, plan_of(dp=4, zero_stage=1), "cuda").units.values()
+    replication = Replication(replicas=4, expert_replicas=2, zero_stage=1)
+    (unit,) = sharded_stage(stage, replication, "cuda").units.values()
     assert unit.shard_bytes == 33 + 2 * 33
     assert unit.gathered_bytes == 4 * 33 + 2 * 2 * 33
 

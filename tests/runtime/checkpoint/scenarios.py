@@ -153,11 +153,14 @@ def random_plan(choose: random.Random, name: str, world: int, batch: int) -> Pla
             tps = choose.choice([(1, 2), (2, 1)])
             stages = choices.get("vpp", 1)
             choices["by_stage"] = {"tp": tps * stages}
-        dp = max(sizes["dp"], world // sizes["pp"] if "by_stage" in choices else 1)
+        dp = max(sizes["dp"], world // sizes["pp"] if "by_stage" in choices else 1) * sizes["rp"]
         count = choices["pp"] if choices["pp"] > 1 else choose.choice([1, 2])
         if batch % (count * dp):
             continue
-        choices |= {"num_microbatches": count, "microbatch_size": batch // (count * sizes["dp"])}
+        choices |= {
+            "num_microbatches": count,
+            "microbatch_size": batch // (count * sizes["dp"] * sizes["rp"]),
+        }
         try:
             plan = default_plan(graph, **choices)
             return plan.model_copy(update={"optimizer_on_host": on_host})
@@ -166,7 +169,7 @@ def random_plan(choose: random.Random, name: str, world: int, batch: int) -> Pla
 
 
 def _random_sizes(choose: random.Random, world: int) -> dict[str, int]:
-    sizes = dict.fromkeys(("dp", "tp", "pp", "cp"), 1)
+    sizes = dict.fromkeys(("rp", "dp", "tp", "pp", "cp"), 1)
     while world > 1:
         sizes[choose.choice(list(sizes))] *= 2
         world //= 2

@@ -85,6 +85,18 @@ def test_between_plans(tmp_path, is_whole):
     check([Case("tied-gpt", *pair, str(tmp_path))])
 
 
+def test_copies_of_shards_are_written_once(tmp_path):
+    """HSDP: of the ranks with the same shards one writes each; any plan reads them, and back."""
+    copied = plan_for("gpt", rp=2, dp=2, zero_stage=3, microbatch_size=2)
+    other = plan_for("gpt", dp=2, pp=2, microbatch_size=4)
+    check(
+        [
+            Case("gpt", copied, other, str(tmp_path / "from")),
+            Case("gpt", other, copied, str(tmp_path / "to")),
+        ]
+    )
+
+
 def test_the_same_plan_goes_on_to_the_last_bit(tmp_path):
     """Running statistics that each replica moves for itself, momentum, state that is no tensor."""
     bn = plan_for("batchnorm-mlp", dp=2, microbatch_size=2)

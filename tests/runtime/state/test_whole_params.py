@@ -52,9 +52,9 @@ def gathered(monkeypatch):
 
 
 def test_axes_that_cut():
-    mesh = Parts({"tp": 2, "data": 4}, {})
+    mesh = Parts({"tp": 2, "shards": 4}, {})
     assert cutting_axes(CUT, mesh, sharded=False) == ("tp",)
-    assert cutting_axes(CUT, mesh, sharded=True) == ("tp", "data")
+    assert cutting_axes(CUT, mesh, sharded=True) == ("tp", "shards")
     assert cutting_axes(WHOLE, mesh, sharded=False) == ()
     assert cutting_axes(CUT, Parts({"tp": 1}, {}), sharded=False) == ()
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from costmodel.memory.exact.stage.placed_block import BlockKind
 from costmodel.memory.exact.stage.stage_walk import StageWalk
-from planner.layout.axes import Degrees
-from planner.plan import Plan
+from planner.plan.replication import Replication
 
 
 class Unit(NamedTuple):
@@ -90,11 +89,11 @@ class ShardedStage:
         return self.zero_stage == 1 and all(u.sum_bytes == u.gradient_bytes for u in units)
 
 
-def sharded_stage(walk: StageWalk, degrees: Degrees, plan: Plan, device_type: str) -> ShardedStage:
+def sharded_stage(walk: StageWalk, replication: Replication, device_type: str) -> ShardedStage:
     """Return the units of a stage; parameters that several of its blocks use are in one of their
     own. Frozen ones are in units under ZeRO 3 only.
     """
-    replicas, of_experts = degrees.along("data"), degrees.expert_replicas
+    parts, of_experts = replication.shards, replication.of_experts.shards
     shared: dict[str, Size] = {}
     shared_frozen: dict[str, Size] = {}
     users = Counter(name for block in walk.blocks for name in block.frozen.values())
@@ -103,7 +102,7 @@ def sharded_stage(walk: StageWalk, degrees: Degrees, plan: Plan, device_type: st
     known: dict[BlockKind, Unit] = {}
     for index, block in enumerate(walk.blocks):
         kind, of_others = block.kind, walk.shared[index]
-        shards = {n: of_experts if n in kind.bytes.spread else replicas for n in block.params}
+        shards = {n: of_experts if n in kind.bytes.spread else parts for n in block.params}
         sizes = {
             n: (kind.bytes.params[n], kind.bytes.param_rows[n], shards[n]) for n in block.params
         }
@@ -111,8 +110,8 @@ def sharded_stage(walk: StageWalk, degrees: Degrees, plan: Plan, device_type: st
         own = [size for local, size in sizes.items() if local not in of_others]
         own_frozen: list[Size] = []
         has_others = bool(of_others)
-        for local, name in block.frozen.items() if plan.zero_stage == 3 else ():
-            size = kind.bytes.frozen[local], kind.bytes.param_rows[local], replicas
+        for local, name in block.frozen.items() if replication.zero_stage == 3 else ():
+            size = kind.bytes.frozen[local], kind.bytes.param_rows[local], parts
             if users[name] > 1:
                 shared_frozen[name], has_others = size, True
             else:
@@ -142,8 +141,8 @@ def sharded_stage(walk: StageWalk, degrees: Degrees, plan: Plan, device_type: st
     return ShardedStage(
         units=units,
         shared=len(walk.blocks),
-        zero_stage=plan.zero_stage,
-        shards_on_host=plan.optimizer_on_host,
+        zero_stage=replication.zero_stage,
+        shards_on_host=replication.optimizer_on_host,
         copies_to_reduce=device_type == "cpu",
     )
 

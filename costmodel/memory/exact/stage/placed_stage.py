@@ -18,6 +18,7 @@ from planner.graph import size_at
 from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
+from planner.plan.replication import Replication
 from planner.runtime.step.wiring import Edge, block_placements
 from planner.units import DTYPE_BYTES
 
@@ -95,9 +96,8 @@ class PlacedStages:
     def _stage_jobs(self, stage_index: int) -> StageJobs:
         plan, costs, stage = self._plan, self._costs, self._plan.stages[stage_index]
         incoming = self._incoming[stage_index]
-        degrees = plan.stage_degrees(stage_index)
-        replicas = degrees.along("data")
-        is_sharded = plan.zero_stage > 0 and replicas > 1
+        replication = Replication.of(plan, stage_index)
+        is_sharded = replication.is_sharded
         # The step's last microbatch may skip recomputation: its backward comes next.
         walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
         if not stage.recompute_last and stage.recompute != "none":
@@ -108,7 +108,7 @@ class PlacedStages:
         )
         sharded = None
         if is_sharded:
-            sharded = sharded_stage(walk, degrees, plan, costs.profile.cluster.device_type)
+            sharded = sharded_stage(walk, replication, costs.profile.cluster.device_type)
         loss = costs.graph.tensor[costs.graph.loss]
         return StageJobs(
             walk=walk,
@@ -124,7 +124,7 @@ class PlacedStages:
                 for e in self._outgoing[stage_index]
             ],
             # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
-            accumulates=replicas > 1 and not is_sharded,
+            accumulates=replication.replicas > 1 and not is_sharded,
             sends_first=is_waited_for and stage.recompute == "none" and not is_sharded,
             on_host=stage.activations_on_host,
             loss_bytes=DTYPE_BYTES[loss.dtype] if self._has_loss(stage_index) else 0,
