@@ -77,6 +77,11 @@ class Ledger(TorchDispatchMode):
                 self._see(held.untyped_storage())
         return made
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was live on the device since the last sample, or since `clear`."""
+        return self._peak_bytes
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count inside, storages resized in place included: resizing is not an op."""
