@@ -101,7 +101,7 @@ def dry_run(
             return _track(
                 plan,
                 graph,
-                lambda: _fake_copy(model),
+                lambda: _empty_copy(model),
                 mesh,
                 lambda: _fake_batch(plan),
                 is_dry=True,
@@ -225,15 +225,15 @@ def _without_values() -> Iterator[None]:
             setattr(DeviceMesh, name, staticmethod(function))
 
 
-def _fake_copy(model: nn.Module) -> nn.Module:
-    """The model with a fake tensor on the CPU for each of its tensors.
+def _empty_copy(model: nn.Module) -> nn.Module:
+    """The model with a fake tensor on the meta device for each of its tensors, as `apply` has it.
 
     It is not built under the fake mode: a module cannot cast its fake parameters (``.to(dtype)``
     swaps them, which a tensor with weak references refuses).
     """
     from planner.capture.export import copy_with_tensors
 
-    return copy_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    return copy_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def _fake_batch(plan: Plan) -> Any:
