@@ -39,9 +39,11 @@ def apply(
 ) -> Engine:
     """Return an engine that trains `model`, an unmodified nn.Module, as the plan says.
 
-    Every process of the plan calls this with the same arguments. The engine takes the
-    weights over and leaves `model` on the meta device, without values; get them back with
-    ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
+    Every process of the plan calls this with the same arguments. `model` may be a function that
+    builds the module, or a module on the meta device: each rank then makes the pieces it holds,
+    with the values that one process would draw, and none has the model whole. The engine takes
+    the weights of a module over and leaves it on the meta device, without values; get them back
+    with ``model.load_state_dict(engine.full_state_dict(), assign=True)``. `optimizer` is a torch
     optimizer over ``model.parameters()``, taken over by the engine with its param groups;
     or a class or function that makes one from parameters; or None for AdamW. `scheduler` is a
     learning-rate scheduler of that optimizer, or several, which every update steps; without it
@@ -54,8 +56,8 @@ def apply(
     something else than samples: from a part of the batch to how much of it counts, such as
     ``planner.count_tokens("labels")``; "sum" is for a loss that is a sum over samples, whose parts
     are added instead of averaged. `weights` is a path to take the model's values from
-    (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces:
-    the model may be built on the meta device. `pad` gives by path what fills a batch's tensors up
+    (safetensors, a ``.pt`` state dict or a checkpoint), of which each rank reads its own pieces.
+    `pad` gives by path what fills a batch's tensors up
     to the next of the shapes that the plan states, such as ``{"ids": 0, "labels": -100}``. With
     `check_values` a step whose loss or gradients are NaN or infinite raises, before weights
     change, and says where that began. Raises PlanError or ModelError when plan, model and

@@ -42,6 +42,10 @@ def describe_dry_run(run: DryRun) -> list[RenderableType]:
             f"steps and {format_bytes(run.peak_bytes)} at the height of a step, in tensors: the "
             "framework's own memory and what its allocator rounds up come on top"
         ),
+        Text(
+            f"when it starts it holds {format_bytes(run.start_bytes)} at most, and "
+            f"{format_bytes(run.start_host_bytes)} of host memory beside them to make first values"
+        ),
         *(
             [
                 Text(

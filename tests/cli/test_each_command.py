@@ -173,14 +173,23 @@ def test_show_captures_a_model_only_to_name_its_blocks(plan, monkeypatch, capsys
 def test_dryrun_runs_the_rank_asked_for(plan, monkeypatch, capsys):
     def run(loaded: Any, graph: Any, build: Any, *, rank: int) -> DryRun:
         return DryRun(
-            rank=rank, pp_rank=0, batch_bytes=0, rest_bytes=2**20, host_rest_bytes=0, samples=()
+            rank=rank,
+            pp_rank=0,
+            batch_bytes=0,
+            rest_bytes=2**20,
+            host_rest_bytes=0,
+            start_bytes=2**19,
+            start_host_bytes=2**18,
+            samples=(),
         )
 
     monkeypatch.setattr(commands.dryrun, "graph_of_plan", lambda plan, model: None)
     monkeypatch.setattr("planner.graph.model_file.load_model_file", lambda path: Source())
     monkeypatch.setattr("planner.runtime.check.dryrun.dry_run", run)
     commands.dryrun.dryrun(plan, MODEL, rank=1)
-    assert "rank 1 (pp rank 0) holds 1.00 MiB between steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rank 1 (pp rank 0) holds 1.00 MiB between steps" in said
+    assert "when it starts it holds 512" in said
 
 
 class Source:

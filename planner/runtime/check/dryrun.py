@@ -25,6 +25,7 @@ from planner.plan import Plan
 from planner.runtime.check.ledger import CountedHost, Ledger, MemorySample, count_shards_as_host
 
 if TYPE_CHECKING:
+    from planner.runtime.initial.values import FirstValues
     from planner.runtime.start.mesh import Mesh
 
 
@@ -40,13 +41,19 @@ class DryRun:
     """Alive on the device between two steps: weights, gradients, optimizer state, the batch."""
     host_rest_bytes: int
     """Alive between two steps where the plan puts it on the host."""
+    start_bytes: int
+    """The most bytes alive at once on the device while `planner.apply` runs, the batch left out."""
+    start_host_bytes: int
+    """Host memory beside that while the rank makes its first values: a piece of a tensor, or a
+    tensor that can't be made in pieces with what it is made from. 0 where it was not recorded."""
     samples: tuple[MemorySample, ...]
     """Jobs and other parts of the step, in order."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once in the step."""
-        return max((sample.peak_bytes for sample in self.samples), default=self.rest_bytes)
+        """The most bytes alive at once in the step or at the start."""
+        in_step = max((sample.peak_bytes for sample in self.samples), default=self.rest_bytes)
+        return max(in_step, self.start_bytes)
 
     @property
     def host_peak_bytes(self) -> int:
@@ -72,6 +79,8 @@ def dry_run(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from planner.capture import build_without_values
+    from planner.runtime.initial.record import record
+    from planner.runtime.initial.values import NoValues, RecordedValues
     from planner.runtime.start.mesh import build_mesh
 
     if not 0 <= rank < plan.world_size:
@@ -79,18 +88,27 @@ def dry_run(
             f"rank {rank} is not in the plan, which has {plan.world_size} ranks; "
             f"use 0 to {plan.world_size - 1}"
         )
-    model = build_without_values(build)
+    try:
+        recording = record(build)
+    except Exception:  # as `planner.apply` then does, with a warning
+        model, start_host_bytes = build_without_values(build), 0
+    else:
+        model = recording.module
+        start_host_bytes = RecordedValues.peak_bytes(recording)
     with _fake_ranks(rank, plan.world_size), _without_values():
         mesh = build_mesh(plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True):
             return _track(
                 plan,
                 graph,
-                lambda: _fake_copy(model),
+                lambda: _empty_copy(model),
                 mesh,
                 lambda: _fake_batch(plan),
                 is_dry=True,
                 on_gloo=on_gloo,
+                # Pieces of values on their way to the device lie in host memory.
+                values=NoValues(),
+                start_host_bytes=start_host_bytes,
             )
 
 
@@ -120,6 +138,8 @@ def _track(
     *,
     is_dry: bool,
     on_gloo: bool,
+    values: FirstValues | None = None,
+    start_host_bytes: int = 0,
 ) -> DryRun:
     from planner.runtime.step.engine import Engine
 
@@ -136,7 +156,9 @@ def _track(
             # Fused: the plain loop reads step counters, which have no value in a dry run.
             optimizer=lambda p: torch.optim.AdamW(p, fused=True),
             host=CountedHost(mesh.device, ledger),
+            values=values,
         )
+        start_bytes = ledger.peak_bytes - batch_bytes
         if plan.optimizer_on_host:
             count_shards_as_host(engine, ledger)
         if not on_gloo:
@@ -154,6 +176,8 @@ def _track(
         batch_bytes=batch_bytes,
         rest_bytes=rest_bytes,
         host_rest_bytes=host_rest_bytes,
+        start_bytes=start_bytes,
+        start_host_bytes=start_host_bytes,
         samples=tuple(ledger.samples),
     )
 
@@ -201,15 +225,15 @@ def _without_values() -> Iterator[None]:
             setattr(DeviceMesh, name, staticmethod(function))
 
 
-def _fake_copy(model: nn.Module) -> nn.Module:
-    """The model with a fake tensor on the CPU for each of its tensors.
+def _empty_copy(model: nn.Module) -> nn.Module:
+    """The model with a fake tensor on the meta device for each of its tensors, as `apply` has it.
 
     It is not built under the fake mode: a module cannot cast its fake parameters (``.to(dtype)``
     swaps them, which a tensor with weak references refuses).
     """
     from planner.capture.export import copy_with_tensors
 
-    return copy_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    return copy_with_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def _fake_batch(plan: Plan) -> Any:

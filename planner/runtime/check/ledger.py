@@ -74,8 +74,14 @@ class Ledger(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 # A DTensor is a shell of the whole's size around its local tensor.
                 held = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-                self._see(held.untyped_storage())
+                if held.device.type != "meta":  # which takes no memory
+                    self._see(held.untyped_storage())
         return made
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was live on the device since the last sample, or since `clear`."""
+        return self._peak_bytes
 
     @contextmanager
     def watching(self) -> Iterator[None]:

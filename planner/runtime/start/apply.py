@@ -19,6 +19,8 @@ from planner.plan.batch_statistics import BatchStatisticsWarning, cut_batch_mess
 from planner.plan.buckets import validate_bucket
 from planner.plugins import load_plugins
 from planner.runtime.check import out_of_memory
+from planner.runtime.initial.build import without_values
+from planner.runtime.initial.values import RecordedValues
 from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
 from planner.runtime.start.mesh import Mesh, build_mesh
@@ -30,7 +32,7 @@ from planner.runtime.step.loss_weights import LossWeight
 
 def apply_plan(
     plan: Plan | str | os.PathLike[str],
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     *,
     optimizer: Any = None,
     scheduler: Any = None,
@@ -48,6 +50,10 @@ def apply_plan(
     plan = os.environ.get(PLAN) or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
     mesh = build_mesh(plan, choose_device())
+    model, recording = without_values(model, has_weights=weights is not None)
+    values = None
+    if recording is not None:
+        values = RecordedValues(recording, mesh, to_the_end=weights is None)
     refuse_lost(model)  # on each rank: rank 0 alone captures
     graph, *buckets = shared_captures(plan, model, loss, mesh)
     if dist.get_rank() == 0:
@@ -70,6 +76,7 @@ def apply_plan(
         deferred_batch_norm=deferred_batch_norm,
         loss_weight=loss_weight,
         may_be_empty=weights is not None,
+        values=values,
         check_values=check_values,
         buckets=tuple(buckets),
         pad=pad,

@@ -50,7 +50,9 @@ class HostMasters:
     def __init__(
         self, params: Mapping[str, nn.Parameter], values: Mapping[str, Tensor], host: Host
     ) -> None:
-        """`values` gives, by the user's name, the value a copy starts from, in its dtype."""
+        """`values` gives, by the user's name, the value a copy starts from, in its dtype; one on
+        the meta device comes later (`write_back` then brings it to the weight).
+        """
         self._named = dict(params)
         self.trained: dict[str, Trained] = {}
         for fqn, weight in params.items():
@@ -58,7 +60,8 @@ class HostMasters:
                 continue
             value = values[fqn].detach()
             master = host.empty(value.shape, value.dtype)
-            master.copy_(value)
+            if not value.is_meta:
+                master.copy_(value)
             if value.dtype != weight.dtype:
                 # Has a gradient of the value's shape and dtype, and no values of its own.
                 empty = torch.empty((), dtype=value.dtype, device=weight.device)

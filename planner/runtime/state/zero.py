@@ -25,7 +25,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -65,8 +65,9 @@ def shard_stage(
 ) -> None:
     """Shard a stage in place, one FSDP2 unit per block and one for shared parameters.
 
-    `placements` gives those of each parameter by the user's name. Raises LayoutError where
-    more than one axis cuts parameters: FSDP2 takes DTensors of one axis.
+    Parameters on the meta device get memory once they are shards, without values: so no rank ever
+    holds a stage whole. `placements` gives those of each parameter by the user's name. Raises
+    LayoutError where more than one axis cuts parameters: FSDP2 takes DTensors of one axis.
     """
     device_mesh = mesh.device_mesh()
     cut = [axis.name for axis in split_axes() if mesh.size(axis.name) > 1]
@@ -99,6 +100,13 @@ def shard_stage(
     for block in stage.blocks:
         fully_shard(block, mesh=data_mesh, reshard_after_forward=zero_stage == 3, **policies)
     fully_shard(stage, mesh=data_mesh, reshard_after_forward=False, **policies)
+    shards_on = torch.device("cpu") if on_host else mesh.device
+
+    def materialize(param: Tensor) -> Tensor:
+        device = shards_on if isinstance(param, DTensor) else mesh.device
+        return torch.empty_like(param, device=device) if param.is_meta else param
+
+    stage._apply(materialize)
     # A block's program writes into nothing that another handed on: capture made all writes pure.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():

@@ -8,6 +8,7 @@ one and takes the same path.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,8 @@ from planner.runtime.check.intermediates import gathered, intermediates, watchin
 from planner.runtime.check.recorder import start_recorder
 from planner.runtime.check.values import ValueCheck
 from planner.runtime.check.watchdog import start_watchdog
+from planner.runtime.checkpoint.pieces import Piece
+from planner.runtime.initial.values import FirstValues, ModuleValues, Place
 from planner.runtime.stage import collectives
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs
@@ -41,14 +44,15 @@ from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
 from planner.runtime.state.host_optimizer import HostMasters
-from planner.runtime.state.masters import MasterParams, cast_params
+from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
 from planner.runtime.state.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import (
+    constant,
     empty_tensors,
     materialized,
     own_piece,
-    synced_tensors,
+    shape_of,
 )
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
@@ -104,14 +108,16 @@ class Engine:
         loss_weight: LossWeight | None = None,
         host: Host | None = None,
         may_be_empty: bool = False,
+        values: FirstValues | None = None,
         check_values: bool = False,
         buckets: tuple[ModelGraph, ...] = (),
         pad: Mapping[str, float] | None = None,
         capture_evaluation: Callable[[], tuple[ModelGraph, ...]] | None = None,
     ) -> None:
-        """`graph` is the capture of `model`, whose values rank 0 gives to all ranks; `host` takes
-        what the plan puts there (None: this machine's memory). A model that `may_be_empty` has
-        tensors on the meta device, whose values are loaded afterwards. `buckets` are its captures
+        """`graph` is the capture of `model`; `values` brings first values (None: those of the
+        model, which rank 0 gives to all ranks). `host` takes what the plan puts there (None: this
+        machine's memory). A model that `may_be_empty` has tensors on the meta device, whose values
+        are loaded afterwards. `buckets` are its captures
         on the other shapes of the plan, and `pad` fills batches up to them. `capture_evaluation`
         gives all of them in evaluation mode, on every rank; None: they are the same.
         """
@@ -139,12 +145,15 @@ class Engine:
         self.after_load: list[Callable[[], None]] = []
         self.average: WeightAverage | None = None
         self._empty = empty_tensors(model) if may_be_empty else frozenset()
+        if values is not None:
+            # What files need not have is made as at a start without files.
+            self._empty -= frozenset(n for n, _ in model.named_buffers(remove_duplicate=False))
         # The preamble reads whole buffers, also those that lie elsewhere as a block's, or cut. What
         # is not in the state dict keeps the model's values, unless it came without.
         read = {g.tensor[n].fqn for g in (graph, *buckets) for n in g.preamble.params}
         lacking = {n: t for n, t in model.named_buffers() if n in self._empty and n in read}
         outside = {
-            n: torch.empty_like(t, device="cpu") if n in self._empty else t.cpu()
+            n: torch.empty_like(t, device="cpu")
             for n, t in (lacking | model.state_dict()).items()
             if n in read or n not in held
         }
@@ -179,6 +188,7 @@ class Engine:
             sharded=self._zero_stage > 0,
             host=self._host if plan.optimizer_on_host else None,
         )
+        self._take_first_values(model, values or ModuleValues(model, mesh), preambles)
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
         self._max_grad_norm = max_grad_norm
@@ -242,29 +252,24 @@ class Engine:
         plan, graph, mesh = self.plan, self.graph, self.mesh
         mine = self.schedule.stages_of(mesh.rank("pp"))
         names = stage_params(graph, plan)
-        wanted = {n for s in mine for n in names[s]}
-        whole = synced_tensors(
-            graph, model, mesh, wanted, precision=plan.precision, empty=self._empty
-        )
         owners: dict[int, Owner] = {}
         for index in mine:
             metas = [graph.tensor[n] for n in names[index]]
-            pieces = {
-                meta.name: materialized(
-                    own_piece(whole[meta.name], self._param_placements[meta.name], mesh, meta.fqn),
-                    mesh.device,
-                )
-                for meta in metas
-            }
+            pieces = {meta.name: self._own_shape(model, meta) for meta in metas}
             # FSDP2 keeps shards in fp32 and casts what it gathers.
             in_fp32 = plan.precision == "bf16" and self._zero_stage > 0
+            tensors = pieces if in_fp32 else cast_params(pieces, metas)
+            for meta in metas:
+                # What FSDP2 shards gets memory as shards.
+                if not (self._zero_stage and meta.kind == "param"):
+                    tensors[meta.name] = materialized(tensors[meta.name], mesh.device)
             stage = StageModule(
                 graph=graph,
                 plan=plan.stages[index],
                 wiring=wire_stage(graph, plan, edges, index),
                 placements=lambda b: block_placements(graph, plan, b),
                 programs=self.programs,
-                tensors=pieces if in_fp32 else cast_params(pieces, metas),
+                tensors=tensors,
                 groups={axis: mesh.group_name(axis) for axis in mesh.lowered_groups()},
                 keeper=self._keeper,
                 device=mesh.device,
@@ -282,12 +287,57 @@ class Engine:
                     on_host=plan.optimizer_on_host,
                 )
                 continue
-            values = {meta.fqn: pieces[meta.name] for meta in metas if meta.kind == "param"}
+            params = {meta.fqn: meta.name for meta in metas if meta.kind == "param"}
             if plan.optimizer_on_host:
+                values = {fqn: pieces[name] for fqn, name in params.items()}
                 owners[index] = HostMasters(stage.named_params(), values, self._host)
             elif plan.precision == "bf16":
+                values = {
+                    fqn: tensors[name]
+                    if tensors[name].dtype == pieces[name].dtype
+                    else materialized(pieces[name], mesh.device)
+                    for fqn, name in params.items()
+                }
                 owners[index] = MasterParams(stage.named_params(), values)
         return owners
+
+    def _own_shape(self, model: nn.Module, meta: TensorMeta) -> Tensor:
+        """Return this rank's piece of a tensor in the dtype it rests in, without values yet."""
+        placements = self._param_placements[meta.name]
+        if meta.data is not None:
+            return own_piece(constant(meta).to(self.mesh.device), placements, self.mesh, meta.fqn)
+        whole = shape_of(model, meta).to(rest_dtype(meta, self.plan.precision))
+        return own_piece(whole, placements, self.mesh, meta.fqn)
+
+    def _take_first_values(
+        self, model: nn.Module, values: FirstValues, preambles: list[dict[int, Preamble]]
+    ) -> None:
+        """Bring first values to all that this rank holds; each rank does so for all tensors."""
+        from planner.runtime.checkpoint.parts import model_parts
+
+        places: dict[str, list[Place]] = defaultdict(list)
+        for part in model_parts(self):
+            for tensor in part.tensors:
+                places[part.holding.meta.fqn].append(Place(part.piece, tensor))
+        graphs = self.captured
+        for stage in self.stages.values():
+            for name, tensor in stage.passed.items():
+                meta = self.graph.tensor[name]
+                if meta.kind == "constant" and meta.data is None:
+                    places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
+        for graph, by_stage in zip(graphs, preambles, strict=True):
+            for preamble in by_stage.values():
+                for name, tensor in preamble.tensors.items():
+                    meta = graph.tensor[name]
+                    if meta.data is None:
+                        places[meta.fqn].append(Place(Piece.whole(tensor.shape), tensor))
+        kinds = ("param", "buffer", "constant")
+        held = (t.fqn for g in graphs for t in g.tensors if t.kind in kinds and t.data is None)
+        aliases = {a for t in self.graph.tensors for a in t.aliases}
+        outside = (name for name in model.state_dict() if name not in aliases)
+        names = dict.fromkeys((*held, *outside))
+        values.fill(places, [name for name in names if name not in self._empty])
+        self._trained.write_back()
 
     def _activations_on_host(self) -> ActivationsOnHost | None:
         pp_rank = self.mesh.rank("pp")
@@ -300,8 +350,15 @@ class Engine:
 
     def _build_preambles(self, model: nn.Module, graph: ModelGraph) -> dict[int, Preamble]:
         mesh = self.mesh
-        tensors = synced_tensors(graph, model, mesh, graph.preamble.params, empty=self._empty)
-        tensors = {name: materialized(t, mesh.device) for name, t in tensors.items()}
+        metas = [graph.tensor[name] for name in graph.preamble.params]
+        tensors = {
+            meta.name: shape_of(model, meta) if meta.data is None else constant(meta)
+            for meta in metas
+        }
+        tensors = {
+            name: materialized(t, mesh.device) if t.is_meta else t.to(mesh.device)
+            for name, t in tensors.items()
+        }
         return {
             index: Preamble(graph, stage.wiring.side_inputs, tensors, mesh.device)
             for index, stage in self.stages.items()

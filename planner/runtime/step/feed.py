@@ -222,6 +222,11 @@ class Preamble:
             values |= moving(microbatch)
         return values
 
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What it reads beside the batch, by names in the graph."""
+        return self._tensors
+
     def take_values(self, values: Mapping[str, Tensor]) -> None:
         """Take other values for its tensors, by their names in the graph."""
         for name, tensor in self._tensors.items():

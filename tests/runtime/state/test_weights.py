@@ -10,8 +10,7 @@ from planner.errors import LayoutError, ModelError
 from planner.graph import TensorMeta
 from planner.layout.placement import Replicate, Shard
 from planner.layout.placements import WHOLE as WHOLE_MODEL
-from planner.runtime.state import weights
-from planner.runtime.state.weights import local_piece, module_tensor, own_piece
+from planner.runtime.state.weights import constant, local_piece, own_piece, shape_of
 from tests.runtime.alone import Parts
 
 WHOLE = torch.arange(24.0).view(8, 3)
@@ -42,18 +41,11 @@ def meta(name: str, *, kind="param", shape=(2,), dtype="float32", **fields) -> T
 
 def test_tensors_are_found_by_name_or_by_value():
     module = nn.Linear(2, 2)
-    assert torch.equal(module_tensor(module, meta("weight")), module.weight)
-    assert not module_tensor(module, meta("weight")).requires_grad
+    shape = shape_of(module, meta("weight"))
+    assert shape.is_meta
+    assert shape.shape == (2, 2)
+    assert not shape.requires_grad
     made = meta("c", kind="constant", shape=(2, 1), data=(1.0, 2.0))
-    assert torch.equal(module_tensor(module, made), torch.tensor([[1.0], [2.0]]))
+    assert torch.equal(constant(made), torch.tensor([[1.0], [2.0]]))
     with pytest.raises(ModelError, match="the model has no param 'head'"):
-        module_tensor(module, meta("head"))
-    with pytest.raises(ModelError, match="on the meta device and has no values"):
-        module_tensor(module.to("meta"), meta("weight"))
-
-
-def test_messages_are_of_one_dtype_and_a_size(monkeypatch):
-    monkeypatch.setattr(weights, "BROADCAST_BYTES", 16)
-    metas = [meta("a"), meta("b"), meta("n", dtype="int64", kind="buffer"), meta("c")]
-    found = [[m.name for m in bucket] for bucket in weights._buckets(metas, "model")]
-    assert found == [["a", "b"], ["c"], ["n"]]
+        shape_of(module, meta("head"))
