@@ -1,20 +1,23 @@
 """The plan that a search chooses beside all plans there are, measured: two ranks of this machine.
 
-    python -m benchmarks.chosen_plan --keep DIR [--models gpt,deep,wide] [--json]
+    python -m benchmarks.chosen_plan --keep DIR [--models gpt,deep,wide] [--measure K] [--json]
 
 Takes the profile that `benchmarks/predict_cpu.py --keep DIR` measured, searches each of its
 models, and runs every configuration of the space, each with the stage boundaries and placements
 that a search finds for it; only what recomputes is left out, which is the same work and more
 where memory is no matter. One median among dozens is the least by chance too, so the fastest few
 are run again beside the chosen plan. Prints by how much the chosen plan is slower than the
-fastest. Needs a quiet machine; about four minutes a model; what ran is kept in DIR.
+fastest. With `--measure K` the chosen plan is that of `planner search --measure K`, the measured
+best of so many. Needs a quiet machine; about four minutes a model; what ran is kept in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from hashlib import sha256
@@ -24,6 +27,7 @@ from benchmarks.predict_cpu import (
     GLOBAL_BATCH,
     MODEL_FILE,
     MODELS,
+    ROOT,
     Runs,
     describe,
     note,
@@ -46,22 +50,36 @@ def plan_of_every_configuration(graph: ModelGraph, profile: Profile, model_file:
     candidates = Candidates.of(graph, profile, request)
     plans = []
     for shape in candidates.shapes(request):
-        for one in shape.configurations():
+        for configuration in shape.configurations():
             fixed = replace(
                 request,
-                dp=one.degrees["dp"],
-                cp=one.cp,
-                tp=one.tp,
-                pp=one.pp,
-                vpp=one.vpp,
-                microbatch_size=one.microbatch_size,
-                schedule=one.schedule if one.pp > 1 else None,
-                zero=one.zero,
+                dp=configuration.degrees["dp"],
+                cp=configuration.cp,
+                tp=configuration.tp,
+                pp=configuration.pp,
+                vpp=configuration.vpp,
+                microbatch_size=configuration.microbatch_size,
+                schedule=configuration.schedule if configuration.pp > 1 else None,
+                zero=configuration.zero,
             )
             plan = search_among(candidates, fixed, runners_up=False).plan
             if plan is not None:
                 plans.append(plan)
     return plans
+
+
+def measured_plan(model_file: str, keep: Path, count: int) -> Plan:
+    """Return what `planner search --measure` writes, run as a user runs it."""
+    from planner.plan import load_plan
+
+    out = Path(model_file).with_name(f"measured-best-of-{count}.json")
+    if not out.exists():
+        command = [sys.executable, "-m", "cli", "search", model_file, "--gpus", "2",
+                   "--global-batch", str(GLOBAL_BATCH), "--profile", str(keep / "profile"),
+                   "--measure", str(count), "--out", str(out)]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment)
+    return load_plan(out)
 
 
 def chosen_plan(graph: ModelGraph, profile: Profile, model_file: str) -> Plan:
@@ -87,7 +105,10 @@ def compare(model: str, profile: Profile, folder: Path, options: argparse.Namesp
     (folder / "model.py").write_text(MODEL_FILE.format(**MODELS[model]))
     file = str(folder / "model.py")
     graph = capture_source(load_model_file(folder / "model.py"))
-    chosen = chosen_plan(graph, profile, file)
+    if options.measure:
+        chosen = measured_plan(file, options.keep, options.measure)
+    else:
+        chosen = chosen_plan(graph, profile, file)
     plans = plan_of_every_configuration(graph, profile, file)
     if not any(decisions(plan) == decisions(chosen) for plan in plans):
         plans.insert(0, chosen)
@@ -148,6 +169,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--keep", type=Path, required=True, help="where predict_cpu keeps its own")
+    parser.add_argument("--measure", type=int, help="choose the measured best of so many plans")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--steps", type=int, default=5, help="steps of a plan in each turn")
     parser.add_argument("--turns", type=int, default=6, help="turns through the fastest plans")

@@ -6,9 +6,10 @@ Profiles this machine as two ranks, predicts every plan, runs each for a few ste
 predicted against measured step time: the median error, the regret of the plan predicted
 fastest, and whether the truly fastest is among the predicted top three. Both the profile's
 workers and the runs are two processes of one thread each, all at work. A virtual machine's
-speed drifts over minutes: the profile's two fixed works are timed beside the runs, too, and
-what was predicted is told as well for the machine as slow as it was then. Needs a quiet
-machine and about ten minutes; in shorter parts, of which each keeps what it found:
+speed drifts over minutes: the profile's two fixed works are timed beside each run, too, and
+what was predicted is told as well for the machine as slow as it was beside that very run.
+Needs a quiet machine and about ten minutes; in shorter parts, of which each keeps what it
+found:
 
     python -m benchmarks.predict_cpu --keep DIR --profile-only
     python -m benchmarks.predict_cpu --keep DIR --models gpt        # and deep, and wide
@@ -38,7 +39,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan, save_plan
 from profiles import Profile
 from profiles.lookup.families import pace_kind
-from profiles.measure.visits import midmean, undisturbed_pace
+from profiles.measure.visits import undisturbed_pace
 from profiles.records import PaceKind
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,43 +154,61 @@ def run_plans(plans: list[Plan], folder: Path, options: argparse.Namespace) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """What a model's runs took: by plan, the median step of each turn; and seconds of the fixed
-    works beside all of them, by kind.
-    """
+    """What a model's runs took, by plan and turn."""
 
-    turns: dict[int, list[float]]
-    paces: dict[PaceKind, list[float]]
+    turns: dict[int, list[Turn]]
 
     @classmethod
     def read(cls, folder: Path) -> Runs:
         """Read the first rank's steps, as a step ends at once on both, and both ranks' paces."""
-        runs = cls(turns={}, paces={})
-        for rank in (0, 1):
-            for line in (folder / f"seconds-{rank}.jsonl").read_text().splitlines():
-                turn = json.loads(line)
-                if rank == 0:
-                    step_s = statistics.median(turn["seconds"])
-                    runs.turns.setdefault(turn["plan"], []).append(step_s)
-                for kind, seconds in turn["paces"].items():
-                    runs.paces.setdefault(kind, []).append(statistics.median(seconds))
+        ranks = [(folder / f"seconds-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)]
+        runs = cls(turns={})
+        for lines in zip(*map(sorted_turns, ranks), strict=True):
+            index = lines[0]["plan"]
+            paces = {
+                kind: statistics.fmean(p for line in lines for p in line["paces"][kind])
+                for kind in lines[0]["paces"]
+            }
+            turn = Turn(step_s=statistics.fmean(lines[0]["seconds"]), paces=paces)
+            runs.turns.setdefault(index, []).append(turn)
         return runs
 
     @property
     def step_s(self) -> dict[int, float]:
         """Each plan's step time: the median of its turns."""
-        return {index: statistics.median(turns) for index, turns in self.turns.items()}
+        return {
+            index: statistics.median(turn.step_s for turn in turns)
+            for index, turns in self.turns.items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The mean step of a plan's turn, and the mean seconds of the fixed works beside it, by kind.
+
+    Means, as a machine that is disturbed part of the time is slower by the share of it: medians
+    of the two, which are taken at different moments, would fall on different sides.
+    """
+
+    step_s: float
+    paces: dict[PaceKind, float]
 
     def slowed(self, profile: Profile) -> Profile:
-        """Return the profile of the machine as slow as it was beside these runs, which is told
+        """Return the profile of the machine as slow as it was beside this turn, which is told
         as the profile tells how slow it was beside its own visits.
         """
         slowdowns = {}
         for kind, figure in profile.file.typical_slowdown.items():
             own = [p for r in profile.ops if pace_kind(r.target) == kind for p in r.paces]
-            value = midmean(self.paces[kind]) / undisturbed_pace(own)
+            value = self.paces[kind] / undisturbed_pace(own)
             slowdowns[kind] = figure.model_copy(update={"value": value})
         file = profile.file.model_copy(update={"typical_slowdown": slowdowns})
         return Profile(file, profile.ops, profile.collectives)
+
+
+def sorted_turns(lines: list[str]) -> list[dict]:
+    """Return a rank's turns, plan by plan in the order in which they ran."""
+    return sorted(map(json.loads, lines), key=lambda turn: turn["plan"])
 
 
 def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
@@ -209,19 +228,21 @@ def job_ratios(folder: Path, index: int, answer) -> dict[str, float]:
 
 
 def learn(
-    profile: Profile, graph: ModelGraph, plans: list[Plan], folder: Path, ran: list[int], count: int
+    profile: Profile, graph: ModelGraph, plans: list[Plan], folder: Path, runs: Runs, count: int
 ) -> tuple[Profile, set[int]]:
     """Return the profile calibrated with the records of so many plans, spread over those that
-    ran, and which those are.
+    ran, and which those are. A record is of a plan's last turn, and is held against the machine
+    as slow as it was then.
     """
     from costmodel.calibrate import calibrated
     from planner.timeline import load_timeline
 
-    recorded = [index for index in ran if (folder / f"jobs-{index:03}").exists()]
+    recorded = [index for index in sorted(runs.turns) if (folder / f"jobs-{index:03}").exists()]
     chosen = {recorded[round((at + 0.5) * len(recorded) / count - 0.5)] for at in range(count)}
     for index in sorted(chosen):
         lines = load_timeline(folder / f"jobs-{index:03}")
-        profile = calibrated(profile, graph, plans[index], lines)
+        slowed = runs.turns[index][-1].slowed(profile)
+        profile = calibrated(slowed, graph, plans[index], lines)
     return profile, chosen
 
 
@@ -229,8 +250,8 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
     """Return predicted and measured step time of each plan of one model, run if need be.
 
     `measured_s` is the median of all turns: a profile answers for the machine as it usually is.
-    `least_s` is of the least disturbed turn, `predicted_then_s` for the machine as slow as it
-    was beside these runs.
+    `least_s` is of the least disturbed turn. `error_then_pct` is the median over turns of the
+    error for the machine as slow as it was beside that turn.
     """
     from costmodel import CostCache, estimate
     from planner.capture import capture_source, load_model_file
@@ -242,28 +263,23 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
     if not (folder / "seconds-0.jsonl").exists():
         run_plans(plans, folder, options)
     runs = Runs.read(folder)
-    then = runs.slowed(profile)
-    for kind, figure in then.file.typical_slowdown.items():
-        known = profile.file.typical_slowdown[kind]
-        note(f"{model}: {kind} ops slowed x{figure.value:.2f} beside the runs, "
-             f"x{known.value:.2f} beside the profile")  # fmt: skip
-    costs, costs_then = CostCache(graph, profile), CostCache(graph, then)
-    taught, learned = learn(profile, graph, plans, folder, sorted(runs.step_s), options.calibrate)
+    costs = CostCache(graph, profile)
+    taught, learned = learn(profile, graph, plans, folder, runs, options.calibrate)
     costs_taught = CostCache(graph, taught)
     lines = []
     for index, measured_s in sorted(runs.step_s.items()):
-        least_s = min(runs.turns[index])
+        turns = runs.turns[index]
+        least_s = min(turn.step_s for turn in turns)
         answer = estimate(graph, profile, plans[index], costs=costs)
-        predicted_then_s = estimate(graph, then, plans[index], costs=costs_then).step_s
+        errors_then = [error_pct(graph, profile, plans[index], turn) for turn in turns]
         line = {
             "model": model,
             "plan": describe(plans[index]),
             "predicted_s": answer.step_s,
-            "predicted_then_s": predicted_then_s,
             "measured_s": measured_s,
             "least_s": least_s,
             "error_pct": 100 * (answer.step_s / measured_s - 1),
-            "error_then_pct": 100 * (predicted_then_s / measured_s - 1),
+            "error_then_pct": statistics.median(errors_then),
             "least_error_pct": 100 * (answer.step_s / least_s - 1),
             "parts_s": answer.to_dict()["time"],
             "job_ratios": job_ratios(folder, index, answer),
@@ -271,6 +287,8 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
         if learned and index not in learned:
             taught_s = estimate(graph, taught, plans[index], costs=costs_taught).step_s
             line["calibrated_error_pct"] = 100 * (taught_s / measured_s - 1)
+            taught_then = [error_pct(graph, taught, plans[index], turn) for turn in turns]
+            line["calibrated_error_then_pct"] = statistics.median(taught_then)
         lines.append(line)
         ratios = "".join(f" {k} {ratio:.2f}" for k, ratio in line["job_ratios"].items())
         note(
@@ -280,6 +298,15 @@ def judge(model: str, profile: Profile, folder: Path, options: argparse.Namespac
             f"{1e3 * line['least_s']:8.1f} ms{line['least_error_pct']:+7.1f}%{ratios}"
         )
     return lines
+
+
+def error_pct(graph: ModelGraph, profile: Profile, plan: Plan, turn: Turn) -> float:
+    """Return the error of a plan's predicted step, in %, for the machine as slow as beside a
+    turn. Both times are taken in the same seconds, so the error has none of the machine's drift.
+    """
+    from costmodel import estimate
+
+    return 100 * (estimate(graph, turn.slowed(profile), plan).step_s / turn.step_s - 1)
 
 
 def note(text: str) -> None:
@@ -378,7 +405,9 @@ def main() -> int:
             print(
                 f"{len(judged)} plans not learned from: median error "
                 f"{_median_size(judged, 'error_pct'):.1f}% before calibration, "
-                f"{_median_size(judged, 'calibrated_error_pct'):.1f}% after"
+                f"{_median_size(judged, 'calibrated_error_pct'):.1f}% after; at the machine's "
+                f"pace then {_median_size(judged, 'error_then_pct'):.1f}% and "
+                f"{_median_size(judged, 'calibrated_error_then_pct'):.1f}%"
             )
         for name, found in (*summary["models"].items(), ("all", summary)):
             regret = found.get("regret_pct", found.get("mean_regret_pct"))
