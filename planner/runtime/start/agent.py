@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed import Store
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
+from planner.errors import PlannerError
 from planner.runtime.start.course import PLAN, Course
 
 _PLAN_KEY, _DONE_KEY = "planner/plan", "planner/done"
@@ -53,17 +55,29 @@ class Agent(LocalElasticAgent):
         assert store is not None
         total = worker_group.workers[0].world_size
         if worker_group.group_rank == 0:  # chooses for all nodes of the round
-            store.set(_PLAN_KEY, "\n".join(map(str, self._course.plan_for(total))))
-        store.wait([_PLAN_KEY], _LONGEST_SEARCH)
-        num_ranks, _, plan = store.get(_PLAN_KEY).decode().partition("\n")
-        worker_group.workers = [w for w in worker_group.workers if w.global_rank < int(num_ranks)]
+            num_ranks, plan = self._choose_for_all(store, total)
+        else:
+            num_ranks, plan = _chosen_for_all(store)
+        worker_group.workers = [w for w in worker_group.workers if w.global_rank < num_ranks]
         os.environ[PLAN] = plan
         if not worker_group.workers:
             self._pcontext = None
             return {}
         for worker in worker_group.workers:
-            worker.world_size = worker.role_world_size = int(num_ranks)
+            worker.world_size = worker.role_world_size = num_ranks
         return dict(super()._start_workers(worker_group))
+
+    def _choose_for_all(self, store: Store, total: int) -> tuple[int, str]:
+        """Return the plan's number of ranks and its path, told to the other nodes; where there is
+        no plan they are told why, and end as this node does.
+        """
+        try:
+            num_ranks, plan = self._course.plan_for(total)
+        except PlannerError as error:
+            store.set(_PLAN_KEY, f"0\n{error}")
+            raise
+        store.set(_PLAN_KEY, f"{num_ranks}\n{plan}")
+        return num_ranks, str(plan)
 
     def _watch_as_spare(self, worker_group: WorkerGroup) -> RunResult:
         """The state of a node without ranks is that of the others."""
@@ -84,6 +98,21 @@ class Agent(LocalElasticAgent):
         if store is not None and self._worker_group.group_rank == 0:
             store.set(_DONE_KEY, "1")
         super()._exit_barrier()
+
+
+def _chosen_for_all(store: Store) -> tuple[int, str]:
+    """Return what the first node chose. Raises PlannerError where it found no plan, or is gone."""
+    try:
+        store.wait([_PLAN_KEY], _LONGEST_SEARCH)
+        told = store.get(_PLAN_KEY).decode()
+    except RuntimeError as error:  # of the store, which may have been on that node
+        raise PlannerError(
+            f"the first node told no plan for the nodes that are left ({error}); see what it wrote"
+        ) from None
+    num_ranks, _, plan = told.partition("\n")
+    if num_ranks == "0":
+        raise PlannerError(plan)
+    return int(num_ranks), plan
 
 
 def run_agent(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
+from planner.errors import PlannerError
 from planner.runtime.start.agent import Agent
 from planner.runtime.start.course import PLAN
 
@@ -113,3 +114,25 @@ def test_a_spare_of_a_run_that_is_over_does_not_start_again(closed):
     group = group_of(store=dist.HashStore(), closed=closed)
     assert agent._monitor_workers(group).state == WorkerState.FAILED
     assert agent._remaining_restarts == 0
+
+
+def test_without_a_plan_for_those_left_every_node_ends_with_the_reason(started, monkeypatch):
+    store, course = dist.HashStore(), Course(num_ranks=3)
+
+    def nothing_fits(total):
+        raise PlannerError("no plan fits 2 ranks; give more memory")
+
+    monkeypatch.setattr(course, "plan_for", nothing_fits)
+    for number in (0, 1):  # the first chooses, the other reads
+        with pytest.raises(PlannerError, match="no plan fits 2 ranks; give more memory"):
+            agent_of(course)._start_workers(group_of(number, store=store, number=number))
+    assert not started
+
+
+def test_the_store_lost_with_the_first_node_is_told(started):
+    class Lost(dist.HashStore):
+        def wait(self, keys, timeout=None):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    with pytest.raises(PlannerError, match="told no plan .*Connection reset by peer"):
+        agent_of(Course(num_ranks=3))._start_workers(group_of(0, store=Lost(), number=1))

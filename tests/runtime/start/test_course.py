@@ -72,11 +72,17 @@ while engine.steps < steps:
     if dies == "oom" and engine.steps == 3 and engine.plan.zero_stage == 0:
         engine.wait_for_save()
         torch.empty(2**58, dtype=torch.uint8)
-    if dies == "dies" and rank == "1" and engine.steps == 3 and not Path("killed").exists():
+    damage = dies.removeprefix("dies, ")
+    if damage != dies and rank == "1" and engine.steps == 3 and not Path("killed").exists():
         engine.wait_for_save()
-        newest = max(Path("run").glob("0*/*.distcp"))
+        *_, before, newest = sorted(Path("run").glob("0*/__1_0.distcp"))
         data = bytearray(newest.read_bytes())
-        data[len(data) // 2] ^= 4
+        if damage == "flipped":
+            data[len(data) // 2] ^= 4
+        elif damage == "truncated":
+            del data[-100:]
+        elif damage == "mixed":
+            data = before.read_bytes()
         newest.write_bytes(data)
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -167,12 +173,20 @@ def pid_of(path: Path) -> int:
     return int(path.read_text())
 
 
-def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path):
-    """The newest checkpoint has a flipped bit when the ranks start again: the one before it is
-    taken, and the curve is that of one process."""
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("flipped", "has another checksum"),
+        pytest.param("truncated", r"has \d+ bytes of \d+", marks=pytest.mark.slow),
+        pytest.param("mixed", "has another checksum", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path, damage, says):
+    """The newest checkpoint has a flipped bit, an end cut off, or the file of another when the
+    ranks start again: the one before it is taken, and the curve is that of one process."""
     plan = default_plan(capture("gpt", torch.float64), dp=2)
     save_plan(plan, tmp_path / "plan.json")
-    process = begin(tmp_path, restarts=1, steps=5, dies="dies")
+    process = begin(tmp_path, restarts=1, steps=5, dies=f"dies, {damage}")
     try:
         _, told = process.communicate(timeout=120)
     finally:
@@ -180,7 +194,7 @@ def test_a_killed_rank_starts_again_where_a_checkpoint_is_whole(tmp_path):
     assert process.returncode == 0, told
     assert "planner: rank 1 died with signal 9" in told
     assert re.search(r"planner: restart 1 of 1, from 00000\d-step-3\n", told)
-    assert re.search(r"step-3: .* has another checksum .*; taking the checkpoint before it", told)
+    assert re.search(rf"step-3: .* {says}.*; taking the checkpoint before it", told)
     assert "Traceback" not in told
     found = [loss for loss, *_ in curve(tmp_path)]
     torch.testing.assert_close(found, losses_alone(plan, 5), rtol=1e-12, atol=0)
