@@ -152,26 +152,26 @@ def utilisation(row: dict[str, str], step_s: float) -> float:
     return flop / (step_s * _number(row, "gpus") * peak)
 
 
-def describe(one: dict[str, object]) -> str:
+def describe(row: dict[str, object]) -> str:
     """Return a row's lines: the layouts, the three times of the published one, the parts."""
     lines = [
-        f"{one['model']}, {one['gpus']} GPUs ({one['source']})",
-        f"  measured   {one['measured_s']:7.2f} s in {one['measured_in']}, "
-        f"MFU {one['measured_mfu']:.0%}; priced as a row in bf16 {one['row_s']:.2f} s",
+        f"{row['model']}, {row['gpus']} GPUs ({row['source']})",
+        f"  measured   {row['measured_s']:7.2f} s in {row['measured_in']}, "
+        f"MFU {row['measured_mfu']:.0%}; priced as a row in bf16 {row['row_s']:.2f} s",
     ]
-    if "published_s" in one:
+    if "published_s" in row:
         lines.append(
-            f"  published  {one['published_s']:7.2f} s, MFU {one['published_mfu']:.0%}: "
-            f"{one['published']}, {one['slower_percent']:.0f}% slower than our best, "
-            f"{one['slower_percent_alike']:.0f}% slower than our best by their means: "
-            f"{one['best_alike']}"
+            f"  published  {row['published_s']:7.2f} s, MFU {row['published_mfu']:.0%}: "
+            f"{row['published']}, {row['slower_percent']:.0f}% slower than our best, "
+            f"{row['slower_percent_alike']:.0f}% slower than our best by their means: "
+            f"{row['best_alike']}"
         )
-        parts = ", ".join(f"{k} {v:+.2f} s" for k, v in one["parts_s"].items())
+        parts = ", ".join(f"{k} {v:+.2f} s" for k, v in row["parts_s"].items())
         lines.append(f"             slower by {parts}")
-    if "best_s" in one:
+    if "best_s" in row:
         lines.append(
-            f"  our best   {one['best_s']:7.2f} s, MFU {one['best_mfu']:.0%}, "
-            f"gap {one['gap']:.1%}: {one['best']}"
+            f"  our best   {row['best_s']:7.2f} s, MFU {row['best_mfu']:.0%}, "
+            f"gap {row['gap']:.1%}: {row['best']}"
         )
     return "\n".join(lines)
 
@@ -207,9 +207,9 @@ def main() -> None:
     answers = []
     for row in rows:
         answers.append(compare(row))
-        one = answers[-1]
+        row = answers[-1]
         if not options.json:
-            print(describe(one), flush=True)
+            print(describe(row), flush=True)
     if options.json:
         print(json.dumps(answers, indent=1))
 

@@ -173,8 +173,8 @@ def sorted_in_sample(m: Model, b: Any) -> Tensor:
 
 def two_views(m: Model, b: Any) -> Tensor:
     z = torch.tanh(m.fc(torch.cat([_rows(b), b["y"].mean(1)])))
-    one, two = z.chunk(2)
-    return 1 - F.cosine_similarity(one, two, dim=-1).mean()
+    first, two = z.chunk(2)
+    return 1 - F.cosine_similarity(first, two, dim=-1).mean()
 
 
 def two_views_by_number(m: Model, b: Any) -> Tensor:
@@ -258,8 +258,8 @@ def heads_in_front(m: Model, b: Any) -> Tensor:
 
 
 def triplets(m: Model, b: Any) -> Tensor:
-    one, other = m.fc(_rows(b)), m.fc2(b["y"].mean(1))
-    return F.triplet_margin_loss(one, other, m.fc2(_rows(b))) + F.smooth_l1_loss(one, other)
+    anchor, other = m.fc(_rows(b)), m.fc2(b["y"].mean(1))
+    return F.triplet_margin_loss(anchor, other, m.fc2(_rows(b))) + F.smooth_l1_loss(anchor, other)
 
 
 def counter(m: Model, b: Any) -> Tensor:

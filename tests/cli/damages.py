@@ -166,10 +166,10 @@ def _repeat(data: Any, draw: random.Random) -> None:
 
 
 def _swap(data: Any, draw: random.Random) -> None:
-    (one, a), (other, b) = _shallow(data, draw), _shallow(data, draw)
+    (parent, a), (other, b) = _shallow(data, draw), _shallow(data, draw)
     # (What holds the other would hold itself.)
-    first, second = copy.deepcopy(one[a]), copy.deepcopy(other[b])
-    one[a] = second
+    first, second = copy.deepcopy(parent[a]), copy.deepcopy(other[b])
+    parent[a] = second
     if b in other if isinstance(other, dict) else b < len(other):
         other[b] = first
 

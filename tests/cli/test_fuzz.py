@@ -266,7 +266,7 @@ def command_line(draw: random.Random) -> list[str]:
                 arguments.append(value(parameter.name, 0.1))
         elif parameter.name in ("gpus", "profile") and draw.random() < 0.9:
             options += [parameter.opts[0], value(parameter.name, 0.15)]
-    offered = [one for one in parameters if one.param_type_name == "option"]
+    offered = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     for parameter in draw.sample(offered, min(len(offered), draw.choice((0, 1, 1, 2, 3)))):
         flag = draw.choice([*parameter.opts, *parameter.secondary_opts])
         options += [flag] if parameter.is_flag else [flag, value(parameter.name, 0.7)]

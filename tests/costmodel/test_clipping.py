@@ -90,13 +90,13 @@ def test_the_first_stage_waits_for_its_tokens(graph):
     machine = Machine()
     size, m = 2, 4
     ids, labels = (graph.tensor[name].bytes_at(size) for name in graph.batch_inputs)
-    one = step(graph, machine, clips=False, microbatch_size=size, num_microbatches=m)
+    single = step(graph, machine, clips=False, microbatch_size=size, num_microbatches=m)
     two = step(graph, machine, clips=False, microbatch_size=size, num_microbatches=m, pp=2)
     link = machine.host.link_bytes_per_s
-    assert one.time.inputs_s == pytest.approx(machine.alpha_s + m * (ids + labels) / link)
+    assert single.time.inputs_s == pytest.approx(machine.alpha_s + m * (ids + labels) / link)
     assert two.time.inputs_s == pytest.approx(machine.alpha_s + m * ids / link)
-    assert one.step_s == pytest.approx(one.time.inputs_s + one.timeline.makespan_s
-                                       + one.time.optimizer_s)  # fmt: skip
+    assert single.step_s == pytest.approx(single.time.inputs_s + single.timeline.makespan_s
+                                       + single.time.optimizer_s)  # fmt: skip
 
     class OnCpu(Machine):
         @property

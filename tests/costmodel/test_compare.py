@@ -49,7 +49,7 @@ def run_of(timeline, *, slower: float, warm_up: float = 1.0) -> tuple[RankTimeli
 def test_a_simulated_timeline_reads_like_a_recorded_one(predicted):
     """Bubble of 1F1B with equal stages: (pp-1)/(m+pp-1) = 1/5 on each rank."""
     found = bubbles(as_rank_timelines(predicted))
-    assert [one.bubble_fraction for one in found] == pytest.approx([0.2, 0.2])
+    assert [rank.bubble_fraction for rank in found] == pytest.approx([0.2, 0.2])
 
 
 def test_jobs_step_and_bubble_are_compared(predicted):

@@ -159,9 +159,9 @@ def test_zero_shards_what_it_says(graph, profile):
 @pytest.mark.parametrize(("pp", "m"), [(2, 4), (2, 8), (3, 6), (4, 8), (4, 16)])
 def test_1f1b_keeps_fewer_microbatches(graph, profile, pp, m):
     """P18: 1F1B keeps min(m, pp - rank) microbatches, FThenB all m."""
-    one = stage_of(block_of(0), arriving={}, leaving=frozenset())
+    costs = stage_of(block_of(0), arriving={}, leaving=frozenset())
     jobs = StageJobs(
-        walk=one, last=one, first_deferred=one, all_deferred=one, incoming=(), outgoing=(),
+        walk=costs, last=costs, first_deferred=costs, all_deferred=costs, incoming=(), outgoing=(),
         accumulates=True, sends_first=False, on_host=False, loss_bytes=0,
     )  # fmt: skip
 
@@ -241,9 +241,9 @@ def test_tied_parameters_of_a_stage_count_once(profile):
 
 def test_unequal_layouts_cost_communication(graph, profile):
     """Two tensor-parallel ranks: less compute each, and collectives that were not there."""
-    one = estimate(graph, profile, make_plan(graph, size=8)).time
+    single = estimate(graph, profile, make_plan(graph, size=8)).time
     two = estimate(graph, profile, make_plan(graph, size=8, tp=2)).time
-    assert two.tp_comm_s > one.tp_comm_s == 0.0
+    assert two.tp_comm_s > single.tp_comm_s == 0.0
     assert replace(two, tp_comm_s=0.0).step_s < two.step_s
 
 
@@ -256,7 +256,7 @@ def test_selective_recompute_lies_between(graph, profile):
     )
     assert none.time.recompute_s == 0 < some.time.recompute_s
     assert none.step_s < some.step_s < full.step_s
-    kept = [one.memory[0].activation_bytes for one in (full, some, none)]
+    kept = [estimated.memory[0].activation_bytes for estimated in (full, some, none)]
     assert kept == sorted(kept)
     assert len(set(kept)) == 3
 

@@ -27,23 +27,23 @@ def test_a_kernel_reads_and_writes_what_outside_ops_see():
     program, profile = program_of(CHAIN, outputs=("d",)), Machine()
     eager = {op.name: op_seconds(op, program.tensor, profile) for op in program.ops}
     fused = fused_seconds(program, profile, eager)
-    one = 32 * 32 * 4 / profile.bytes_per_s
+    single_s = 32 * 32 * 4 / profile.bytes_per_s
 
     def forward(*names):
         return sum(fused[name][0] for name in names)
 
-    assert forward("a", "b") == pytest.approx(3 * one)
-    assert forward("c", "d") == pytest.approx(3 * one)
+    assert forward("a", "b") == pytest.approx(3 * single_s)
+    assert forward("c", "d") == pytest.approx(3 * single_s)
     assert fused["p"] == eager["p"]
-    assert fused["a"][1] + fused["b"][1] == pytest.approx(5 * one)  # gradients: b in; x, y out
+    assert fused["a"][1] + fused["b"][1] == pytest.approx(5 * single_s)  # gradients: b in; x, y out
 
 
 def test_values_of_a_group_that_others_need_are_written():
     program = program_of(CHAIN, outputs=("d", "c"))
     eager = {op.name: op_seconds(op, program.tensor, Machine()) for op in program.ops}
     fused = fused_seconds(program, Machine(), eager)
-    one = 32 * 32 * 4 / Machine().bytes_per_s
-    assert fused["c"][0] + fused["d"][0] == pytest.approx(4 * one)
+    single_s = 32 * 32 * 4 / Machine().bytes_per_s
+    assert fused["c"][0] + fused["d"][0] == pytest.approx(4 * single_s)
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet"])

@@ -28,13 +28,13 @@ def test_many_nodes_wait_for_the_slowest(name):
         target="aten.mm.default", shapes=((8192, 8192), (8192, 8192)), dtype="bfloat16",
         direction="forward", flop=2 * 8192**3, num_bytes=6 * 8192**2,
     )  # fmt: skip
-    one, two, four = (
+    single, two, four = (
         in_training(alone, devices).op_seconds(query).seconds for devices in (8, 16, 32)
     )
-    assert one < two
-    assert four - two == pytest.approx(two - one)
+    assert single < two
+    assert four - two == pytest.approx(two - single)
     rates = load_rates(alone)
-    assert one >= query.flop / (rates.peak_flop_per_s["bfloat16"] * rates.matmul_efficiency)
+    assert single >= query.flop / (rates.peak_flop_per_s["bfloat16"] * rates.matmul_efficiency)
     for group, part in (
         (Group(ranks_per_node=8), rates.link_efficiency),
         (Group(ranks_per_node=8, num_nodes=4), rates.network_efficiency),

@@ -86,8 +86,8 @@ def test_jobs_of_one_rank_or_with_split_backwards_send_nothing_ahead():
     for name, pp, vpp in (("1f1b", 1, 1), ("zb_h1", 2, 1)):
         table = build_schedule(name, pp=pp, vpp=vpp, num_microbatches=4)
         bare = JobSeconds.equal(pp * vpp, forward_s=1.0, backward_s=2.0)
-        one = (1.0,) * pp
-        ahead = replace(bare, sends_ahead_s=one, last_sends_ahead_s=one)
+        ones = (1.0,) * pp
+        ahead = replace(bare, sends_ahead_s=ones, last_sends_ahead_s=ones)
         assert simulate(table, ahead).end_s == simulate(table, bare).end_s
 
 

@@ -66,10 +66,13 @@ def test_a_machine_that_drifts_gives_the_records_of_one_that_does_not(monkeypatc
     """Records are of the undisturbed machine; answers are as slow as it typically was."""
     steady = measured(monkeypatch, tmp_path / "steady", FakeWorkers)
     drifting = measured(monkeypatch, tmp_path / "drifting", Drifting)
-    for one, other in zip(steady.ops, drifting.ops, strict=True):
-        assert other.seconds == pytest.approx(one.seconds, rel=1e-3)
+    for calm, other in zip(steady.ops, drifting.ops, strict=True):
+        assert other.seconds == pytest.approx(calm.seconds, rel=1e-3)
     assert (
-        sum(one.visits != other.visits for one, other in zip(steady.ops, drifting.ops, strict=True))
+        sum(
+            calm.visits != other.visits
+            for calm, other in zip(steady.ops, drifting.ops, strict=True)
+        )
         > 10
     )
     slowdowns = load_profile(tmp_path / "drifting").file.typical_slowdown
@@ -81,10 +84,10 @@ def test_a_machine_that_drifts_gives_the_records_of_one_that_does_not(monkeypatc
     assert (slowdown.low, slowdown.high) == (pytest.approx(1.0), pytest.approx(1.5))
     answers = [profile.op_seconds(query).seconds for profile in (steady, drifting)]
     assert answers[1] / answers[0] == pytest.approx(slowdown.value, rel=1e-3)
-    for one, other in zip(steady.file.step_fits, drifting.file.step_fits, strict=True):
-        assert other.s_per_tensor == pytest.approx(one.s_per_tensor, rel=1e-3)
+    for calm, other in zip(steady.file.step_fits, drifting.file.step_fits, strict=True):
+        assert other.s_per_tensor == pytest.approx(calm.s_per_tensor, rel=1e-3)
         answers = [
-            profile.step_seconds(one.work, num_bytes=4e6).seconds for profile in (steady, drifting)
+            profile.step_seconds(calm.work, num_bytes=4e6).seconds for profile in (steady, drifting)
         ]
         assert answers[1] / answers[0] == pytest.approx(slowdowns["light"].value, rel=1e-3)
 

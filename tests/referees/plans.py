@@ -57,9 +57,9 @@ def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
     for shape in candidates.shapes(request):
         kinds = len(recompute_choices(shape.recompute))
         tables = len(candidates.tables(shape.tp, shape.microbatch_size, shape.cp))
-        for one in shape.configurations():
-            cuts = comb(inner, one.pp - 1) if one.vpp == 1 else 1
-            total += tables * cuts * kinds**one.pp
+        for configuration in shape.configurations():
+            cuts = comb(inner, configuration.pp - 1) if configuration.vpp == 1 else 1
+            total += tables * cuts * kinds**configuration.pp
     return total
 
 
@@ -71,20 +71,22 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
     """
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
-        for one in shape.configurations():
-            for table in candidates.tables(one.tp, one.microbatch_size, one.cp):
-                if one.vpp == 1:
-                    tries = list(all_cuts(candidates.problem(one, table, float("inf"))))
+        for configuration in shape.configurations():
+            for table in candidates.tables(
+                configuration.tp, configuration.microbatch_size, configuration.cp
+            ):
+                if configuration.vpp == 1:
+                    tries = list(all_cuts(candidates.problem(configuration, table, float("inf"))))
                 else:
-                    even = candidates.even_cut(one, table, float("inf"))
+                    even = candidates.even_cut(configuration, table, float("inf"))
                     assert even is not None
-                    homes = candidates.plan(one, table, even).stage_to_pp_rank
-                    kinds = range(len(recompute_choices(one.recompute)))
+                    homes = candidates.plan(configuration, table, even).stage_to_pp_rank
+                    kinds = range(len(recompute_choices(configuration.recompute)))
                     tries = [
                         (even.cuts, tuple(by_rank[home] for home in homes))
-                        for by_rank in product(kinds, repeat=one.pp)
+                        for by_rank in product(kinds, repeat=configuration.pp)
                     ]
                 for cuts, choices in tries:
                     cut = Cut(cuts=cuts, choices=choices, value=0.0)
-                    answer = candidates.estimate(candidates.plan(one, table, cut))
-                    yield Answer(configuration=one, cut=cut, estimate=answer)
+                    answer = candidates.estimate(candidates.plan(configuration, table, cut))
+                    yield Answer(configuration=configuration, cut=cut, estimate=answer)

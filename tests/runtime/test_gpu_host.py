@@ -100,12 +100,12 @@ def test_device_bytes_fall_as_predicted():
     costs = CostCache(graph, load_profile("h100-sxm5-80gb"))
     plan = default_plan(graph, **MANY)
 
-    def tensors(one: Plan) -> float:
-        (parts,) = estimate(graph, costs.profile, one, costs=costs).memory
+    def tensors(plan: Plan) -> float:
+        (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
         return float(parts.tensor_bytes)
 
-    def state(one: Plan) -> float:
-        (parts,) = estimate(graph, costs.profile, one, costs=costs).memory
+    def state(plan: Plan) -> float:
+        (parts,) = estimate(graph, costs.profile, plan, costs=costs).memory
         return float(parts.optimizer_bytes)
 
     on_host = plan.model_copy(update={"optimizer_on_host": True})

@@ -203,7 +203,7 @@ def test_updates_overlap_copies_in_the_timeline(tmp_path):
     trained = list(masters.trained.values())
     before, host_optimizer.BUCKET_BYTES = host_optimizer.BUCKET_BYTES, 400  # one weight each
     try:
-        optimizer = SlowSGD([one.master for one in trained], lr=1.0)
+        optimizer = SlowSGD([parameter.master for parameter in trained], lr=1.0)
         updates = HostUpdates(trained, optimizer, host)
     finally:
         host_optimizer.BUCKET_BYTES = before

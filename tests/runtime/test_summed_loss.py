@@ -95,9 +95,9 @@ def test_the_mean_and_the_sum_of_two_parts_differ_by_two(graph):
 def test_batches_of_sums_are_added_until_the_update(graph):
     """Gradients of two batches for one update: of the sum over all samples."""
     plan = default_plan(graph, num_microbatches=2, microbatch_size=2)
-    one, two = batch(4), batch(3)
+    first, two = batch(4), batch(3)
     found = []
-    for batches in ([(torch.cat([one[0], two[0]]),)], [one, two]):
+    for batches in ([(torch.cat([first[0], two[0]]),)], [first, two]):
         module = Summed().double()
         module.load_state_dict({n: torch.ones_like(t) / 9 for n, t in module.state_dict().items()})
         sgd = torch.optim.SGD(module.parameters(), lr=0.01)
@@ -107,7 +107,7 @@ def test_batches_of_sums_are_added_until_the_update(graph):
             found.append(module.layers[0].weight.detach())
             continue
         engine = planner.apply(plan, module, optimizer=sgd, loss_weight="sum")
-        engine.step(one, update=False)
+        engine.step(first, update=False)
         engine.step(two)
         found.append(engine.full_state_dict()["layers.0.weight"])
         engine.close()

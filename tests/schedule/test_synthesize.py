@@ -25,8 +25,10 @@ def random_pipeline(rng: random.Random, *, vpp: int | None = None) -> Pipeline:
     count = rng.choice([1.0, pp, 1.5 * pp, math.inf])
     limits = []
     for rank in range(pp):
-        one = sum(size for r, size in zip(placed, live_bytes, strict=True) if r == rank)
-        limits.append(one * count)
+        microbatch_bytes = sum(
+            size for r, size in zip(placed, live_bytes, strict=True) if r == rank
+        )
+        limits.append(microbatch_bytes * count)
     return Pipeline(
         stage_to_pp_rank=placed,
         num_microbatches=m,

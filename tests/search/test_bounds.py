@@ -69,7 +69,7 @@ def random_samples(graph, profile, asked: SearchRequest, most: int) -> tuple[Sam
         choices = {"schedule": schedule, "pp": 4} if schedule else {}
         request = replace(asked, **choices)
         candidates = Candidates.of(graph, profile, request)
-        shapes = [one for one in candidates.shapes(request) if one.cp == 1]
+        shapes = [shape for shape in candidates.shapes(request) if shape.cp == 1]
         options = [config for shape in shapes for config in shape.configurations()]
         for at in rng.choice(len(options), most if schedule is None else most // 6):
             config = options[at]

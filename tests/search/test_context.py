@@ -56,7 +56,7 @@ def test_short_sequences_are_divided_only_when_asked(gpt):
         result = find_plan(gpt, MACHINE, ask(**choices))
         assert result.plan.cp == 2
         assert result.plan.dp * result.plan.cp * result.plan.tp * result.plan.pp == 4
-        assert all("cp2" in one.label for one in result.runners_up)
+        assert all("cp2" in runner_up.label for runner_up in result.runners_up)
         certificate = result.certificate
         total = certificate.evaluated + sum(n for _, n in certificate.pruned)
         assert certificate.considered == total + certificate.unexplored
@@ -70,12 +70,16 @@ def test_the_quick_price_of_cp_is_the_estimate(gpt, choices):
     """So that what it prunes the estimate would not have taken."""
     request = ask(4, 16, recompute="none", **choices)
     candidates = Candidates.of(gpt, MACHINE, request)
-    one = next(candidates.shapes(request)[0].configurations())
-    for table in candidates.tables(one.tp, one.microbatch_size, one.cp):
-        problem = candidates.problem(one, table, float("inf"))
+    configuration = next(candidates.shapes(request)[0].configurations())
+    for table in candidates.tables(
+        configuration.tp, configuration.microbatch_size, configuration.cp
+    ):
+        problem = candidates.problem(configuration, table, float("inf"))
         cut = solve_chain(problem).cut
-        answer = candidates.estimate(candidates.plan(one, table, cut))
-        assert candidates.quick_step_s(one, table, cut) == pytest.approx(answer.step_s, rel=1e-9)
+        answer = candidates.estimate(candidates.plan(configuration, table, cut))
+        assert candidates.quick_step_s(configuration, table, cut) == pytest.approx(
+            answer.step_s, rel=1e-9
+        )
         assert cut.value <= answer.step_s * (1 + 1e-9)
 
 

@@ -120,8 +120,8 @@ def test_slower_by_which_parts(gpt, machine):
     """X2: a runner-up's reason names the parts that make it slower, with its peak."""
     result = find_plan(gpt, machine, SearchRequest(num_devices=4, global_batch=8))
     assert result.runners_up
-    for one in result.runners_up:
-        percent = 100 * (one.step_s / result.plan.estimate["step_s"] - 1)
-        assert one.reason.startswith(f"{percent:.1f}% slower (")
-        assert re.search(r"\): \+\S+ \w+ [a-z_]+", one.reason)
-        assert one.reason.endswith(f"peak {format_bytes(one.peak_bytes)}")
+    for runner_up in result.runners_up:
+        percent = 100 * (runner_up.step_s / result.plan.estimate["step_s"] - 1)
+        assert runner_up.reason.startswith(f"{percent:.1f}% slower (")
+        assert re.search(r"\): \+\S+ \w+ [a-z_]+", runner_up.reason)
+        assert runner_up.reason.endswith(f"peak {format_bytes(runner_up.peak_bytes)}")

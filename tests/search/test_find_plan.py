@@ -234,24 +234,24 @@ def test_the_quick_price_is_the_estimate(name):
         solver = LayoutSolver(graph=graph, profile=MACHINE)
         costs = CostCache(graph, MACHINE, clips_gradients=bool(request.zero))
         candidates = Candidates(graph=graph, profile=MACHINE, solver=solver, costs=costs)
-        one = next(candidates.shapes(request)[0].configurations())
-        table = candidates.tables(one.tp, one.microbatch_size)[0]
+        configuration = next(candidates.shapes(request)[0].configurations())
+        table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
         cut = (
-            candidates.even_cut(one, table, float("inf"))
-            if one.vpp > 1
-            else solve_chain(candidates.problem(one, table, float("inf"))).cut
+            candidates.even_cut(configuration, table, float("inf"))
+            if configuration.vpp > 1
+            else solve_chain(candidates.problem(configuration, table, float("inf"))).cut
         )
         assert cut is not None
-        answer = candidates.estimate(candidates.plan(one, table, cut))
-        quick = candidates.quick_step_s(one, table, cut)
+        answer = candidates.estimate(candidates.plan(configuration, table, cut))
+        quick = candidates.quick_step_s(configuration, table, cut)
         assert quick == pytest.approx(answer.step_s, rel=1e-9)
         assert cut.value <= answer.step_s * (1 + 1e-9)
-        if one.vpp == 1:
-            problem = candidates.problem(one, table, float("inf"))
+        if configuration.vpp == 1:
+            problem = candidates.problem(configuration, table, float("inf"))
             peak = cut_peak(Paths.of_all(problem), cut.cuts, cut.choices)
             # Tables with W jobs free activations earlier than the search supposes, and what
             # FSDP holds is walked block by block only in the estimate.
-            off = 0.08 if one.schedule == "zb_h1" or one.zero else 0.02
+            off = 0.08 if configuration.schedule == "zb_h1" or configuration.zero else 0.02
             assert peak == pytest.approx(answer.peak_bytes, rel=off)
 
 

@@ -23,16 +23,16 @@ class Spot:
 
 
 def cheapest(spots, price):
-    return min(spots, key=lambda one: (one.seconds + price * one.num_bytes, one.num_bytes))
+    return min(spots, key=lambda spot: (spot.seconds + price * spot.num_bytes, spot.num_bytes))
 
 
 def corners_by_pairs(spots, last_price):
     """The same by trying the price between any two points: whatever is cheapest somewhere."""
     prices = {0.0, last_price}
-    for one in spots:
+    for spot in spots:
         for other in spots:
-            if other.num_bytes < one.num_bytes and other.seconds > one.seconds:
-                price = (other.seconds - one.seconds) / (one.num_bytes - other.num_bytes)
+            if other.num_bytes < spot.num_bytes and other.seconds > spot.seconds:
+                price = (other.seconds - spot.seconds) / (spot.num_bytes - other.num_bytes)
                 if price <= last_price:
                     prices |= {price * (1 - 1e-9), price * (1 + 1e-9)}
     return {cheapest(spots, price) for price in prices if price <= last_price}
@@ -46,7 +46,7 @@ def test_every_corner_is_found_and_nothing_else(seed):
     last_price = rng.choice((0.1, 1, 10)) * fast.seconds / fast.num_bytes
     found = find_front(fast, lambda price: cheapest(spots, price), last_price, least_saving=0.0)
     assert set(found) == corners_by_pairs(spots, last_price)
-    assert sorted(found, key=lambda one: one.seconds) == list(found)
+    assert sorted(found, key=lambda spot: spot.seconds) == list(found)
 
 
 def test_points_that_save_little_are_not_looked_for():
@@ -108,7 +108,7 @@ def test_nothing_has_fewer_bytes_than_the_leanest(llama, h100):
     """The integer program finds nothing in a percent less."""
     solver = LayoutSolver(graph=llama, profile=h100)
     whole = solver.leanest(8, 4)[0]
-    assert whole.num_bytes < min(one.num_bytes for one in solver.layouts(8, 4))
+    assert whole.num_bytes < min(layout.num_bytes for layout in solver.layouts(8, 4))
     for group in class_groups(llama, solver.shared):
         problem = solver.problem(8, 4, group)
         price = 1e4 * problem.value([0] * len(problem.variables)) / 1e9

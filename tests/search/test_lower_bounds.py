@@ -63,9 +63,9 @@ def test_the_least_is_never_above_the_estimate(name, precision):
         for shape in candidates.shapes(request):
             if shape.cp > 1 or shape.microbatch_size > 1:
                 continue
-            for one in shape.configurations():
-                table = candidates.tables(one.tp, one.microbatch_size)[0]
-                parts += list(_parts_of_estimate(candidates, one, table, rng))
+            for configuration in shape.configurations():
+                table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
+                parts += list(_parts_of_estimate(candidates, configuration, table, rng))
     assert len(parts) > 80
     assert max(parts) <= 1 + 1e-9
     assert np.median(parts) > 0.7
@@ -107,23 +107,25 @@ def _zb_h1_s(stages, num_microbatches):
     ).makespan_s  # fmt: skip
 
 
-def _parts_of_estimate(candidates, one, table, rng):
+def _parts_of_estimate(candidates, configuration, table, rng):
     """Yield what `least` is of each rank's estimate, for a random cut and random recompute."""
-    kinds = recompute_choices(one.recompute)
-    if one.vpp > 1:
-        stages = candidates.interleaved(one, table)
-        by_rank = rng.integers(len(kinds), size=one.pp)
+    kinds = recompute_choices(configuration.recompute)
+    if configuration.vpp > 1:
+        stages = candidates.interleaved(configuration, table)
+        by_rank = rng.integers(len(kinds), size=configuration.pp)
         cuts, choices = stages.cuts, tuple(int(by_rank[home]) for home in stages.homes)
-        yield from _parts_of_even(candidates, one, table, Cut(cuts=cuts, choices=choices, value=0))
+        yield from _parts_of_even(
+            candidates, configuration, table, Cut(cuts=cuts, choices=choices, value=0)
+        )
         return
-    inner = np.sort(rng.choice(np.arange(1, table.num_blocks), one.pp - 1, replace=False))
+    inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
     cuts = (0, *inner.tolist(), table.num_blocks)
-    choices = tuple(rng.integers(len(kinds), size=one.pp).tolist())
-    plan = candidates.plan(one, table, Cut(cuts=cuts, choices=choices, value=0))
+    choices = tuple(rng.integers(len(kinds), size=configuration.pp).tolist())
+    plan = candidates.plan(configuration, table, Cut(cuts=cuts, choices=choices, value=0))
     memory = candidates.estimate(plan).memory
-    problem = candidates.problem(one, table, np.inf)
+    problem = candidates.problem(configuration, table, np.inf)
     highest = max(float(parts.total) for parts in memory)
-    assert kept_in_flight(LeastCosts(table=table), one, problem.in_flight) <= highest
+    assert kept_in_flight(LeastCosts(table=table), configuration, problem.in_flight) <= highest
     least = problem.stages.least_needs(highest)
     for stage, choice in enumerate(choices):
         kept = least.kept_bytes[choice][cuts[stage + 1]] - least.kept_bytes[choice][cuts[stage]]
@@ -138,16 +140,18 @@ def _parts_of_estimate(candidates, one, table, rng):
         yield costs.least_bytes(live, choice).item() / total
 
 
-def _parts_of_even(candidates, one, table, cut):
+def _parts_of_even(candidates, configuration, table, cut):
     """Virtual stages: what is refused under a limit just at each rank's estimate is no rank."""
-    memory = candidates.estimate(candidates.plan(one, table, cut)).memory
-    stages = candidates.interleaved(one, table)
+    memory = candidates.estimate(candidates.plan(configuration, table, cut)).memory
+    stages = candidates.interleaved(configuration, table)
     highest = max(float(parts.total) for parts in memory)
-    assert not candidates.infeasible_ranks(one, table, cut, highest * (1 + 1e-9))
+    assert not candidates.infeasible_ranks(configuration, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
         stage = stages.homes.tolist().index(rank)
-        least = stages.least_bytes(one, live_stages_of(one))[cut.choices[stage], rank]
+        least = stages.least_bytes(configuration, live_stages_of(configuration))[
+            cut.choices[stage], rank
+        ]
         yield float(least) / total
 
 
@@ -160,12 +164,12 @@ def test_no_layout_is_faster_than_its_draft_says(name):
     )
     candidates = Candidates.of(graph, MACHINE, SearchRequest(num_devices=4, global_batch=8))
     degrees = [(tp, size) for tp in (2, 4) for size in (1, 2, 4)]
-    layouts = [layout for one in degrees for layout in candidates.layouts.every(*one)]
+    layouts = [layout for pair in degrees for layout in candidates.layouts.every(*pair)]
     assert any(layout.least_s > 0 for layout in layouts)
     for layout in layouts:
         priced = float((layout.table.forward_s + layout.table.backward_s).sum())
         assert layout.least_s + layout.accumulate_s <= priced * (1 + 1e-9)
-    for one in degrees:
-        fastest = candidates.layouts.fastest(*one)[0].least_s
-        assert fastest == min(layout.least_s for layout in candidates.layouts.every(*one))
-        assert 0 < candidates.layouts.optimistic(*one).least_s <= fastest * (1 + 1e-12)
+    for pair in degrees:
+        fastest = candidates.layouts.fastest(*pair)[0].least_s
+        assert fastest == min(layout.least_s for layout in candidates.layouts.every(*pair))
+        assert 0 < candidates.layouts.optimistic(*pair).least_s <= fastest * (1 + 1e-12)

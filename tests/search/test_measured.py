@@ -34,16 +34,16 @@ def test_the_best_plans_are_those_of_all_configurations(gpt, found):
     candidates = Candidates.of(gpt, MACHINE, ASKED)
     seconds = []
     for shape in candidates.shapes(ASKED):
-        for one in shape.configurations():
+        for configuration in shape.configurations():
             alone = replace(
                 ASKED,
                 num_best=1,
-                **{axis: one.degrees[axis] for axis in ("dp", "cp", "tp")},
-                pp=one.pp,
-                vpp=one.vpp,
-                microbatch_size=one.microbatch_size,
-                zero=one.zero,
-                schedule=one.schedule if one.pp > 1 else None,
+                **{axis: configuration.degrees[axis] for axis in ("dp", "cp", "tp")},
+                pp=configuration.pp,
+                vpp=configuration.vpp,
+                microbatch_size=configuration.microbatch_size,
+                zero=configuration.zero,
+                schedule=configuration.schedule if configuration.pp > 1 else None,
             )
             plan = search_among(candidates, alone, runners_up=False).plan
             assert plan is not None
@@ -73,7 +73,7 @@ def test_the_fastest_that_ran_is_chosen_and_keeps_what_was_measured(found):
     assert chosen.next_best == (plans[0], plans[1], *plans[3:])
     measured = chosen.plan.estimate["measured"]
     assert (measured["step_s"], measured["turns_s"]) == (2.5, [2.5, 2.9, 2.4])
-    assert [one["measured_s"] for one in measured["compared"]] == [3.0, None, 2.5, 4.0, 4.0]
+    assert [trial["measured_s"] for trial in measured["compared"]] == [3.0, None, 2.5, 4.0, 4.0]
     assert measured["compared"][1]["failure"] == "rank 1 was ended by SIGKILL"
     # Its proof is how far it is, by the model, from the best that there can be.
     third_s, best_s = plans[2].estimate["step_s"], plans[0].estimate["step_s"]

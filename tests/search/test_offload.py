@@ -96,18 +96,20 @@ def test_bounds_and_the_quick_price_know_what_offload_takes(way):
             num_devices=2, global_batch=16, precision="bf16", offload=way, **choices
         )
         candidates = Candidates.of(gpt(), a100(), request)
-        one = next(candidates.shapes(request)[0].configurations())
-        table = candidates.tables(one.tp, one.microbatch_size)[0]
+        configuration = next(candidates.shapes(request)[0].configurations())
+        table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
         limit = float("inf")
         cut = (
-            solve_chain(candidates.problem(one, table, limit)).cut
-            if one.vpp == 1
-            else candidates.even_cut(one, table, limit)
+            solve_chain(candidates.problem(configuration, table, limit)).cut
+            if configuration.vpp == 1
+            else candidates.even_cut(configuration, table, limit)
         )
-        answer = candidates.estimate(candidates.plan(one, table, cut))
-        assert candidates.quick_step_s(one, table, cut) == pytest.approx(answer.step_s, rel=1e-9)
+        answer = candidates.estimate(candidates.plan(configuration, table, cut))
+        assert candidates.quick_step_s(configuration, table, cut) == pytest.approx(
+            answer.step_s, rel=1e-9
+        )
         assert cut.value <= answer.step_s * (1 + 1e-9)
-        assert TableBounds(table=table).least_step_s(one) <= answer.step_s * (1 + 1e-9)
+        assert TableBounds(table=table).least_step_s(configuration) <= answer.step_s * (1 + 1e-9)
     assert asked(offload=way).certificate.gap == 0
 
 
@@ -130,16 +132,16 @@ def test_no_cut_is_faster_than_its_path_with_copies(schedule):
         )  # fmt: skip
         graph = graph_of(str(rng.choice(["equal", "six", "tied"])))
         candidates = Candidates.of(graph, machine, request)
-        one = next(candidates.shapes(request)[0].configurations())
-        table = candidates.tables(one.tp, one.microbatch_size)[0]
-        problem = candidates.problem(one, table, float("inf"))
+        configuration = next(candidates.shapes(request)[0].configurations())
+        table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
+        problem = candidates.problem(configuration, table, float("inf"))
         paths = Paths.of_all(problem)
         every = list(all_cuts(problem))
         for index in rng.choice(len(every), min(20, len(every)), replace=False):
             cuts, choices = every[index]
             value = cut_value(paths, cuts, choices)
             step_s = candidates.quick_step_s(
-                one, table, Cut(cuts=cuts, choices=choices, value=value)
+                configuration, table, Cut(cuts=cuts, choices=choices, value=value)
             )
             assert value <= step_s * (1 + 1e-9)
             closest = max(closest, value / step_s)
@@ -156,18 +158,20 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
         schedule=schedule, offload="activations",
     )  # fmt: skip
     candidates = Candidates.of(graph_of("six"), machine, request)
-    one = next(candidates.shapes(request)[0].configurations())
-    table = candidates.tables(one.tp, one.microbatch_size)[0]
-    stages = candidates.interleaved(one, table)
-    copied = copied_rows(one.schedule, one.pp, one.vpp, one.num_microbatches)
-    kinds = recompute_choices(one.recompute)
-    for by_rank in product(range(len(kinds)), repeat=one.pp):
+    configuration = next(candidates.shapes(request)[0].configurations())
+    table = candidates.tables(configuration.tp, configuration.microbatch_size)[0]
+    stages = candidates.interleaved(configuration, table)
+    copied = copied_rows(
+        configuration.schedule, configuration.pp, configuration.vpp, configuration.num_microbatches
+    )
+    kinds = recompute_choices(configuration.recompute)
+    for by_rank in product(range(len(kinds)), repeat=configuration.pp):
         choices = tuple(by_rank[home] for home in stages.homes)
         recomputed = [kinds[choice] for choice in choices]
-        bound = stages.step_bound(one, recomputed, copied)
+        bound = stages.step_bound(configuration, recomputed, copied)
         cut = Cut(cuts=stages.cuts, choices=choices, value=bound)
-        step_s = candidates.quick_step_s(one, table, cut)
-        assert stages.step_bound(one, recomputed) < bound <= step_s * (1 + 1e-9)
+        step_s = candidates.quick_step_s(configuration, table, cut)
+        assert stages.step_bound(configuration, recomputed) < bound <= step_s * (1 + 1e-9)
 
 
 def test_a_cpu_has_no_other_memory_to_move_to():

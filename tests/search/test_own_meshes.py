@@ -85,25 +85,30 @@ def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
     candidates = Candidates.of(graph, machine, request)
     groups: dict[tuple, list] = {}
     for shape in candidates.shapes(request):
-        for one in shape.configurations():
-            if one.pp > 1:
+        for configuration in shape.configurations():
+            if configuration.pp > 1:
                 key = (
-                    one.degrees["rp"],
-                    one.cp,
-                    one.pp,
-                    one.num_microbatches,
-                    one.schedule,
-                    one.vpp,
+                    configuration.degrees["rp"],
+                    configuration.cp,
+                    configuration.pp,
+                    configuration.num_microbatches,
+                    configuration.schedule,
+                    configuration.vpp,
                 )
-                groups.setdefault(key, []).append(one)
+                groups.setdefault(key, []).append(configuration)
     for group in groups.values():
-        for zero in {one.zero for one in group}:
-            of_zero = {one.tp: replace(one, zero=zero) for one in group}.values()
-            tables = [candidates.tables(one.tp, one.microbatch_size, one.cp) for one in of_zero]
+        for zero in {configuration.zero for configuration in group}:
+            of_zero = {
+                configuration.tp: replace(configuration, zero=zero) for configuration in group
+            }.values()
+            tables = [
+                candidates.tables(configuration.tp, configuration.microbatch_size, configuration.cp)
+                for configuration in of_zero
+            ]
             for some in product(*tables):
                 members = tuple(
-                    Member(configuration=one, table=table)
-                    for one, table in zip(of_zero, some, strict=True)
+                    Member(configuration=configuration, table=table)
+                    for configuration, table in zip(of_zero, some, strict=True)
                 )
                 mix = Mix(members=members)
                 for cut in every_cut(candidates, mix):
@@ -114,16 +119,16 @@ def every_mix(graph, machine, request) -> Iterator[tuple[float, int]]:
 def every_cut(candidates: Candidates, mix: Mix) -> Iterator[Cut]:
     """Yield all cuts of a mix; with several stages a rank the even ones, with all choices of
     ranks."""
-    one, members = mix.configuration, mix.members
-    if one.vpp == 1:
+    configuration, members = mix.configuration, mix.members
+    if configuration.vpp == 1:
         problem = mixed_problem(mix.problems(candidates, float("inf")))
         for cuts, choices in all_cuts(problem):
             yield Cut(cuts=cuts, choices=choices, value=0.0)
         return
-    kinds = range(len(members) * len(recompute_choices(one.recompute)))
-    homes = stage_to_pp_rank(one.schedule, one.pp, one.vpp)
+    kinds = range(len(members) * len(recompute_choices(configuration.recompute)))
+    homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
     for cuts in {candidates.interleaved(m.configuration, m.table).cuts for m in members}:
-        for by_rank in product(kinds, repeat=one.pp):
+        for by_rank in product(kinds, repeat=configuration.pp):
             yield Cut(cuts=cuts, choices=tuple(by_rank[home] for home in homes), value=0.0)
 
 

@@ -38,10 +38,10 @@ def test_the_set_is_what_brute_force_finds():
         for count in counts
         for answer in every_answer(graph, MACHINE, replace(request, num_devices=count))
     }
-    front = sorted(one for one in every if not any(_beats(other, one) for other in every))
+    front = sorted(point for point in every if not any(_beats(other, point) for other in every))
     assert len(points) > 3
     assert len({point.num_devices for point in points}) > 1
-    assert [point.objectives for point in points] == [pytest.approx(one) for one in front]
+    assert [point.objectives for point in points] == [pytest.approx(point) for point in front]
 
 
 def test_what_may_be_on_the_host_is_in_the_set():
@@ -56,17 +56,17 @@ def test_what_may_be_on_the_host_is_in_the_set():
         for offload in ("none", "optimizer", "activations", "both")
         for answer in every_answer(graph, MACHINE, replace(request, offload=offload))
     }
-    front = sorted(one for one in every if not any(_beats(other, one) for other in every))
-    assert [point.objectives for point in points] == [pytest.approx(one) for one in front]
+    front = sorted(point for point in every if not any(_beats(other, point) for other in every))
+    assert [point.objectives for point in points] == [pytest.approx(point) for point in front]
     away = [point.to_dict()["optimizer_on_host"] for point in points]
     assert away[0] is False
     assert away[-1] is True
 
 
-def _beats(one, other):
+def _beats(point, other):
     """At least as good everywhere, and better somewhere by more than rounding."""
-    return all(a <= b * (1 + 1e-9) for a, b in zip(one, other, strict=True)) and any(
-        a < b * (1 - 1e-9) for a, b in zip(one, other, strict=True)
+    return all(a <= b * (1 + 1e-9) for a, b in zip(point, other, strict=True)) and any(
+        a < b * (1 - 1e-9) for a, b in zip(point, other, strict=True)
     )
 
 

@@ -39,13 +39,13 @@ def placements(graph, plan):
 def test_none_one_and_two_annotations(gpt):
     """D8: each is kept where tp is more than one, and none makes the plan faster."""
     up, down = "layers.*.up: S(1)@tp", "layers.*.down: S(0)@tp"
-    free, one, two = (search(gpt, *texts, tp=2) for texts in ((), (up,), (up, down)))
+    free, single, two = (search(gpt, *texts, tp=2) for texts in ((), (up,), (up, down)))
     assert placements(gpt, free)["layers.1.up.weight"] != "S(1)"
-    for plan in (one, two):
+    for plan in (single, two):
         for layer in range(4):
             assert placements(gpt, plan)[f"layers.{layer}.up.weight"] == "S(1)"
     assert placements(gpt, two)["layers.2.down.weight"] == "S(0)"
-    steps = [plan.estimate["step_s"] for plan in (free, one, two)]
+    steps = [plan.estimate["step_s"] for plan in (free, single, two)]
     assert steps == sorted(steps)
 
 

@@ -28,7 +28,7 @@ class SummingSwitch(Machine):
 def layer_of(graph: ModelGraph, layouts: tuple[ClassLayout, ...]):
     """Return the layout of the last layer's block and the placements of its weights by module."""
     block = next(b for b in graph.blocks if b.name.endswith("layers.1"))
-    layout = next(one for one in layouts if one.class_index == block.class_index)
+    layout = next(layout for layout in layouts if layout.class_index == block.class_index)
     names = [graph.tensor[name].fqn.split(".")[-2] for name in block.params]
     return layout, dict(zip(names, layout.params, strict=True))
 

@@ -146,13 +146,13 @@ def test_the_best_equals_trying_everything(instances, names, seed):
     rng = np.random.default_rng(seed)
     gaps, losses, unfit = [], [], 0
     for number in range(instances):
-        one = random_instance(rng, names)
-        every = seconds_and_bytes(every_answer(one.graph, one.machine, one.request))
+        instance = random_instance(rng, names)
+        every = seconds_and_bytes(every_answer(instance.graph, instance.machine, instance.request))
         fastest = min(every)
         limit = int(fastest[1] * rng.choice([0.6, 0.8, 0.95, 1.0, 2.0]))
         best = best_within(limit, every)
-        request = replace(one.request, memory_limit_bytes=limit)
-        result = find_plan(one.graph, one.machine, request)
+        request = replace(instance.request, memory_limit_bytes=limit)
+        result = find_plan(instance.graph, instance.machine, request)
         gap = check_against(best, limit, result)
         if gap is None:
             unfit += 1
@@ -161,7 +161,7 @@ def test_the_best_equals_trying_everything(instances, names, seed):
         losses.append(result.plan.estimate["step_s"] / best - 1)
         if number % 6 == 0:
             for solver in ("ilp", "recursive"):
-                other = find_plan(one.graph, one.machine, replace(request, solver=solver))
+                other = find_plan(instance.graph, instance.machine, replace(request, solver=solver))
                 if solver == "recursive" and other.plan is None:
                     continue
                 assert check_against(best, limit, other) is not None

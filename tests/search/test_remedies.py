@@ -49,17 +49,17 @@ def test_each_answer_is_a_search_that_succeeds(gpt):
     limit = int(0.8 * peak(gpt, **fixed))
     request = ask(**fixed, memory_limit_bytes=limit)
     found, _ = advice(gpt, request)
-    for one in (found.memory, *found.remedies):
-        plan = find_plan(gpt, MACHINE, one.request).plan
-        assert plan.estimate["step_s"] == pytest.approx(one.step_s)
-        assert one.peak_bytes <= (one.request.memory_limit_bytes or 0)
+    for remedy in (found.memory, *found.remedies):
+        plan = find_plan(gpt, MACHINE, remedy.request).plan
+        assert plan.estimate["step_s"] == pytest.approx(remedy.step_s)
+        assert remedy.peak_bytes <= (remedy.request.memory_limit_bytes or 0)
     assert found.devices is None, "dp=2 with everything else free of pp and tp cannot use more"
     said = [remedy.what for remedy in found.remedies]
     assert "`microbatch_size` 1 instead of 4" in said or "`microbatch_size` 2 instead of 4" in said
     assert any(what.startswith("`recompute` ") for what in said)
     steps = [remedy.step_s for remedy in found.remedies]
     assert steps == sorted(steps)
-    assert all(one.request.num_devices == 2 for one in found.remedies)
+    assert all(remedy.request.num_devices == 2 for remedy in found.remedies)
     less = replace(request, memory_limit_bytes=int(0.998 * found.memory.request.memory_limit_bytes))
     assert find_plan(gpt, MACHINE, less).plan is None
 
@@ -86,7 +86,7 @@ def test_bf16_is_a_remedy(gpt):
     fixed = {"dp": 2, "zero": 0, "recompute": "none", "microbatch_size": 4}
     request = ask(**fixed, memory_limit_bytes=int(0.95 * peak(gpt, **fixed)))
     found, refused = advice(gpt, request, recapture=lambda precision: captured(precision))
-    made = next(one for one in found.remedies if one.what == "`precision` bf16")
+    made = next(remedy for remedy in found.remedies if remedy.what == "`precision` bf16")
     assert made.plan.precision == "bf16"
     said = explain_saving(refused.leanest, made.plan)
     total, parts = re.fullmatch(r"(\S+) \w+: (.*)", said).groups()
@@ -101,7 +101,7 @@ def test_offload_is_a_remedy_where_it_was_ruled_out(gpt):
     """M27: a limit under which only what goes to the host makes it fit."""
     limit = int(0.97 * find_plan(gpt, MACHINE, ask(memory_limit_bytes=1000)).smallest_memory_bytes)
     found, _ = advice(gpt, ask(memory_limit_bytes=limit))
-    made = next(one for one in found.remedies if one.what.startswith("`offload` "))
+    made = next(remedy for remedy in found.remedies if remedy.what.startswith("`offload` "))
     assert made.plan.optimizer_on_host or any(s.activations_on_host for s in made.plan.stages)
     assert made.peak_bytes <= limit
 

@@ -28,8 +28,8 @@ WHOLE = "abcabcabcx"
 )
 def test_repetition_found(chain, found):
     """M17: the longest part of a chain that repeats itself, blocks in turn included."""
-    one = Repetition(np.array([ord(letter) for letter in chain]))
-    assert (one.first, one.last, one.period) == found
+    repetition = Repetition(np.array([ord(letter) for letter in chain]))
+    assert (repetition.first, repetition.last, repetition.period) == found
 
 
 def test_every_run_is_one_of_its_kind():
@@ -38,9 +38,9 @@ def test_every_run_is_one_of_its_kind():
     counts = {}
     for repeats in (10, 20):
         chain = "x" + "ab" * repeats + "yz"
-        one = Repetition(np.array([ord(letter) for letter in chain]))
+        repetition = Repetition(np.array([ord(letter) for letter in chain]))
         window = Window.all_runs(len(chain), len(chain))
-        kinds = one.kinds(window)
+        kinds = repetition.kinds(window)
         for row, column in np.argwhere(window.valid).tolist():
             start, end = column, int(window.end[row, column])
             kind = kinds.of[row, column]
@@ -58,7 +58,9 @@ def test_costs_of_kinds_are_those_of_runs(zero):
     )
     request = SearchRequest(num_devices=4, global_batch=8)
     candidates = Candidates.of(graph, Machine(devices_per_node=4), request)
-    shape = next(one for one in candidates.shapes(request) if one.tp == 2 and one.batch_parts == 2)
+    shape = next(
+        shape for shape in candidates.shapes(request) if shape.tp == 2 and shape.batch_parts == 2
+    )
     table = candidates.tables(2, shape.microbatch_size)[0]
     stages = table.with_replicas(
         degrees=Degrees(dp=2, tp=table.tp), zero=zero, choices=recompute_choices("mixed")

@@ -20,8 +20,8 @@ def keep_all(ops):
     return tuple(
         frozenset(
             (at, place)
-            for one in strategies.values
-            for at, place in enumerate((*one.inputs, *one.outputs))
+            for strategy in strategies.values
+            for at, place in enumerate((*strategy.inputs, *strategy.outputs))
             if isinstance(place, Shard)
         )
         for _, strategies in ops

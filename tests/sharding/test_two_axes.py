@@ -266,8 +266,8 @@ def test_sequence_parallelism_inside_context_parallelism(name, heads):
         lower(program, layout, axis="cp", axis_size=2, sum_later=True)
         for program, layout in zip(programs, cp, strict=True)
     ]
-    for on_tp, on_cp, one in zip(tp, cp, lowered, strict=True):
-        check_on_mesh(graph.classes[on_tp.class_index].bind(2), on_tp, on_cp, one)
+    for on_tp, on_cp, program in zip(tp, cp, lowered, strict=True):
+        check_on_mesh(graph.classes[on_tp.class_index].bind(2), on_tp, on_cp, program)
     layer = next(b.class_index for b in graph.blocks if "layers" in b.name or ".h." in b.name)
     local = lowered[layer]
     forward, backward = Counter(), Counter()

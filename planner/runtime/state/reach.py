@@ -85,9 +85,9 @@ def reaches(optimizer: torch.optim.Optimizer) -> tuple[Reach | None, ...]:
     return tuple(found)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _are_equal(left: Any, other: Any) -> bool:
     try:
-        return bool(one == other)
+        return bool(left == other)
     except Exception:  # of tensors
         return False
 
@@ -124,10 +124,10 @@ def _reach(optimizer: torch.optim.Optimizer, at: int) -> Reach | None:
 
 
 def _agree(ones: Update, others: Update) -> bool:
-    def is_close(one: Tensor, other: Tensor) -> bool:
-        return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * _LR)
+    def is_close(left: Tensor, other: Tensor) -> bool:
+        return torch.allclose(left, other, rtol=_ROUNDING, atol=_ROUNDING * _LR)
 
-    return all(is_close(one, other) for one, other in zip(ones, others, strict=True))
+    return all(is_close(left, other) for left, other in zip(ones, others, strict=True))
 
 
 def _quarters(tensor: Tensor) -> Update:

@@ -162,12 +162,12 @@ def rings(count: int):
 
 def test_every_ring_of_a_block_costs_what_the_first_does():
     axes = lowered_groups(H100.cluster, Degrees(cp=2))
-    one, three = (
+    single, three = (
         executed_times(rings(count), PROFILE, axes=axes, recomputed=frozenset()) for count in (1, 3)
     )
-    assert one.forward_comm_s > 0
-    assert three.forward_comm_s == pytest.approx(3 * one.forward_comm_s)
-    assert three.backward_comm_s == pytest.approx(3 * one.backward_comm_s)
+    assert single.forward_comm_s > 0
+    assert three.forward_comm_s == pytest.approx(3 * single.forward_comm_s)
+    assert three.backward_comm_s == pytest.approx(3 * single.backward_comm_s)
 
 
 def test_the_host_shows_where_it_is_as_slow_as_the_device():

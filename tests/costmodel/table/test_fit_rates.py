@@ -57,10 +57,10 @@ def test_one_run_hardly_moves_a_rate(machine):
     profile, rates = machine
     run = parse_row(SMALL)
     slow = 1.5 * RowPrices().time(run, profile, rates).step_s
-    one = MeasuredRun(run=run, profile=profile, rates=rates, step_s=slow)
+    measured = MeasuredRun(run=run, profile=profile, rates=rates, step_s=slow)
     usual = {name: value for name, (_, value, _) in RANGES.items()}
-    fitted = [usual, *(fit_rates(PricedRuns([one] * count), rounds=4)[0] for count in (1, 6))]
-    errors = [float(PricedRuns([one]).relative_errors(values)[0]) for values in fitted]
+    fitted = [usual, *(fit_rates(PricedRuns([measured] * count), rounds=4)[0] for count in (1, 6))]
+    errors = [float(PricedRuns([measured]).relative_errors(values)[0]) for values in fitted]
     assert errors[0] < errors[1] < errors[2] < 0
     assert abs(errors[2]) < 0.05
 

@@ -202,9 +202,9 @@ def test_recomputation_adds_the_forward_or_a_part_of_it():
 
 def test_stages_of_meshes_take_their_own_mesh_s_entry():
     """Entry s of the s-th record."""
-    one, two = (RunTimes(**{name: np.array(v) for name in TIME_FIELDS}) for v in ([1, 2], [3, 4]))
-    assert pick([two, one]).forward_s.tolist() == [3, 2]
-    assert pick([one, one]) is one
+    first, two = (RunTimes(**{name: np.array(v) for name in TIME_FIELDS}) for v in ([1, 2], [3, 4]))
+    assert pick([two, first]).forward_s.tolist() == [3, 2]
+    assert pick([first, first]) is first
 
 
 def test_zero_leaves_no_weight_gradients_for_later(costs):

@@ -81,12 +81,12 @@ def test_killed_at_random_moments(tmp_path):
         steps.append(read_manifest(found[0]).step)
     assert steps == sorted(set(steps)), "each run went on from where the last one was"
     assert cut_off > 0, "none was killed in the middle of a save"
-    one = default_plan(capture("gpt", torch.float64), microbatch_size=2)
-    assert one.global_batch == plan.global_batch
-    alone = make_engine("gpt", one, "adamw")
+    single = default_plan(capture("gpt", torch.float64), microbatch_size=2)
+    assert single.global_batch == plan.global_batch
+    alone = make_engine("gpt", single, "adamw")
     for _ in range(steps[-1]):
         alone.step(gpt_batch(plan.global_batch))
-    again = make_engine("gpt", one, "adamw", seed=1)
+    again = make_engine("gpt", single, "adamw", seed=1)
     again.load(tmp_path)
     expected = alone.full_state_dict()
     for name, tensor in again.full_state_dict().items():

@@ -77,11 +77,11 @@ def assert_close(found: Moment, expected: Moment, rtol: float, told: str) -> Non
 def test_between_plans(tmp_path, is_whole):
     """dp, tp, pp, cp, meshes by stage, ZeRO 1 and 3 and the host, on one, two and four ranks."""
     batch: dict[str, Any] = {"num_microbatches": 2}
-    one = plan_for("tied-gpt", **batch, microbatch_size=4)
+    single = plan_for("tied-gpt", **batch, microbatch_size=4)
     zero3 = plan_for("tied-gpt", **batch, dp=2, tp=2, zero_stage=3, microbatch_size=2)
     own = plan_for("tied-gpt", **batch, pp=2, tp=2, by_stage={"tp": (2, 1)}, microbatch_size=4)
     host = plan_for("tied-gpt", **batch, cp=2, zero_stage=1, microbatch_size=4, on_host=True)
-    pair = (zero3, own) if is_whole else (host, one)
+    pair = (zero3, own) if is_whole else (host, single)
     check([Case("tied-gpt", *pair, str(tmp_path))])
 
 

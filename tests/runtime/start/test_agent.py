@@ -134,5 +134,5 @@ def test_the_store_lost_with_the_first_node_is_told(started):
         def wait(self, keys, timeout=None):
             raise dist.DistNetworkError("Connection reset by peer")
 
-    with pytest.raises(PlannerError, match="told no plan .*Connection reset by peer"):
+    with pytest.raises(PlannerError, match=r"told no plan .*Connection reset by peer"):
         agent_of(Course(num_ranks=3))._start_workers(group_of(0, store=Lost(), number=1))

@@ -144,9 +144,9 @@ def losses_alone(plan: Plan, steps: int) -> list[float]:
     torch.set_default_dtype(torch.float64)
     try:
         module = build("gpt")[1]
-        one = default_plan(capture("gpt", torch.float64), microbatch_size=plan.global_batch)
+        single = default_plan(capture("gpt", torch.float64), microbatch_size=plan.global_batch)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-        engine = planner.apply(one, module, optimizer=optimizer)
+        engine = planner.apply(single, module, optimizer=optimizer)
         batch = gpt_batch(plan.global_batch)
         return [
             engine.step({k: (v + step) % VOCABULARY for k, v in batch.items()}).item()
