@@ -20,10 +20,16 @@ def launch(
         list[str] | None, typer.Argument(help="Arguments of the script.", metavar="[ARGS]...")
     ] = None,
     device: DeviceOption = None,
-    num_nodes: Annotated[int, typer.Option(help="Nodes that run this same command.")] = 1,
+    num_nodes: Annotated[
+        int | None,
+        typer.Option(
+            help="Nodes that run this same command. Default: those of srun, mpirun or the "
+            "PyTorchJob that runs it, else 1."
+        ),
+    ] = None,
     rendezvous: Annotated[
-        str, typer.Option(help="host:port of one of the nodes, the same on all.")
-    ] = "localhost:0",
+        str | None, typer.Option(help="host:port of one of the nodes, the same on all.")
+    ] = None,
     devices: Annotated[
         str | None,
         typer.Option(metavar="0,2,3", help="GPUs of this node that its ranks take, in order."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,12 @@ def profile(
         int | None, typer.Option(min=1, help="Processes on this machine. Default: all GPUs, or 2.")
     ] = None,
     device: DeviceOption = None,
+    num_nodes: Annotated[
+        int, typer.Option(min=1, help="Nodes that run this same command, to be measured as one.")
+    ] = 1,
+    rendezvous: Annotated[
+        str, typer.Option(help="With --num-nodes: host:port of one of the nodes, the same on all.")
+    ] = "",
     precision: Annotated[
         str, typer.Option(help="model: the model's own dtypes; bf16: as trained with --precision.")
     ] = "model",
@@ -63,13 +70,15 @@ def profile(
         return _show(str(models[1]), plots)
     import profiles
     from commands.render.profile import describe_profile
+    from planner.launchers import started
 
+    is_alone = num_nodes == 1 and started(os.environ) is None
     device = _device(device)
     folder = out or profiles.own_profile_dir(device)
     with show_progress("profiling") as progress:
         measured = profiles.measure_profile(
             folder,
-            nproc=nproc or gpus or _num_devices(device),
+            nproc=nproc or (gpus if is_alone else None) or _num_devices(device),
             device=device,
             models=[graph_of(model, parse_precision(precision)) for model in models or ()],
             gpus=gpus,
@@ -77,6 +86,8 @@ def profile(
             compiled=compiled,
             budget_s=parse_seconds(budget),
             progress=progress,
+            num_nodes=num_nodes,
+            rendezvous=rendezvous,
         )
     if measured is None:  # one of several processes that a launcher started; rank 0 tells
         return 0

@@ -1,9 +1,10 @@
-"""How worker ranks come to life: all on this machine, or one by each of several processes.
+"""How worker ranks come to life: all on this machine, or some by each of several processes.
 
 On one machine the measuring process starts all workers. On a cluster the same command runs
-once per rank under torchrun, srun or mpirun. Rank 0 then measures; every rank, 0 included,
-starts one worker, and again a new one (a new *generation*) whenever rank 0 announces it in
-the rendezvous store, which is how a crash anywhere is survived everywhere.
+once per rank or per node, under torchrun, srun or mpirun or by hand. The first then measures;
+every one, the first included, starts its workers, and again new ones (a new *generation*) whenever
+the first announces it in the rendezvous store, which is how a crash anywhere is survived
+everywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,62 +23,125 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from planner.errors import ProfileError
+from planner.launchers import Started, started
+from planner.waiting import REACHED_S, is_here, reach, waiting_at
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_RANK_VARIABLES = (
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-)
 _POLL_S = 0.2
 _DONE = "done"
+_MEETING = timedelta(minutes=10)
+"""How long the processes of a cluster wait for each other to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRank:
-    """The place of this process among those that a launcher started together."""
+    """The place of a worker among all ranks."""
 
     rank: int
     world_size: int
     local_rank: int
 
 
-def cluster_rank(environment: Mapping[str, str]) -> ClusterRank | None:
-    """Return the place that torchrun, srun or mpirun gave this process; None when alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One of the processes that measure a cluster together.
 
-    Raises ProfileError when the place is no place, or is given but not where to meet.
+    Attributes:
+        number: of this process, from 0; the first measures, the others serve.
+        count: of all processes.
+        ranks_here: how many ranks each of them starts.
+        local_number: this process's number on its node.
+        store: where they meet.
+        host: the name under which the others reach process 0.
     """
-    for rank, world_size, local_rank in _RANK_VARIABLES:
-        place = ClusterRank(
-            rank=_whole_number(environment, rank, default=0),
-            world_size=_whole_number(environment, world_size, default=1),
-            local_rank=_whole_number(environment, local_rank, default=0),
+
+    number: int
+    count: int
+    ranks_here: int
+    local_number: int
+    store: Store
+    host: str
+
+    def ranks(self) -> list[ClusterRank]:
+        """Return the places of the ranks that this process starts."""
+        return [
+            ClusterRank(
+                rank=self.number * self.ranks_here + at,
+                world_size=self.count * self.ranks_here,
+                local_rank=self.local_number * self.ranks_here + at,
+            )
+            for at in range(self.ranks_here)
+        ]
+
+
+def join(nproc: int, *, num_nodes: int = 1, rendezvous: str = "") -> Member | None:
+    """Meet the processes that measure with this one; return None when it is alone.
+
+    They are those of a launcher (torchrun, srun, mpirun, a PyTorchJob): one for each rank, or one
+    for each node, which then starts `nproc` ranks. Else this command runs on `num_nodes` nodes with
+    the same `rendezvous`, the host:port of one of them. Raises PlannerError where they can't meet,
+    and ProfileError where they would start different numbers of ranks.
+    """
+    place = started(os.environ)
+    if num_nodes > 1:
+        host, port = _host_and_port(rendezvous)
+        with waiting_at(rendezvous, "this node"):
+            store, is_first = _meet_as_nodes(host, port, num_nodes)
+        number = 0 if is_first else store.add("planner/nodes", 1)
+        member = Member(number=number, count=num_nodes, ranks_here=nproc, local_number=0,
+                        store=store, host=host)  # fmt: skip
+    elif place is not None:
+        with waiting_at(place.meeting, f"process {place.number}"):
+            store = _meet(place)
+        member = Member(number=place.number, count=place.count,
+                        ranks_here=nproc if place.is_node else 1, local_number=place.local_number,
+                        store=store, host=place.address)  # fmt: skip
+    else:
+        return None
+    _check_alike(member)
+    return member
+
+
+def _host_and_port(rendezvous: str) -> tuple[str, int]:
+    host, _, port = rendezvous.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ProfileError(
+            f"`rendezvous` {rendezvous!r} was given; it is HOST:PORT of one of the nodes, the same "
+            "on all"
         )
-        if rank in environment and place.world_size > 1:
-            if place.rank >= place.world_size:
-                raise ProfileError(
-                    f"{rank}={place.rank} and {world_size}={place.world_size} were given; ranks "
-                    f"count from 0 to {place.world_size - 1}; start all by one launcher"
-                )
-            missing = [n for n in ("MASTER_ADDR", "MASTER_PORT") if n not in environment]
-            if missing:
-                raise ProfileError(
-                    f"{rank} says this is one of {environment[world_size]} processes, but "
-                    f"{' and '.join(missing)} is not set; set it to the host of rank 0 and a "
-                    "free port there"
-                )
-            _whole_number(environment, "MASTER_PORT", default=0)  # refused here, not at the meeting
-            return place
-    return None
+    return host, int(port)
 
 
-def _whole_number(environment: Mapping[str, str], name: str, *, default: int) -> int:
-    text = environment.get(name, str(default))
-    if not (text.isascii() and text.isdecimal()):
-        raise ProfileError(f"{name}={text} was given; launchers set it to a whole number from 0 on")
-    return int(text)
+def _meet_as_nodes(host: str, port: int, count: int) -> tuple[Store, bool]:
+    """Return the store of all nodes, and whether this one has it: the host's address is its own,
+    and no other process of this machine was first.
+    """
+    from torch.distributed import TCPStore
+
+    if is_here(host):
+        try:
+            return TCPStore(host, port, count, is_master=True, timeout=_MEETING), True
+        except RuntimeError as error:
+            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+                raise
+    reach(f"{host}:{port}", REACHED_S)
+    return TCPStore(host, port, count, is_master=False, timeout=_MEETING), False
+
+
+def _check_alike(member: Member) -> None:
+    """Raise ProfileError on all where the members would start different numbers of ranks."""
+    keys = [f"planner/ranks/{number}" for number in range(member.count)]
+    about = f"{member.ranks_here} on {socket.gethostname()}"
+    member.store.set(keys[member.number], about)
+    member.store.wait(keys, _MEETING)
+    told = [member.store.get(key).decode() for key in keys]
+    if len({text.split()[0] for text in told}) > 1:
+        raise ProfileError(
+            f"nodes would start different numbers of ranks ({', '.join(told)}); give `nproc`, the "
+            "same on all"
+        )
 
 
 class Launcher(Protocol):
@@ -122,21 +187,20 @@ class LocalLauncher:
 
 
 class ClusterLauncher:
-    """Rank 0's side on a cluster: starts its own worker and announces it to the others."""
+    """The first process's side on a cluster: starts its own workers and announces them."""
 
     listen_on = "0.0.0.0"
 
-    def __init__(self, place: ClusterRank, *, device: str, threads: int) -> None:
-        self.num_ranks = place.world_size
-        self._place = place
+    def __init__(self, member: Member, *, device: str, threads: int) -> None:
+        self.num_ranks = member.count * member.ranks_here
+        self._member = member
         self._device = device
         self._threads = threads
-        self._store = _meet(place)
         self._generation = 0
 
     def start(self, port: int, token: str, log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
-        """Announce a generation and start this rank's worker of it."""
-        host = os.environ["MASTER_ADDR"]
+        """Announce a generation and start this process's workers of it."""
+        host = self._member.host
         call = {
             "address": f"{host}:{port}",
             "token": token,
@@ -145,48 +209,55 @@ class ClusterLauncher:
             "device": self._device,
             "threads": self._threads,
         }
-        self._store.set(_key(self._generation), json.dumps(call))
+        self._member.store.set(_key(self._generation), json.dumps(call))
         self._generation += 1
-        return [_spawn(self._place, call, log)]
+        return [_spawn(place, call, log) for place in self._member.ranks()]
 
     def close(self) -> None:
         """End the other ranks."""
-        self._store.set(_key(self._generation), json.dumps(_DONE))
+        self._member.store.set(_key(self._generation), json.dumps(_DONE))
 
 
-def serve(place: ClusterRank) -> None:
-    """Start a worker for every generation that rank 0 announces, until it is done."""
-    store = _meet(place)
+def serve(member: Member) -> None:
+    """Start workers for every generation that rank 0 announces, until it is done."""
+    store = member.store
     generation = 0
-    worker: subprocess.Popen[bytes] | None = None
+    workers: list[subprocess.Popen[bytes]] = []
     try:
         while True:
             try:
-                store.wait([_key(generation)], timedelta(seconds=_POLL_S))
-            except Exception as error:
-                # torch raises DistStoreError on time-out; a lost store is another error.
-                if "imeout" not in str(error) and "imed out" not in str(error):
-                    raise ProfileError(f"rank 0 is gone: {error}".splitlines()[0]) from None
-                continue
+                while not store.check([_key(generation)]):
+                    time.sleep(_POLL_S)
+            except RuntimeError as error:
+                raise ProfileError(f"rank 0 is gone: {error}".splitlines()[0]) from None
             call = json.loads(store.get(_key(generation)))
-            if worker is not None:
-                worker.kill()
-                worker.wait()
+            _end(workers)
             if call == _DONE:
                 return
-            worker = _spawn(place, call, None)
+            workers = [_spawn(place, call, None) for place in member.ranks()]
             generation += 1
     finally:
-        if worker is not None:
-            worker.kill()
-            worker.wait()
+        _end(workers)
 
 
-def _meet(place: ClusterRank) -> Store:
-    from torch.distributed import rendezvous
+def _end(workers: list[subprocess.Popen[bytes]]) -> None:
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.wait()
 
-    store, _, _ = next(rendezvous("env://", rank=place.rank, world_size=place.world_size))
-    return store
+
+def _meet(place: Started) -> Store:
+    from torch.distributed import TCPStore, rendezvous
+
+    if place.is_rank:  # the launcher has a store there
+        store, _, _ = next(rendezvous("env://", rank=place.number, world_size=place.count))
+        return store
+    if place.number > 0:
+        reach(place.meeting, REACHED_S)
+    return TCPStore(
+        place.address, place.port, place.count, is_master=place.number == 0, timeout=_MEETING
+    )
 
 
 def _key(generation: int) -> str:

@@ -7,7 +7,6 @@ in flight, and the same call goes on where the last one stopped.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from planner.errors import ProfileError
 from planner.graph import ModelGraph
 from profiles.lookup.topology import groups_to_measure
 from profiles.measure.grid import base_probes, collective_probes, standard_grid
-from profiles.measure.launchers import ClusterLauncher, Launcher, LocalLauncher, cluster_rank, serve
+from profiles.measure.launchers import ClusterLauncher, Launcher, LocalLauncher, join, serve
 from profiles.measure.probes import OpProbe
 from profiles.measure.rounds import VISIT_TIMEOUT_S, Asked, Progress, Rounds
 from profiles.measure.session import THREADS, Ranks, Session
@@ -42,11 +41,15 @@ def measure_profile(
     budget_s: float | None = None,
     compiled: bool | None = None,
     progress: Progress | None = None,
+    num_nodes: int = 1,
+    rendezvous: str = "",
 ) -> Profile | None:
     """Measure with `nproc` ranks on this machine, write the profile to `out`, return it.
 
-    Under torchrun, srun or mpirun every process calls this: rank 0 measures with one worker
-    per rank, whatever `nproc` says; the others serve until it is done and return None.
+    On a cluster every process calls this: one for each rank or each node that torchrun, srun,
+    mpirun or a PyTorchJob started, or one on each of `num_nodes` nodes, `rendezvous` being the
+    host:port of one of them. Where a process is a node it has `nproc` ranks. The first process
+    measures; the others serve until it is done and return None.
 
     With models, measures each distinct op signature that a search of them on `gpus`
     devices (default: the ranks) can ask for, and whole blocks, also `compiled` (default: on
@@ -54,19 +57,19 @@ def measure_profile(
     are kept. Raises ProfileError
     when `out` holds another machine's records, can't be written, or the workers can't start.
     """
-    place = cluster_rank(os.environ)
-    if place is not None and place.rank > 0:
-        serve(place)
-        return None
     if nproc < 1:
         raise ProfileError(f"nproc={nproc} is not a number of processes; use at least 1")
+    member = join(nproc, num_nodes=num_nodes, rendezvous=rendezvous)
+    if member is not None and member.number > 0:
+        serve(member)
+        return None
     began = time.monotonic()
     directory = Path(out)
     check_writable(directory)
     launcher: Launcher = (
         LocalLauncher(nproc, device=device, threads=THREADS)
-        if place is None
-        else ClusterLauncher(place, device=device, threads=THREADS)
+        if member is None
+        else ClusterLauncher(member, device=device, threads=THREADS)
     )
     with WorkerGroup(launcher) as workers:
         try:

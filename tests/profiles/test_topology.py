@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from planner.errors import ProfileError
 from profiles import Group
 from profiles.lookup.topology import (
     PairRate,
@@ -17,7 +16,6 @@ from profiles.lookup.topology import (
     pairs_to_measure,
 )
 from profiles.measure.driver import gpu_links, links_by_library, parse_topology
-from profiles.measure.launchers import ClusterRank, cluster_rank
 
 TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -137,40 +135,3 @@ def test_a_missing_nvidia_smi_is_one_line(monkeypatch):
     (line,) = gpu_links()
     assert "nvidia-smi is installed" in line
     assert "known only as measured" in line
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ],
-)
-def test_launchers_tell_a_process_its_place(names):
-    given = dict(zip(names, ("9", "16", "1"), strict=True))
-    meeting = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    place = cluster_rank({**given, **meeting})
-    assert place == ClusterRank(rank=9, world_size=16, local_rank=1)
-    with pytest.raises(ProfileError, match="MASTER_ADDR and MASTER_PORT"):
-        cluster_rank(given)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two was given"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 was given"),
-        ({"MASTER_PORT": "here"}, "MASTER_PORT=here was given"),
-        ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2 were given; ranks count from 0 to 1"),
-    ],
-)
-def test_a_place_that_is_none_is_told(wrong, message):
-    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
-    with pytest.raises(ProfileError, match=message):
-        cluster_rank(right | wrong)
-
-
-def test_a_process_alone_is_no_cluster():
-    assert cluster_rank({}) is None
-    assert cluster_rank({"RANK": "0", "WORLD_SIZE": "1"}) is None

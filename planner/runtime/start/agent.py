@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from planner.errors import PlannerError
 from planner.runtime.start.course import PLAN, Course
+from planner.waiting import REACHED_S, is_here, reach, waiting_at
 
 _PLAN_KEY, _DONE_KEY = "planner/plan", "planner/done"
 _LONGEST_SEARCH = timedelta(hours=1)
@@ -124,11 +125,13 @@ def run_agent(
     rendezvous: str,
     run_id: str,
     max_restarts: int,
+    is_host: bool | None = None,
 ) -> RunResult:
     """Run a command on every rank of this node until the run is over; return how it ended.
 
-    `nodes` are the fewest and the most that the run may have. Raises SignalException when this
-    process is told to end.
+    `nodes` are the fewest and the most that the run may have. `is_host` says whether the rendezvous
+    is here, where a launcher told it (None: torch compares addresses). Raises SignalException when
+    this process is told to end, PlannerError when the rendezvous can't be reached in a minute.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -136,20 +139,23 @@ def run_agent(
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint=rendezvous,
-            run_id=run_id,
-            min_nodes=nodes[0],
-            max_nodes=nodes[1],
-            # A node is gone after 10 s without a sign, and the others wait 5 s for more to come.
-            timeout=900,
-            last_call_timeout=5,
-            keep_alive_interval=2,
-            keep_alive_max_attempt=5,
-        )
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=rendezvous,
+        run_id=run_id,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        # A node is gone after 10 s without a sign, and the others wait 5 s for more to come.
+        timeout=900,
+        last_call_timeout=5,
+        keep_alive_interval=2,
+        keep_alive_max_attempt=5,
+        **({} if is_host is None else {"is_host": str(is_host).lower()}),
     )
+    with waiting_at(rendezvous, "this node"):
+        if nodes[1] > 1 and not (is_here(rendezvous.rpartition(":")[0]) or is_host):
+            reach(rendezvous, REACHED_S)
+        handler = get_rendezvous_handler(parameters)
     spec = WorkerSpec(
         role="default_role",
         local_world_size=ranks_here,

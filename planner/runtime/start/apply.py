@@ -23,7 +23,7 @@ from planner.runtime.initial.build import without_values
 from planner.runtime.initial.values import RecordedValues
 from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
-from planner.runtime.start.mesh import Mesh, build_mesh
+from planner.runtime.start.mesh import Mesh, build_mesh, take_place
 from planner.runtime.start.together import together
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
@@ -49,6 +49,7 @@ def apply_plan(
     # The launcher of an elastic run may have chosen another plan than the script names.
     plan = os.environ.get(PLAN) or plan
     plan = plan if isinstance(plan, Plan) else load_plan(plan)
+    take_place()
     mesh = build_mesh(plan, choose_device())
     model, recording = without_values(model, has_weights=weights is not None)
     values = None

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import PlanError
+from planner.launchers import Started, started
 from planner.plan import Plan, load_plan
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY
 from planner.runtime.start.course import Keeping
-from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, run_workers
+from planner.runtime.start.workers import DEVICES, TIMELINE_DIR, become_rank, run_workers
 from planner.schedule import schedule_of
 from planner.units import MIB, format_bytes
 
@@ -28,8 +29,8 @@ def launch(
     args: Sequence[str] = (),
     device: str | None = None,
     *,
-    num_nodes: int = 1,
-    rendezvous: str = "localhost:0",
+    num_nodes: int | None = None,
+    rendezvous: str | None = None,
     timeline: str | os.PathLike[str] | None = None,
     devices: Sequence[int] | None = None,
     keeping: Keeping | None = None,
@@ -39,18 +40,28 @@ def launch(
     Everything that can be checked is checked before a process starts: raises PlanError or
     ScheduleError for a plan that can't run here. Ranks get RANK, WORLD_SIZE and LOCAL_RANK,
     this process's working directory, and the script's folder as the first import path. On
-    several nodes, run the same on each, `rendezvous` being host:port of one of them. With
+    several nodes, run the same on each, `rendezvous` being host:port of one of them; where srun,
+    mpirun or a PyTorchJob runs it, one for each node or each rank, both are theirs, and under
+    torchrun this process becomes the rank that it is. With
     `timeline`, every rank records its jobs in that folder (see `planner.timeline`). `devices` are
     the numbers of the accelerators that this node's ranks take, in their order. A run of which
     `keeping` is given starts again after failures, from its newest checkpoint.
     """
     plan = load_plan(plan_path)
     _check_script(Path(script))
+    place = None if num_nodes is not None else started(os.environ)
+    is_host = None
+    if place is not None:
+        _check_place(place, plan, keeping)
+        num_nodes, rendezvous, is_host = place.count, place.meeting, place.number == 0
+    num_nodes, rendezvous = num_nodes or 1, rendezvous or "localhost:0"
     device = check_runnable(plan, device, num_nodes)
     extra = {} if timeline is None else {TIMELINE_DIR: os.path.abspath(timeline)}
     if devices is not None:
         check_listed(devices, plan.world_size // num_nodes, device)
         extra[DEVICES] = ",".join(map(str, devices))
+    elif place is not None and device != "cpu" and not place.is_rank:
+        extra[DEVICES] = ",".join(map(str, _own_devices(place, plan, device)))
     if keeping is not None:
         if keeping.min_ranks is not None and keeping.min_ranks > plan.world_size:
             raise PlanError(
@@ -60,6 +71,8 @@ def launch(
         extra[KEEP] = os.path.abspath(keeping.folder)
         extra[SAVE_EVERY] = str(keeping.save_every)
         extra[ENDS_S] = os.environ.get(ENDS_S, str(_STALL_ENDS_S))
+    if place is not None and place.is_rank:
+        become_rank([str(script), *args], device=device, extra=extra)
     return run_workers(
         [str(script), *args],
         num_ranks=plan.world_size,
@@ -69,7 +82,38 @@ def launch(
         extra=extra,
         plan=Path(os.path.abspath(plan_path)),
         keeping=keeping,
+        is_host=is_host,
     )
+
+
+def _check_place(place: Started, plan: Plan, keeping: Keeping | None) -> None:
+    """Raise PlanError where the processes that a launcher started can't be the plan's ranks."""
+    if place.is_rank and place.count != plan.world_size:
+        raise PlanError(
+            f"{place.launcher} started {place.count} ranks and the plan has {plan.world_size}; "
+            f"start {plan.world_size}, or run `planner launch` once a node without it"
+        )
+    if plan.world_size % place.count:
+        raise PlanError(
+            f"{place.launcher} started {place.count} processes and the plan has "
+            f"{plan.world_size} ranks; start as many processes, or one a node"
+        )
+    if place.is_rank and keeping is not None and keeping.replan is not None:
+        raise PlanError(
+            f"`elastic` and `on_oom` replan start ranks again under another plan, and "
+            f"{place.launcher} starts them here; run `planner launch` once a node without it"
+        )
+
+
+def _own_devices(place: Started, plan: Plan, device: str) -> list[int]:
+    """Return the numbers of the accelerators of this process's ranks, which share a node with
+    those of other processes unless the launcher shows each only its own.
+    """
+    from planner.runtime.start.device import num_devices
+
+    ranks = plan.world_size // place.count
+    first = place.local_number * ranks
+    return list(range(first, first + ranks) if num_devices(device) > ranks else range(ranks))
 
 
 def _check_script(script: Path) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
+from planner.launchers import started
 from planner.layout.axes import (
     FOLDED,
     Degrees,
@@ -40,6 +41,7 @@ from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
+from planner.waiting import waiting_at
 
 SHARING = ("copies", "shards")
 """The two sides of the ranks "data" under ZeRO, outermost first."""
@@ -190,9 +192,9 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     """Join the plan's ranks. Every rank calls this once.
 
     Uses the default process group when there is one, else starts it from RANK and
-    WORLD_SIZE as torchrun and `planner launch` set them (a plan for one rank needs
-    neither). Raises PlanError when the number of processes is not the plan's, or its experts lie
-    on a mesh of their own.
+    WORLD_SIZE as torchrun, Ray Train and `planner launch` set them, or `take_place` (a plan for
+    one rank needs neither). Raises PlanError when the number of processes is not the plan's, or its
+    experts lie on a mesh of their own.
     """
     folded = [axis.name for axis in FOLDED if plan.degrees[axis.name] > 1]
     if folded:
@@ -253,7 +255,9 @@ def _start_process_group(plan: Plan, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    with waiting_at(meeting, f"rank {os.environ.get('RANK')}"):
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     backend = _shared_backend(dist.PrefixStore("planner-start", store), rank, world_size, device)
     try:
@@ -271,6 +275,15 @@ def _start_process_group(plan: Plan, device: torch.device) -> None:
             f"rank {rank} on {device} can't start {backend}, through which ranks on "
             f"{device.type} talk ({reason}); mend that, or use `device` cpu"
         ) from error
+
+
+def take_place() -> None:
+    """Set the variables by which torch knows this rank where a launcher that sets others (srun,
+    mpirun) started it. Raises PlannerError when it told no place to meet.
+    """
+    place = None if "WORLD_SIZE" in os.environ else started(os.environ)
+    if place is not None:
+        os.environ.update(place.torch_variables())
 
 
 def _shared_backend(store: dist.Store, rank: int, world_size: int, device: torch.device) -> str:

@@ -73,9 +73,10 @@ def _settle_on_cpu() -> None:
     if os.environ.get(DEVICE) == "cpu":
         keep_freed_memory()
         cores = available_cores()
-        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))  # not every launcher tells it
         local_rank = int(os.environ["LOCAL_RANK"])
-        stay_on(own_cores(cores, peers=[cores] * ranks, local_rank=local_rank))
+        if local_rank < ranks:
+            stay_on(own_cores(cores, peers=[cores] * ranks, local_rank=local_rank))
 
 
 def _run_script(script: str, args: list[str]) -> None:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from planner.errors import PlannerError
 from planner.runtime.start.failures import FAILURE_FILE, Failure
@@ -52,11 +52,13 @@ def run_workers(
     extra: Mapping[str, str] | None = None,
     plan: Path | None = None,
     keeping: Keeping | None = None,
+    is_host: bool | None = None,
 ) -> int:
     """Run the worker module with `args` on `num_ranks` ranks; return the exit code.
 
     `num_ranks` counts over all nodes; each node runs this with the same `rendezvous`
-    (host:port of the first); `extra` is added to their environment. An interrupted run
+    (host:port of the first, which is this node if `is_host`; None: by its address); `extra` is
+    added to their environment. An interrupted run
     returns 128 plus the signal's number. With `keeping` it starts again after failures, from the
     newest checkpoint; `plan` is then the plan it begins with. Raises PlannerError with a rank's own
     message when that is what a rank raised, and RankFailed when one that runs no script of the
@@ -84,14 +86,14 @@ def run_workers(
         with _set_environment(environment), _quiet_elastic():
             try:
                 ended = run_agent(
-                    # -P: a folder of the user's called like one of ours must not shadow it.
-                    (sys.executable, "-P", "-m", "planner.runtime.start.worker", *args),
+                    worker_command(args),
                     course=course,
                     ranks_here=per_node,
                     nodes=(fewest, num_nodes),
                     rendezvous=rendezvous,
                     run_id=uuid.uuid4().hex if num_nodes == 1 else "planner",
                     max_restarts=0 if keeping is None else keeping.max_restarts,
+                    is_host=is_host,
                 )
             except SignalException as error:
                 return 128 + int(error.sigval)
@@ -100,6 +102,21 @@ def run_workers(
         if not ended.is_failed():
             return 0
         return _exit_code(course.failure, is_script=runs_script(args))
+
+
+def worker_command(args: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a rank."""
+    # -P: a folder of the user's called like one of ours must not shadow it.
+    return (sys.executable, "-P", "-m", "planner.runtime.start.worker", *args)
+
+
+def become_rank(args: Sequence[str], *, device: str, extra: Mapping[str, str]) -> NoReturn:
+    """Make this process the rank that its launcher started it as. Nothing after it is run."""
+    cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    environment = {**os.environ, **_environment(cores, device), **extra}
+    command = worker_command(args)
+    sys.stdout.flush()
+    os.execve(command[0], command, environment)
 
 
 def runs_script(args: Sequence[str]) -> bool:
