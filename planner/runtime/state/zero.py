@@ -106,7 +106,10 @@ def shard_stage(
         device = shards_on if isinstance(param, DTensor) else mesh.device
         return torch.empty_like(param, device=device) if param.is_meta else param
 
-    stage._apply(materialize)
+    # (Module._apply swaps what it is given even where nothing changes, which what watches a
+    # parameter, as a dry run's ledger does, makes impossible.)
+    if any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
+        stage._apply(materialize)
     # A block's program writes into nothing that another handed on: capture made all writes pure.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():
