@@ -21,7 +21,7 @@ shards rest: they are copied up to be gathered, and their gradients down once re
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -106,10 +106,7 @@ def shard_stage(
         device = shards_on if isinstance(param, DTensor) else mesh.device
         return torch.empty_like(param, device=device) if param.is_meta else param
 
-    # (Module._apply swaps what it is given even where nothing changes, which what watches a
-    # parameter, as a dry run's ledger does, makes impossible.)
-    if any(tensor.is_meta for tensor in (*stage.parameters(), *stage.buffers())):
-        stage._apply(materialize)
+    _apply_to_shards(stage, materialize)
     # A block's program writes into nothing that another handed on: capture made all writes pure.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in stage.modules():
@@ -117,6 +114,29 @@ def shard_stage(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _apply_to_shards(stage: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Apply a function to all tensors of a stage, and let FSDP2 take up its shards anew.
+
+    Parameters that FSDP2 leaves alone (frozen ones under ZeRO 1 and 2) are made here: in a dry run
+    they are fake tensors, for which ``Module._apply`` takes a way that what watches them forbids.
+    """
+    plain = [
+        (module, name, param)
+        for module in stage.modules()
+        for name, param in module._parameters.items()
+        if param is not None and not isinstance(param, DTensor)
+    ]
+    made = {
+        param: nn.Parameter(function(param), param.requires_grad) if param.is_meta else param
+        for _, _, param in plain
+    }
+    for module, name, _ in plain:
+        module._parameters[name] = None
+    stage._apply(function)
+    for module, name, param in plain:
+        module._parameters[name] = made[param]
 
 
 def before_backward(
