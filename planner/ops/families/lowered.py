@@ -14,6 +14,7 @@ from math import lcm, prod
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
 from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE, collectives
 from planner.ops.call import Call, LocalForm, P, Placed
+from planner.ops.families.entries.creation import saves_mask
 from planner.ops.kernel import KernelCall, Saved, View, same_memory, saves_nothing
 from planner.ops.letters import same_dims
 from planner.ops.record import (
@@ -131,9 +132,12 @@ def _ends(call: KernelCall) -> tuple[Placement, Placement]:
 
 
 def _saved_inside(call: KernelCall) -> Saved:
-    """What the op inside saves."""
-    inner = op_inside(call.op)
-    return family_of(inner.target).saved(replace(call, op=inner))
+    """What the op inside saves. Dropout is not the device's kernel but `planner.runtime.stage.
+    own_random`, whose mask is one byte an entry on the CPU, too.
+    """
+    inner = replace(call, op=op_inside(call.op))
+    saved = family_of(inner.op.target).saved
+    return saved(replace(inner, device_type="cuda") if saved is saves_mask else inner)
 
 
 # ---------------------------------------------------------------------------------------- records

@@ -87,7 +87,7 @@ def _as_it_is(call: KernelCall, position: int) -> View | None:
     return None if _drop_probability(call) else View(source, call.strides[source])
 
 
-def _mask(call: KernelCall) -> Saved:
+def saves_mask(call: KernelCall) -> Saved:
     """The mask: on the CPU the noise in the input's dtype, on a GPU one byte an entry."""
     source = call.op.inputs[0]
     if _drop_probability(call) == 0.0:
@@ -151,7 +151,7 @@ _DROPOUT = OpFamily(
     elements_alone=True,
     view=_as_it_is,
     result=in_order_of_inputs,
-    saved=_mask,
+    saved=saves_mask,
     random=True,
 )
 register(_DROPOUT)
