@@ -27,6 +27,7 @@ QUICK = [
     "`torch.autograd.Function` of parameters, of several results",
     "moving average in a buffer (`self.m.mul_(0.9).add_(...)`)",
     "parameter that no gradient reaches",
+    "state-dict hooks",
 ]
 TWICE_IN_A_BLOCK = ["`torch.func.functional_call`", "`autocast(enabled=False)`"]
 """They use a layer twice in a block, for which `default_plan` finds no layout on tp."""

@@ -21,6 +21,7 @@ from torch.autograd.variable import Variable
 from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
 from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
+from planner.runtime.state.weights import stored_tensors
 from planner.runtime.step.feed import CutBatch
 
 Step = dict[str, dict[str, Tensor]]
@@ -127,7 +128,7 @@ class OneProcess:
             if p.requires_grad
         }
         self._optimizer.step()
-        persistent = self.module.state_dict().keys()
+        persistent = stored_tensors(self.module)
         buffers = self.module.named_buffers(remove_duplicate=False)
         return {
             "loss": {"loss": total},

@@ -41,6 +41,24 @@ def local_piece(
     )
 
 
+def stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by every name, in the order of a state dict.
+
+    What hooks of a state dict add or rename there, and extra state, is no tensor of a module.
+    """
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        passing = part._non_persistent_buffers_set
+        own: dict[str, Tensor | None] = {
+            **part._parameters,
+            **{name: buffer for name, buffer in part._buffers.items() if name not in passing},
+        }
+        for name, tensor in own.items():
+            if tensor is not None:
+                found[f"{path}.{name}" if path else name] = tensor.detach()
+    return found
+
+
 def shape_of(module: nn.Module, meta: TensorMeta) -> Tensor:
     """Return the user's tensor that a graph tensor stands for, without its values."""
     try:

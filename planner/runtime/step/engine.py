@@ -53,6 +53,7 @@ from planner.runtime.state.weights import (
     materialized,
     own_piece,
     shape_of,
+    stored_tensors,
 )
 from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
@@ -152,15 +153,16 @@ class Engine:
         # is not in the state dict keeps the model's values, unless it came without.
         read = {g.tensor[n].fqn for g in (graph, *buckets) for n in g.preamble.params}
         lacking = {n: t for n, t in model.named_buffers() if n in self._empty and n in read}
+        stored = stored_tensors(model)
         outside = {
             n: torch.empty_like(t, device="cpu")
-            for n, t in (lacking | model.state_dict()).items()
+            for n, t in (lacking | stored).items()
             if n in read or n not in held
         }
         # What no block uses no step changes.
         self._unused = {n: t for n, t in outside.items() if n not in held}
         self._also_read = {n: t for n, t in outside.items() if n in held}
-        self._state_dtypes = {n: t.dtype for n, t in model.state_dict().items()}
+        self._state_dtypes = {n: t.dtype for n, t in stored.items()}
         self.schedule = schedule_of(plan)
         own_stages = self.schedule.stages_of(mesh.rank("pp"))
         # With one replica there is nothing to shard over, whatever ZeRO stage is planned.
@@ -334,7 +336,7 @@ class Engine:
         kinds = ("param", "buffer", "constant")
         held = (t.fqn for g in graphs for t in g.tensors if t.kind in kinds and t.data is None)
         aliases = {a for t in self.graph.tensors for a in t.aliases}
-        outside = (name for name in model.state_dict() if name not in aliases)
+        outside = (name for name in stored_tensors(model) if name not in aliases)
         names = dict.fromkeys((*held, *outside))
         values.fill(places, [name for name in names if name not in self._empty])
         self._trained.write_back()
