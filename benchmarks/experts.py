@@ -178,7 +178,7 @@ def describe(row: dict[str, object]) -> str:
 
 def label(plan) -> str:
     """Return a plan's degrees and choices in a line."""
-    recompute = "/".join(sorted({stage.recompute for stage in plan.stages}))
+    recompute = "/".join(sorted(set(plan.recompute_by_block)))
     return (
         f"dp{plan.dp} cp{plan.cp} tp{plan.tp} pp{plan.pp} vpp{plan.vpp} "
         f"mbs{plan.microbatch_size}x{plan.num_microbatches} {plan.schedule} "

@@ -132,7 +132,7 @@ def describe(plan: Plan) -> str:
     """Name a plan by its choices."""
     return (
         f"dp{plan.dp} tp{plan.tp} pp{plan.pp} vpp{plan.vpp} zero{plan.zero_stage} "
-        f"micro{plan.microbatch_size} {plan.schedule} {plan.stages[0].recompute}"
+        f"micro{plan.microbatch_size} {plan.schedule} {plan.stages[0].recompute_spelled}"
     )
 
 

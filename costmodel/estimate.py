@@ -28,7 +28,6 @@ import numpy as np
 from costmodel.cache import CostCache
 from costmodel.execution import Execution, find_execution
 from costmodel.execution.executed import executed
-from costmodel.memory.bound import kept_bytes
 from costmodel.memory.exact.plan_memory import plan_memory
 from costmodel.memory.parts import MemoryParts
 from costmodel.time.clipping import ClipSeconds, last_rank, norm_sum_seconds, update_starts
@@ -228,10 +227,12 @@ def plan_kept_bytes(plan: Plan, costs: CostCache) -> tuple[float, ...]:
 
 def _saved_bytes(price: PlanPrice) -> tuple[float, ...]:
     """Return what blocks of each stage save of one microbatch, shared side inputs apart."""
-    return tuple(
-        float((kept_bytes(price.load, recompute=stage.recompute) - price.load.side_bytes)[s])
-        for s, stage in enumerate(price.plan.stages)
-    )
+    by_block = price.plan.recompute_by_block
+    kept = []
+    for s, mesh in enumerate(price.meshes):
+        start, end = mesh.runs.start[s : s + 1], mesh.runs.end[s : s + 1]
+        kept.append(mesh.runs.chain.loads.held(start, end, by_block).kept_bytes.item())
+    return tuple(kept)
 
 
 def _copies_beside_jobs(
@@ -350,16 +351,14 @@ def _time_parts(
     idle = timeline.rank_end_s[rank] - timeline.busy_s[rank]
     waited_s = m * float(price.waited_s[own].sum())
     # Of m microbatches, those that are recomputed: all, or all but the last.
-    recompute = [stage.recompute for stage in plan.stages]
     again_m = np.array([m - (not stage.recompute_last) for stage in plan.stages])
-    # Full recomputation runs the whole forward again: its host time and collectives, too.
-    full_m = again_m * (np.array(recompute) == "full")
 
     def total(by_stage: Any) -> float:
         return float(by_stage[own].sum())
 
-    recomputed = total(again_m * times.recompute_s(recompute))
-    rerun_host, rerun_comm = full_m * times.rerun_host_s, full_m * times.rerun_comm_s
+    # Full recomputation runs the whole forward again: its host time and collectives, too.
+    recomputed = total(again_m * price.again.whole_s)
+    rerun_host, rerun_comm = again_m * price.again.host_s, again_m * price.again.comm_s
     recomputed_in_full = total(rerun_host + rerun_comm)
     host = total(m * (times.host_forward_s + times.host_backward_s) + rerun_host)
     tp_comm = total(m * (times.comm_forward_s + times.comm_backward_s) + rerun_comm)

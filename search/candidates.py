@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import numpy as np
 
@@ -292,7 +292,7 @@ class Candidates:
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
-        return quick_step_s(configuration, table, cut, recompute_choices(configuration.recompute))
+        return quick_step_s(configuration, table, cut, recompute_by_block(configuration, cut))
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""
@@ -337,6 +337,13 @@ class Candidates:
     def estimate(self, plan: Plan) -> Estimate:
         """Return the cost model's answer for a plan."""
         return estimate(self.graph, self.profile, plan, costs=self.costs)
+
+
+def recompute_by_block(configuration: Configuration, cut: Cut) -> tuple[Recompute, ...]:
+    """Return what each block recomputes under a cut."""
+    choices = recompute_choices(configuration.recompute)
+    stages = zip(cut.choices, pairwise(cut.cuts), strict=True)
+    return tuple(choices[choice] for choice, (first, end) in stages for _ in range(first, end))
 
 
 def _cheapest(hop_s: Floats) -> Floats:

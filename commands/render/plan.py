@@ -86,7 +86,7 @@ def _stages(plan: Plan, graph: ModelGraph | None) -> Table:
     if graph is not None:
         table.add_column("parameters", justify="right")
     for index, stage in enumerate(plan.stages):
-        row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute]
+        row = [str(index), str(stage.pp_rank), _block_names(stage, graph), stage.recompute_spelled]
         if has_meshes:
             degrees = plan.stage_degrees(index)
             named = (rest_axis(), *own_axes())

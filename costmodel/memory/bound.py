@@ -38,15 +38,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from costmodel.memory.parts import ADAMW_STATES
-from costmodel.time.stage_costs.load import StageLoad
+from costmodel.time.stage_costs.load import Held, StageLoad
 from planner.plan import Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Profile
 from profiles.profile import Amount
 
 
-def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
-    """Return the bytes a stage keeps for each microbatch in flight."""
+def kept_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
+    """Return the bytes a stage keeps for each microbatch in flight: its blocks recompute alike, or
+    hold this.
+    """
+    if isinstance(recompute, Held):
+        return recompute.kept_bytes + load.side_bytes
     kept = {
         "none": load.saved_bytes,
         "selective": load.selective_bytes,
@@ -55,8 +59,10 @@ def kept_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
     return kept[recompute] + load.side_bytes
 
 
-def job_peak_bytes(load: StageLoad, *, recompute: Recompute) -> Amount:
+def job_peak_bytes(load: StageLoad, *, recompute: Recompute | Held) -> Amount:
     """Return the peak inside one microbatch's forward or backward, what it keeps included."""
+    if isinstance(recompute, Held):
+        return recompute.peak_bytes + load.side_bytes
     peak = {
         "none": load.saved_peak_bytes,
         "selective": load.selective_peak_bytes,
@@ -141,8 +147,9 @@ class RankBound:
     """What one microbatch and the parameters take on the stage; fields may be arrays."""
     num_microbatches: int
     """Microbatches of a step."""
-    recompute: Recompute
-    """Which activations are recomputed in the backward."""
+    recompute: Recompute | Held
+    """Which activations are recomputed in the backward, or what a microbatch holds where blocks
+    differ in that."""
     replicas: int
     """Ranks with the same parameters."""
     zero: int

@@ -18,7 +18,7 @@ from costmodel.time.stage_costs.chain import Split, chain_costs
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.runs import Floats
 from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs, pick, transfers
-from costmodel.time.stage_costs.times import RunTimes
+from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from costmodel.time.tied import tied_seconds
 from costmodel.time.update import RankUpdate
 from costmodel.topology import pipeline_group, replica_mesh
@@ -37,6 +37,8 @@ class PlanPrice:
     """The plan."""
     times: RunTimes
     """Seconds of one microbatch on each stage."""
+    again: RecomputeTimes
+    """Seconds that recomputation adds to the backward of one microbatch on each stage."""
     load: StageLoad
     """Bytes of each stage."""
     meshes: tuple[StageCosts, ...]
@@ -77,17 +79,19 @@ def price_plan(plan: Plan, costs: CostCache) -> PlanPrice:
     receive_s = _receive_seconds(plan, by_tp)
     jobs = {
         tp: costs_of_mesh.job_seconds(
-            [stage.recompute for stage in plan.stages],
+            plan.recompute_by_block,
             receive_s=receive_s,
             recompute_last=[stage.recompute_last for stage in plan.stages],
         )
         for tp, costs_of_mesh in by_tp.items()
     }
+    again = {tp: mesh.runs.recomputation(plan.recompute_by_block) for tp, mesh in by_tp.items()}
     load = pick([stage.runs.load for stage in own])
     is_spread = plan.degrees["ep"] > 1
     return PlanPrice(
         plan=plan,
         times=pick([stage.times for stage in own]),
+        again=pick([again[plan.stage_degrees(s)["tp"]] for s in stages]),
         load=load,
         meshes=tuple(own),
         exposed=pick([stage.exposed for stage in own]),

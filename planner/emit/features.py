@@ -70,7 +70,7 @@ def _schedule(plan: Plan) -> str:
 
 
 def _recompute(plan: Plan) -> str:
-    kinds = [stage.recompute for stage in plan.stages]
+    kinds = [stage.recompute_spelled.replace(", ", " + ") for stage in plan.stages]
     if set(kinds) == {"none"}:
         return ""
     return f"recompute {kinds[0] if len(set(kinds)) == 1 else _joined(kinds)}"
@@ -80,7 +80,7 @@ def _recompute_last(plan: Plan) -> str:
     kept = [
         at
         for at, stage in enumerate(plan.stages)
-        if stage.recompute != "none" and not stage.recompute_last
+        if stage.is_recomputed and not stage.recompute_last
     ]
     return f"stages {_joined(kept)} keep the last microbatch" if kept else ""
 
@@ -136,7 +136,9 @@ _OTHERS = (
             "bf16 with fp32 master weights" if plan.precision == "bf16" else "the model's dtypes"
         ),
     ),
-    Feature(name="recompute", fields=("recompute", "recomputed"), used=_recompute),
+    Feature(
+        name="recompute", fields=("recompute", "recompute_blocks", "recomputed"), used=_recompute
+    ),
     Feature(name="recompute-last", fields=("recompute_last",), used=_recompute_last),
     Feature(
         name="optimizer-on-host",

@@ -26,10 +26,10 @@ from planner.graph import ModelGraph
 from planner.layout.experts import expert_params
 from planner.layout.placement import Replicate, Shard
 from planner.ops.recompute_choice import default_ops
-from planner.plan import Plan
+from planner.plan import Plan, StagePlan
 from planner.schedule import Schedule, schedule_of
 
-Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops"]
+Recomputed = Literal["none", "full", "core attention", "cheap ops", "other ops", "by layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +167,48 @@ class PlanView:
     @cached_property
     def recomputed(self) -> tuple[Recomputed, ...]:
         """What each stage recomputes of its layers, in kinds that other systems have."""
+        of_stages = []
+        for stage in self.plan.stages:
+            if stage.recompute_blocks:
+                kinds = set(self._layers_recompute(stage).values())
+                kind: Recomputed = kinds.pop() if len(kinds) == 1 else "by layer"
+            else:
+                kind = self._kinds[stage.recompute]
+            of_stages.append(kind)
+        return tuple(of_stages)
+
+    @property
+    def first_layers_in_full(self) -> int | None:
+        """How many layers, the first of each stage, are recomputed in full where the others keep
+        all; None where the plan says something else. A stage of fewer layers recomputes them all.
+        """
+        found = [list(self._layers_recompute(stage).values()) for stage in self.plan.stages]
+        most = max(layers.count("full") for layers in found)
+        is_first = all(
+            layers == ["full"] * min(most, len(layers)) + ["none"] * (len(layers) - most)
+            for layers in found
+        )
+        return most if is_first else None
+
+    def _layers_recompute(self, stage: StagePlan) -> dict[int, Recomputed]:
+        """What a stage recomputes of each of its layers."""
+        of_layer: dict[int, set[Recomputed]] = {}
+        for block, choice in zip(stage.blocks, stage.recompute_by_block, strict=True):
+            layer = self.layer_of_block[block]
+            if layer is not None:
+                of_layer.setdefault(layer, set()).add(self._kinds[choice])
+        return {
+            layer: kinds.pop() if len(kinds) == 1 else "by layer"
+            for layer, kinds in of_layer.items()
+        }
+
+    @cached_property
+    def _kinds(self) -> dict[str, Recomputed]:
+        """The kind of each choice of recomputation that the plan has."""
         kinds: dict[str, Recomputed] = {"none": "none", "full": "full"}
-        if any(stage.recompute == "selective" for stage in self.plan.stages):
+        if "selective" in self.plan.recompute_by_block:
             kinds["selective"] = self._selected()
-        return tuple(kinds[stage.recompute] for stage in self.plan.stages)
+        return kinds
 
     def _selected(self) -> Recomputed:
         graph = self.model("what a stage recomputes")

@@ -11,6 +11,7 @@ from planner.layout.class_layout import ClassLayout
 from planner.plan.files import load_plan, save_plan
 from planner.plan.match_model import batch_spec, validate_model
 from planner.plan.parts import (
+    BlocksRecompute,
     ClassRecompute,
     ClusterRef,
     ModelRef,
@@ -18,11 +19,13 @@ from planner.plan.parts import (
     Recompute,
     StagePlan,
     ZeroStage,
+    recompute_fields,
 )
 from planner.plan.plan import OURS, Plan
 
 __all__ = [
     "OURS",
+    "BlocksRecompute",
     "ClassLayout",
     "ClassRecompute",
     "ClusterRef",
@@ -34,6 +37,7 @@ __all__ = [
     "ZeroStage",
     "batch_spec",
     "load_plan",
+    "recompute_fields",
     "save_plan",
     "validate_model",
 ]

@@ -13,7 +13,16 @@ from planner.layout.axes import Degrees, OwnSizes, find_axis, lowered_axes
 from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
 from planner.layout.propagate import propagate_on
-from planner.plan import ClusterRef, ModelRef, Plan, Recompute, StagePlan, ZeroStage, batch_spec
+from planner.plan import (
+    ClusterRef,
+    ModelRef,
+    Plan,
+    Recompute,
+    StagePlan,
+    ZeroStage,
+    batch_spec,
+    recompute_fields,
+)
 from planner.schedule import DEFAULT_SCHEDULE, stage_to_pp_rank
 
 
@@ -28,7 +37,7 @@ def default_plan(
     num_microbatches: int | None = None,
     schedule: str = DEFAULT_SCHEDULE,
     zero_stage: ZeroStage = 0,
-    recompute: Recompute = "none",
+    recompute: Recompute | Sequence[Recompute] = "none",
     file: str = "",
     **sizes: int,
 ) -> Plan:
@@ -36,7 +45,8 @@ def default_plan(
 
     `sizes` are those of the mesh axes by name (``dp=2, tp=4``), one where not given. `balance`
     gives the number of blocks of each stage, else they are as equal as can be. `by_stage` gives
-    each stage a size of its own on an axis (``{"tp": (4, 1)}``). Raises LayoutError when
+    each stage a size of its own on an axis (``{"tp": (4, 1)}``). `recompute` is of all blocks, or
+    one for each. Raises LayoutError when
     there are fewer blocks than stages, when the model can't be divided over an axis, or when
     stages' sizes do not fit; ScheduleError for an unknown schedule.
     """
@@ -63,13 +73,19 @@ def default_plan(
         bounds = [sum(balance[:s]) for s in range(num_stages + 1)]
     else:
         bounds = [num_blocks * s // num_stages for s in range(num_stages + 1)]
+    by_block = [recompute] * num_blocks if isinstance(recompute, str) else recompute
+    if len(by_block) != num_blocks:
+        raise LayoutError(
+            f"recompute names {len(by_block)} blocks and the model has {num_blocks}; give one "
+            "choice for all, or one for each"
+        )
     stages = tuple(
         StagePlan(
             pp_rank=homes[s],
             first_block=bounds[s],
             last_block=bounds[s + 1] - 1,
-            recompute=recompute,
             own_sizes=own_sizes[s],
+            **recompute_fields(by_block[bounds[s] : bounds[s + 1]], first_block=bounds[s]),
         )
         for s in range(num_stages)
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
@@ -71,6 +73,14 @@ class ClusterRef(Record):
     devices_per_node: int = Field(ge=1, le=MOST)
 
 
+class BlocksRecompute(Record):
+    """What some blocks of a stage recompute, where that differs from the stage's other blocks."""
+
+    first_block: int = Field(ge=0, le=MOST)
+    last_block: int = Field(ge=0, le=MOST)
+    recompute: Recompute
+
+
 class StagePlan(WithOwnSizes):
     """One stage: a run of blocks on one pp rank.
 
@@ -79,6 +89,7 @@ class StagePlan(WithOwnSizes):
         first_block: index of its first block.
         last_block: index of its last block (inclusive).
         recompute: which activations are recomputed in the backward.
+        recompute_blocks: runs of its blocks that recompute something else, in order.
         recompute_last: False keeps the activations of the step's last microbatch, whose backward
             follows at once.
         activations_on_host: what a microbatch saves for its backward is offloaded to the host
@@ -91,6 +102,7 @@ class StagePlan(WithOwnSizes):
     first_block: int = Field(ge=0, le=MOST)
     last_block: int = Field(ge=0, le=MOST)
     recompute: Recompute = "none"
+    recompute_blocks: tuple[BlocksRecompute, ...] = ()
     recompute_last: bool = True
     activations_on_host: bool = False
     own_sizes: OwnSizesField = ()
@@ -99,6 +111,58 @@ class StagePlan(WithOwnSizes):
     def blocks(self) -> range:
         """Indices of the stage's blocks."""
         return range(self.first_block, self.last_block + 1)
+
+    @property
+    def recompute_by_block(self) -> tuple[Recompute, ...]:
+        """What each block recomputes, in the order of the stage's blocks."""
+        by_block: list[Recompute] = [self.recompute] * len(self.blocks)
+        for run in self.recompute_blocks:
+            for block in range(run.first_block, run.last_block + 1):
+                by_block[block - self.first_block] = run.recompute
+        return tuple(by_block)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether any block recomputes anything."""
+        return any(choice != "none" for choice in self.recompute_by_block)
+
+    @property
+    def recompute_spelled(self) -> str:
+        """What its blocks recompute, in words: "selective, full in 3..5"."""
+        runs = (
+            f"{run.recompute} in {run.first_block}"
+            + (f"..{run.last_block}" if run.last_block > run.first_block else "")
+            for run in self.recompute_blocks
+        )
+        return ", ".join([self.recompute, *runs])
+
+    @model_validator(mode="after")
+    def _recomputes_its_blocks(self) -> StagePlan:
+        free = self.first_block
+        for run in self.recompute_blocks:
+            if not free <= run.first_block <= run.last_block <= self.last_block:
+                raise ValueError(
+                    f"recompute_blocks {run.first_block}..{run.last_block} of a stage of blocks "
+                    f"{self.first_block}..{self.last_block}: runs are in order, apart and within "
+                    f"the stage, so the next starts at {free} or later and ends by "
+                    f"{self.last_block}"
+                )
+            free = run.last_block + 1
+        return self
+
+
+def recompute_fields(by_block: Sequence[Recompute], *, first_block: int) -> dict[str, Any]:
+    """Return the fields of a stage whose blocks, from `first_block` on, recompute this.
+
+    `recompute` is what most blocks do, of equally many what the later do.
+    """
+    general = max(reversed(by_block), key=by_block.count)
+    runs, end = [], first_block
+    for choice, blocks in groupby(by_block):
+        first, end = end, end + len(list(blocks))
+        if choice != general:
+            runs.append(BlocksRecompute(first_block=first, last_block=end - 1, recompute=choice))
+    return {"recompute": general, "recompute_blocks": tuple(runs)}
 
 
 class ClassRecompute(Record):

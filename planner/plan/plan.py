@@ -26,6 +26,7 @@ from planner.plan.parts import (
     ModelRef,
     Precision,
     Predicted,
+    Recompute,
     StagePlan,
     ZeroStage,
 )
@@ -154,6 +155,11 @@ class Plan(Record):
     def stage_to_pp_rank(self) -> tuple[int, ...]:
         """The pp rank that holds each stage."""
         return tuple(stage.pp_rank for stage in self.stages)
+
+    @property
+    def recompute_by_block(self) -> tuple[Recompute, ...]:
+        """What each block of the model recomputes."""
+        return tuple(choice for stage in self.stages for choice in stage.recompute_by_block)
 
     def mesh(self, pp_rank: int) -> ProcessMesh:
         """Return the ranks of a pp rank, with their axes."""

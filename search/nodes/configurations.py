@@ -229,7 +229,7 @@ class ConfigurationNode(PartitionableNode):
 
 def evaluated_plan(configuration: Configuration, plan: Plan, estimate: Estimate) -> EvaluatedPlan:
     """Return a plan under its configuration, with the recompute that its stages ended up with."""
-    used = {stage.recompute for stage in plan.stages}
+    used = set(plan.recompute_by_block)
     recompute = used.pop() if len(used) == 1 else "mixed"
     chosen = replace(configuration, recompute=recompute)
     return EvaluatedPlan(configuration=chosen, plan=plan, estimate=estimate)

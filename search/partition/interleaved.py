@@ -155,7 +155,8 @@ class InterleavedStages:
             degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
         )
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
-        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
+        forward_s, backward_s = costs.forward_s, costs.bare_backward_s
+        backward_s = backward_s + self._runs.times.recompute_s(recomputed)
         param_bytes, num_params = self._runs.params
         degrees, pp = configuration.degrees, configuration.pp
         hop_s = self.table.hop_s(degrees, pp=pp)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from costmodel import StageCosts
-from costmodel.memory.bound import kept_bytes
 from costmodel.time.clipping import last_rank, norm_sum_seconds
 from costmodel.time.offload import least_job_seconds
 from costmodel.time.simulate import simulate
@@ -26,17 +25,16 @@ from search.stages.stage_table import StageTable
 
 
 def quick_step_s(
-    config: Configuration, table: StageTable, cut: Cut, choices: tuple[Recompute, ...]
+    config: Configuration, table: StageTable, cut: Cut, recomputed: tuple[Recompute, ...]
 ) -> float:
-    """Return the simulated step time of a configuration cut this way."""
+    """Return the simulated step time of a configuration cut this way, whose blocks recompute so."""
     ranks = table.with_replicas(
         degrees=config.degrees,
         zero=config.zero,
-        choices=choices,
+        choices=("none",),
         polls=table.polls(config.degrees, pp=config.pp),
     )
     stages = ranks.cut(cut.cuts)
-    recomputed = tuple(choices[choice] for choice in cut.choices)
     key = (
         config.schedule,
         config.pp,
@@ -108,11 +106,9 @@ def _copies_beside_jobs(
     """Return what copies of activations take beside each job of each rank, if there are any."""
     if not table.on_host.activations:
         return None
-    load = stages.runs.load
-    moved: dict[int, float] = {}
-    for choice in set(recomputed):
-        kept = kept_bytes(load, recompute=choice) - load.side_bytes
-        moved |= {s: float(kept[s]) for s, own in enumerate(recomputed) if own == choice}
+    runs = stages.runs
+    kept = runs.chain.loads.held(runs.start, runs.end, recomputed).kept_bytes
+    moved = dict(enumerate(kept.tolist()))
     rows = job_table(*config.pipeline).schedule.jobs
     found = copies_of(*config.pipeline)
     return tuple(

@@ -64,7 +64,7 @@ class Point:
             **{name: getattr(plan, name) for name in ("dp", "cp", "tp", "pp", "vpp", "schedule")},
             "microbatch_size": plan.microbatch_size,
             "zero_stage": plan.zero_stage,
-            "recompute": sorted({stage.recompute for stage in plan.stages}),
+            "recompute": sorted(set(plan.recompute_by_block)),
             "optimizer_on_host": plan.optimizer_on_host,
             "activations_on_host": any(stage.activations_on_host for stage in plan.stages),
         }

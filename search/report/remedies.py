@@ -237,5 +237,5 @@ def _offloaded(plan: Plan) -> str:
 
 def _value(name: str, plan: Plan) -> str:
     if name == "recompute":
-        return " or ".join(sorted({stage.recompute for stage in plan.stages}))
+        return " or ".join(sorted(set(plan.recompute_by_block)))
     return str(getattr(plan, {"zero": "zero_stage"}.get(name, name)))

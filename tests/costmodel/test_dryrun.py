@@ -26,6 +26,9 @@ def gpt(request):
     return model, graph, CostCache(graph, CpuProfile())
 
 
+BY_BLOCK = {"first": ("full", "none"), "last": ("selective", "full")}
+"""What blocks recompute in turn."""
+
 LAYOUTS = [
     {},
     {"recompute": "full"},
@@ -37,6 +40,17 @@ LAYOUTS = [
     pytest.param(
         {"pp": 2, "num_microbatches": 4, "recompute": "selective"}, marks=pytest.mark.slow
     ),
+    {"recompute": "first"},
+    {"recompute": "last", "num_microbatches": 3, "pp": 2},
+    {
+        "recompute": "first",
+        "pp": 2,
+        "vpp": 2,
+        "num_microbatches": 4,
+        "schedule": "interleaved_1f1b",
+    },
+    {"recompute": "first", "pp": 2, "num_microbatches": 4, "schedule": "zb_h1"},
+    {"recompute": "first", "dp": 2, "zero_stage": 3},
     {"cp": 2},
     {"tp": 2, "pp": 2, "num_microbatches": 4, "by_stage": {"tp": (1, 2)}},
     {"dp": 2},
@@ -60,7 +74,11 @@ LAYOUTS = [
 def test_predicted_tensors_are_those_of_the_dry_run(gpt, layout):
     """X10: every pp rank within 1%."""
     model, graph, costs = gpt
-    plan = default_plan(graph, **{"microbatch_size": 8, "num_microbatches": 2, **layout})
+    recompute = layout.get("recompute", "none")
+    if recompute in BY_BLOCK:
+        recompute = [BY_BLOCK[recompute][i % 2] for i in range(len(graph.blocks))]
+    options = {"microbatch_size": 8, "num_microbatches": 2, **layout, "recompute": recompute}
+    plan = default_plan(graph, **options)
     predicted = estimate(graph, costs.profile, plan, costs=costs).memory
     for pp_rank in range(plan.pp):
         rank = pp_rank * plan.dp * plan.cp * plan.tp

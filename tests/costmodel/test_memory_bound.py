@@ -13,10 +13,12 @@ from benchmarks.activation_memory import CpuProfile
 from benchmarks.layers import LayerChain
 from costmodel import CostCache, StageLoad, estimate
 from costmodel.memory import bound
-from costmodel.memory.bound import NOTHING, OnHost, RankBound, Resident
+from costmodel.memory.bound import NOTHING, OnHost, RankBound, Resident, kept_bytes
 from costmodel.memory.exact import resident
 from costmodel.memory.exact.resident import Part
 from costmodel.time.plan_price import price_plan
+from costmodel.time.stage_costs.load import Held
+from planner.plan import recompute_fields
 from planner.plan.defaults import default_plan
 from planner.schedule.in_flight import most_kept
 from planner.schedule.of_plan import schedule_of
@@ -44,6 +46,14 @@ def tiny(name):
     return capture_module(model.build(), model.batch(2), model.batch(3), loss=model.loss, name=name)
 
 
+def random_recompute(stage, rng):
+    """What the stage's blocks recompute: alike, or half the time each as a die falls."""
+    choices = ["none", "selective", "full"]
+    alike = [rng.choice(choices)] * len(stage.blocks)
+    apart = [rng.choice(choices) for _ in stage.blocks]
+    return recompute_fields(rng.choice([alike, apart]), first_block=stage.first_block)
+
+
 def random_plan(graph, rng):
     """A plan of one stage a rank: random degrees, schedule, recompute, ZeRO and offload."""
     pp = rng.randint(1, min(4, len(graph.blocks)))
@@ -65,7 +75,7 @@ def random_plan(graph, rng):
     stages = tuple(
         stage.model_copy(
             update={
-                "recompute": rng.choice(["none", "selective", "full"]),
+                **random_recompute(stage, rng),
                 "recompute_last": rng.random() < 0.5,
                 "activations_on_host": on_host.activations,
             }
@@ -84,12 +94,13 @@ def random_plan(graph, rng):
 def bounds_of(plan, costs, on_host):
     """The bound of each rank of a plan, and how many microbatches it has in flight."""
     live = most_kept(schedule_of(plan), [1.0] * len(plan.stages))
+    price = price_plan(plan, costs)
     return [
         (
             RankBound(
                 load=load,
                 num_microbatches=plan.num_microbatches,
-                recompute=stage.recompute,
+                recompute=held_by(price, s),
                 replicas=plan.dp * plan.cp,
                 zero=plan.zero_stage,
                 profile=costs.profile,
@@ -99,8 +110,21 @@ def bounds_of(plan, costs, on_host):
             ),
             int(live[stage.pp_rank]),
         )
-        for load, stage in zip(stage_loads(price_plan(plan, costs)), plan.stages, strict=True)
+        for s, (load, stage) in enumerate(zip(stage_loads(price), plan.stages, strict=True))
     ]
+
+
+def held_by(price, s):
+    """What a microbatch holds of a stage: by its one choice, or by those of its blocks."""
+    stage, runs = price.plan.stages[s], price.meshes[s].runs
+    by_block = price.plan.recompute_by_block
+    held = runs.chain.loads.held(runs.start[s : s + 1], runs.end[s : s + 1], by_block)
+    if stage.recompute_blocks:
+        return Held(kept_bytes=held.kept_bytes.item(), peak_bytes=held.peak_bytes.item())
+    assert kept_bytes(stage_loads(price)[s], recompute=stage.recompute) == pytest.approx(
+        held.kept_bytes.item() + stage_loads(price)[s].side_bytes, rel=1e-12
+    )
+    return stage.recompute
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from planner.emit.targets.megatron_bridge import overrides
 from planner.emit.targets.megatron_lm import megatron_flags, pipeline_layout
 from planner.emit.transformer_graph import router_weights
 from planner.layout.class_layout import ClassLayout
-from planner.plan import ClassRecompute
+from planner.plan import ClassRecompute, recompute_fields
 from tests.emit.views import assert_golden, changed, view_of
 
 MEGATRON = find_emitter("megatron-lm")
@@ -51,6 +51,41 @@ def test_uneven_stages_survive():
     )
     flags = megatron_flags(changed(view, stages=stages))
     assert flags["pipeline-model-parallel-layout"] == "Et*2|t*12|t*13|t*5L"
+
+
+def first_in_full(view, layers, rest="none", last=False):
+    """The view with so many layers of each stage, first or last, recomputed in full."""
+    stages = []
+    for stage in view.plan.stages:
+        own = [b for b in stage.blocks if view.layer_of_block[b] is not None]
+        chosen = own[-layers:] if last else own[:layers]
+        by_block = ["full" if b in chosen else rest for b in stage.blocks]
+        fields = recompute_fields(by_block, first_block=stage.first_block)
+        stages.append(stage.model_copy(update=fields))
+    return changed(view, stages=tuple(stages))
+
+
+def test_the_first_layers_of_each_stage_are_recomputed_by_block():
+    """--recompute-method block: of each (virtual) stage the first so many, no more of the others.
+    A stage of fewer layers recomputes them all."""
+    view = view_of(layers=30, recompute="none")
+    for layers in (1, 2):
+        given = first_in_full(view, layers)
+        assert not refusals(given, MEGATRON)
+        flags = megatron_flags(given)
+        assert flags["recompute-granularity"] == "full"
+        assert flags["recompute-method"] == "block"
+        assert flags["recompute-num-layers"] == str(layers)
+        assert "model.recompute_method=block" in overrides(given)
+        assert "model.recompute_num_layers=" + str(layers) in overrides(given)
+
+
+@pytest.mark.parametrize("options", [{"rest": "selective"}, {"last": True}], ids=str)
+def test_other_layers_recomputed_apart_are_refused(options):
+    given = first_in_full(view_of(layers=30, recompute="none"), 2, **options)
+    ((feature, why),) = [(r.feature, r.why) for r in refusals(given, MEGATRON)]
+    assert feature == "recompute"
+    assert why.startswith("Megatron-LM recomputes in full the first layers of each stage")
 
 
 def test_zero_experts_context_and_recomputation_have_flags():

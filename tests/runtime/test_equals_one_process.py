@@ -18,6 +18,8 @@ from tests.runtime.scenarios import Outcome, capture, clip_many, train_many
 from tests.spawn import run_ranks
 
 RTOL = 1e-10
+BY_BLOCK = ("full", "full", "selective", "selective", "full", "none")
+"""Recomputation of the GPT's blocks: no stage of two or three recomputes all alike."""
 
 
 def _run(world_size: int, cases: list[tuple[str, dict[str, Any]]]) -> list[list[Outcome]]:
@@ -75,6 +77,8 @@ def test_pipeline():
         ("gpt", {"pp": 2, "schedule": "1f1b"}),
         ("gpt", {"pp": 2, "schedule": "fthenb", "recompute": "full"}),
         ("gpt", {"pp": 2, "schedule": "naive"}),
+        ("gpt", {"pp": 2, "recompute": BY_BLOCK}),
+        ("gpt", {"pp": 2, "schedule": "zb_h1", "recompute": BY_BLOCK[::-1]}),
     ]
     for outcomes in _run(2, cases):
         assert not outcomes[0].params_held & outcomes[1].params_held

@@ -132,6 +132,20 @@ def test_any_choice_of_ops_gives_the_same_bits(alone, seed):
     assert not different(train_once("dropping-gpt", graph, plan), expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_recompute_apart_give_the_same_bits(alone, seed, schedule):
+    """G5, G6: each block's choice by a die, in one stage."""
+    graph = captured("dropping-gpt")
+    die = random.Random(seed)
+    by_block = [die.choice(("none", "selective", "full")) for _ in graph.blocks]
+    options = {"microbatch_size": 2, "num_microbatches": 3, "schedule": schedule}
+    expected = train_once("dropping-gpt", graph, default_plan(graph, **options))
+    plan = default_plan(graph, recompute=by_block, **options)
+    assert len({*plan.recompute_by_block}) > 1
+    assert not different(train_once("dropping-gpt", graph, plan), expected)
+
+
 def forward_bytes(graph: ModelGraph, plan: Plan, model: str = "gpt") -> int:
     """What the forwards of a step leave alive; all run before the first backward."""
     run = dry_run(plan, graph, CASES[model][0])
@@ -147,6 +161,28 @@ def test_bytes_kept_are_ordered():
     never = forward_bytes(graph, plan)
     assert found["always"] < found["always but last"] < never
     assert found["always"] < found["selective"] < found["selective but last"] < never
+
+
+def test_every_block_recomputed_more_keeps_less():
+    """G5: the first k blocks in full, the others selective."""
+    graph = captured("gpt")
+    n = len(graph.blocks)
+    layers = [i for i, b in enumerate(graph.blocks) if len(graph.classes[b.class_index].ops) > 15]
+    kept = [
+        forward_bytes(
+            graph,
+            default_plan(
+                graph,
+                microbatch_size=2,
+                num_microbatches=2,
+                schedule="fthenb",
+                recompute=["full"] * k + ["selective"] * (n - k),
+            ),
+        )
+        for k in (layers[0], layers[0] + 1, layers[1] + 1)
+    ]
+    first, second = kept[0] - kept[1], kept[1] - kept[2]
+    assert first == second > 0  # equal layers free equal bytes
 
 
 def test_bytes_kept_by_choice():

@@ -61,6 +61,18 @@ class StageLoad:
     """Part of `num_params` that does."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a microbatch holds of runs whose blocks differ in what they recompute, side inputs
+    apart: numbers, or arrays with an entry for each run.
+    """
+
+    kept_bytes: Amount
+    """Saved for backward."""
+    peak_bytes: Amount
+    """Highest point inside a forward or backward."""
+
+
 LOAD_FIELDS = tuple(f.name for f in fields(StageLoad))
 
 

@@ -14,26 +14,29 @@ O(n log n).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from costmodel.time.stage_costs.load import LOAD_FIELDS, StageLoad
+from costmodel.time.stage_costs.load import LOAD_FIELDS, Held, StageLoad
 from planner.plan import Recompute
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
+Flags = NDArray[np.bool_]
 
 _SAVED: dict[Recompute, str] = {
     "none": "saved_bytes", "selective": "selective_bytes", "full": "input_bytes",
 }  # fmt: skip
 _SAVED_WITH_PEAK = (
     ("saved_bytes", "saved_peak_bytes"),
-    ("input_bytes", "recompute_peak_bytes"),
     ("selective_bytes", "selective_peak_bytes"),
+    ("input_bytes", "recompute_peak_bytes"),
 )
+"""In the order of `_SAVED`."""
 _LARGEST = ("side_bytes", "largest_param_bytes", "largest_frozen_bytes")
 _LAST = "tail_bytes"
 _FROZEN = ("frozen_bytes", "frozen_param_bytes", "frozen_backward_bytes")
@@ -110,6 +113,21 @@ class RunLoads:
         before = self._before[name]
         return np.append(before, before[-1] + getattr(self.blocks, name)[-1])
 
+    def held(self, start: Indices, end: Indices, by_block: Sequence[Recompute]) -> Held:
+        """Return what a microbatch holds of runs if the blocks of the chain recompute this."""
+        names = np.array(by_block)
+        is_chosen = [names == choice for choice in _SAVED]
+        saved, peak = (
+            np.select(is_chosen, [getattr(self.blocks, pair[at]) for pair in _SAVED_WITH_PEAK])
+            for at in (0, 1)
+        )
+        before = self._before_each(saved, keeps_all=names == "none")
+        heights = zip(start.tolist(), end.tolist(), strict=True)
+        return Held(
+            kept_bytes=before[end - 1] - before[start] + saved[end - 1],
+            peak_bytes=np.array([(before + peak)[i:j].max() - before[i] for i, j in heights]),
+        )
+
     @cached_property
     def sums(self) -> dict[str, Floats]:
         """Running sums (n + 1) of the fields that simply add."""
@@ -118,14 +136,21 @@ class RunLoads:
     @cached_property
     def _before(self) -> dict[str, Floats]:
         """K of the header: what the blocks before each one save, shared outputs counted once."""
-        result = {}
-        for name, _ in _SAVED_WITH_PEAK:
-            saved = getattr(self.blocks, name)
-            shared = np.zeros_like(saved)
-            if name == "saved_bytes":
-                shared[:-1] = np.minimum(self.blocks.tail_bytes[:-1], saved[1:])
-            result[name] = np.append(0.0, np.cumsum(saved - shared)[:-1])
-        return result
+        return {
+            name: self._before_each(
+                getattr(self.blocks, name),
+                keeps_all=np.full(len(self.blocks.saved_bytes), name == "saved_bytes"),
+            )
+            for name, _ in _SAVED_WITH_PEAK
+        }
+
+    def _before_each(self, saved: Floats, *, keeps_all: Flags) -> Floats:
+        """Return K of the header for what each block saves; those without recomputation
+        (`keeps_all`) save their outputs, which the next block may save as its inputs.
+        """
+        shared = np.zeros_like(saved)
+        shared[:-1] = np.minimum(self.blocks.tail_bytes[:-1], saved[1:]) * keeps_all[:-1]
+        return np.append(0.0, np.cumsum(saved - shared)[:-1])
 
     @cached_property
     def _maxima(self) -> dict[str, Floats]:

@@ -29,8 +29,8 @@ from costmodel.time.simulate import JobSeconds
 from costmodel.time.stage_costs.chain import ChainCosts
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
-from costmodel.time.stage_costs.runs import Floats, Indices
-from costmodel.time.stage_costs.times import RunTimes
+from costmodel.time.stage_costs.runs import Flags, Floats, Indices
+from costmodel.time.stage_costs.times import RecomputeTimes, RunTimes
 from planner.plan import Recompute
 from planner.plan.replication import Replication
 from profiles import Group
@@ -48,6 +48,22 @@ class BlockRuns:
     def times(self) -> RunTimes:
         """Seconds of one microbatch."""
         return self.chain.run_times(self.start, self.end)
+
+    def recomputation(self, by_block: Sequence[Recompute]) -> RecomputeTimes:
+        """Return what recomputation adds to a backward; a choice for each block of the chain."""
+        of_blocks = self.chain.times.recomputation(by_block)
+        return RecomputeTimes(
+            **{f.name: self._sums(getattr(of_blocks, f.name)) for f in fields(of_blocks)}
+        )
+
+    def recomputes(self, by_block: Sequence[Recompute]) -> Flags:
+        """Return whether each run has a block that recomputes anything."""
+        return self._sums(np.array([choice != "none" for choice in by_block], dtype=float)) > 0
+
+    def _sums(self, of_blocks: Floats) -> Floats:
+        """Return each run's sum of an amount of blocks."""
+        sums = np.append(0.0, np.cumsum(of_blocks))
+        return sums[self.end] - sums[self.start]
 
     @cached_property
     def load(self) -> StageLoad:
@@ -118,10 +134,18 @@ class StageCosts:
         """Seconds of a forward job."""
         return self.times.whole_forward_s + self.exposed.forward_s
 
+    @cached_property
+    def bare_backward_s(self) -> Floats:
+        """Seconds of a full backward job without recomputation."""
+        return self.times.whole_backward_s + self.exposed.backward_s
+
     def backward_s(self, recompute: Recompute | Sequence[Recompute]) -> Floats:
-        """Return the seconds of a full backward job; a choice for all runs or for each."""
-        bare_s: Floats = self.times.whole_backward_s + self.exposed.backward_s
-        return bare_s + self.times.recompute_s(recompute)
+        """Return the seconds of a full backward job; a choice for all blocks of the chain or for
+        each.
+        """
+        if isinstance(recompute, str):
+            return self.bare_backward_s + self.times.recompute_s(recompute)
+        return self.bare_backward_s + self.runs.recomputation(recompute).whole_s
 
     @property
     def weight_s(self) -> Floats:
@@ -149,22 +173,24 @@ class StageCosts:
     ) -> JobSeconds:
         """Return the jobs of a pipeline whose stages are these runs in order.
 
-        `receive_s` are the transfers into each stage and of its gradient back from it;
-        `recompute_last` says whether the step's last microbatch is recomputed, too.
+        `recompute` is what each block of the chain recomputes. `receive_s` are the transfers into
+        each stage and of its gradient back from it; `recompute_last` says whether the step's last
+        microbatch is recomputed, too.
 
         A full backward sends its input's gradient ahead of deferred weight gradients: those of
         the stage's first block, in the step's last backward all of them
-        (`planner.runtime.step.executor`). Recomputed blocks make theirs at once. A runtime that
-        does not send ahead ends the backward first.
+        (`planner.runtime.step.executor`). Stages with recomputed blocks make theirs at once. A
+        runtime that does not send ahead ends the backward first.
         """
         execution = self.runs.chain.costs.execution
         (there, back), (there_wait_s, back_wait_s) = transfers(execution, receive_s)
-        recomputed_s = self.times.recompute_s(recompute)
+        recomputed_s = self.runs.recomputation(recompute).whole_s
         weight_s = self.weight_s
         alone_s = self.times.whole_backward_s - weight_s + self.exposed.backward_s + back_wait_s
         forward_s = self.forward_s + there_wait_s
         input_s = alone_s + recomputed_s
-        defers = (np.array(recompute) == "none") & execution.sends_ahead
+        # What is recomputed lives for a block; deferred, it would live for the stage.
+        defers = ~self.runs.recomputes(recompute) & execution.sends_ahead
         last_s = None
         if recompute_last is not None and not (defers | recompute_last).all():
             last_s = alone_s + recomputed_s * np.array(recompute_last)
@@ -205,7 +231,7 @@ def cut_runs(chain: ChainCosts, cuts: Sequence[int]) -> BlockRuns:
     return BlockRuns(chain=chain, start=at[:-1], end=at[1:])
 
 
-Record = TypeVar("Record", JobSeconds, RunTimes, StageLoad, DataParallelSeconds)
+Record = TypeVar("Record", JobSeconds, RunTimes, RecomputeTimes, StageLoad, DataParallelSeconds)
 
 
 def pick(records: Sequence[Record]) -> Record:

@@ -59,7 +59,7 @@ class RunTimes:
         return self.backward_s + self.comm_backward_s
 
     def recompute_s(self, recompute: Recompute | Sequence[Recompute]) -> Amount:
-        """Return what recomputation adds to a backward; a choice for all runs or for each.
+        """Return what recomputation adds to a backward; a choice for all entries or for each.
 
         Full recomputation runs the whole forward again, collectives too; selective recomputation
         those ops that the plan names, or by default compute only. Neither adds anything to a block
@@ -75,6 +75,30 @@ class RunTimes:
         names = np.array(recompute)
         selective = np.where(names == "selective", self.recomputed_s, 0.0)
         return np.where(names == "full", self.rerun_s, selective)
+
+    def recomputation(self, recompute: Recompute | Sequence[Recompute]) -> RecomputeTimes:
+        """Return the same with its parts."""
+        is_full = np.array(recompute) == "full"
+        return RecomputeTimes(
+            whole_s=self.recompute_s(recompute),
+            host_s=is_full * self.rerun_host_s,
+            comm_s=is_full * self.rerun_comm_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeTimes:
+    """What recomputation adds to the backward of one microbatch: numbers, or an entry for each run.
+
+    Of ops that run again in part (selective recomputation), only the whole is known.
+    """
+
+    whole_s: Amount = 0.0
+    """Seconds."""
+    host_s: Amount = 0.0
+    """Part of that in which the device waits for the host, of blocks recomputed in full."""
+    comm_s: Amount = 0.0
+    """Part of that in exposed collectives, of blocks recomputed in full."""
 
 
 TIME_FIELDS = tuple(f.name for f in fields(RunTimes))

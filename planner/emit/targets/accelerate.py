@@ -32,7 +32,7 @@ def _why_not_cp(view: PlanView) -> str:
 
 def _why_not_recompute(view: PlanView) -> str:
     if set(view.recomputed) != {"full"}:
-        return "accelerate recomputes whole layers, or none"
+        return "accelerate recomputes all layers, or none"
     return "" if _is_sharded(view) else "accelerate recomputes beside FSDP2 (`zero` 2 or 3) alone"
 
 

@@ -109,6 +109,12 @@ def _data_parallel(view: PlanView) -> dict[str, str]:
 
 def _recompute(view: PlanView) -> dict[str, str]:
     kind = "core attention" if "recompute" in view.accepted else view.recomputed[0]
+    if "recompute" not in view.accepted and "by layer" in view.recomputed:
+        return {
+            "recompute-granularity": "full",
+            "recompute-method": "block",
+            "recompute-num-layers": str(view.first_layers_in_full),
+        }
     if kind == "full":
         return {
             "recompute-granularity": "full",
@@ -122,6 +128,13 @@ def _recompute(view: PlanView) -> dict[str, str]:
 
 def _why_not_recompute(view: PlanView) -> str:
     kinds = set(view.recomputed)
+    if "by layer" in kinds:
+        if view.first_layers_in_full is not None:
+            return ""
+        return (
+            "Megatron-LM recomputes in full the first layers of each stage, as many in all, and "
+            "keeps all of the others"
+        )
     if len(kinds) > 1:
         return "Megatron-LM recomputes the same of all stages"
     if kinds <= {"full", "core attention"}:
@@ -194,7 +207,8 @@ MEGATRON_EXPRESSES: dict[str, str | Rule] = {
     ),
     "precision": Rule(how="--bf16", unless=_why_not_precision),
     "recompute": Rule(
-        how="--recompute-granularity full, or selective of core_attn",
+        how="--recompute-granularity full (the first layers of each stage: --recompute-method "
+        "block), or selective of core_attn",
         unless=_why_not_recompute,
         instead="selective recomputation of core attention",
     ),

@@ -74,7 +74,7 @@ def _why_not_zero(view: PlanView) -> str:
 
 
 def _why_not_recompute(view: PlanView) -> str:
-    return "" if set(view.recomputed) == {"full"} else "nanotron recomputes whole layers, or none"
+    return "" if set(view.recomputed) == {"full"} else "nanotron recomputes all layers, or none"
 
 
 def _why_not_precision(view: PlanView) -> str:

@@ -82,6 +82,8 @@ def _why_not_recompute(view: PlanView) -> str:
     kinds = set(view.recomputed)
     if len(kinds) > 1:
         return "torchtitan recomputes the same of all stages"
+    if kinds == {"by layer"}:
+        return "torchtitan recomputes the same of all layers"
     if kinds == {"full"}:
         return ""
     return "torchtitan's selective checkpointing also recomputes every second product"

@@ -41,7 +41,7 @@ class Programs:
         """`graphs` are the model on batches of each shape, the plan's own first."""
         self._graphs, self._plan, self._mesh = graphs, plan, mesh
         self.bucket = 0
-        selective = any(stage.recompute == "selective" for stage in plan.stages)
+        selective = any("selective" in stage.recompute_by_block for stage in plan.stages)
         self._keeper = keeper if selective else None
         self._weight_queue = weight_queue
         self._full_size = plan.microbatch_samples // mesh.size("batch")

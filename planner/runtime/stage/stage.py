@@ -146,7 +146,7 @@ class StageModule(nn.Module):
         """
         super().__init__()
         self.wiring = wiring
-        self.is_recomputed = plan.recompute != "none"
+        self.is_recomputed = plan.is_recomputed
         self._keeps_last = not plan.recompute_last
         self._groups = groups
         self.fqns: dict[str, str] = {}
@@ -164,6 +164,7 @@ class StageModule(nn.Module):
                 self._register(self, meta.fqn, tensors[name], meta.requires_grad, "")
         self.blocks = nn.ModuleList()
         steps = []
+        again = plan.recompute_by_block
         for position, index in enumerate(plan.blocks):
             block = graph.blocks[index]
             own = [n for n in block.params if graph.tensor[n].kind == "param" and uses[n] == 1]
@@ -175,11 +176,11 @@ class StageModule(nn.Module):
             recomputed = None
             # A block before the model's first trained parameter has no backward to run again for.
             has_backward = any(graph.tensor[n].requires_grad for n in block.outputs)
-            if plan.recompute != "none" and has_backward:
+            if again[position] != "none" and has_backward:
                 recomputed = partial(
                     Recomputed,
                     device=device,
-                    keeper=keeper if plan.recompute == "selective" else None,
+                    keeper=keeper if again[position] == "selective" else None,
                     away=away,
                     draws=any(is_random(op) for op in graph.classes[block.class_index].ops),
                 )

@@ -17,7 +17,7 @@ from costmodel.time.stage_costs.times import TIME_FIELDS, RunTimes
 from costmodel.time.update import adamw_seconds, rank_update
 from costmodel.topology import pipeline_group, replica_mesh
 from planner.layout.axes import Degrees
-from planner.plan import Plan
+from planner.plan import Plan, recompute_fields
 from planner.plan.replication import Replication, gradient_factor
 from profiles import load_profile
 from search.partition.chain_problem import Cut
@@ -55,8 +55,17 @@ def costs(graph, profile):
     return CostCache(graph, profile, clips_gradients=True)
 
 
+def _by_block(rng, num_blocks, is_apart):
+    """What a stage's blocks recompute: alike, or each as a die falls."""
+    return (
+        [rng.choice(CHOICES) for _ in range(num_blocks)]
+        if is_apart
+        else [rng.choice(CHOICES)] * num_blocks
+    )
+
+
 def random_plan(graph, seed) -> Plan:
-    """A plan of random cuts, replicas, ZeRO, precision and recomputation."""
+    """A plan of random cuts, replicas, ZeRO, precision and recomputation, by block in some."""
     rng = random.Random(seed)
     n = len(graph.blocks)
     pp = rng.randint(1, min(3, n))
@@ -65,12 +74,15 @@ def random_plan(graph, seed) -> Plan:
         zero=rng.choice((0, 1, 2, 3)), schedule=rng.choice(("1f1b", "fthenb", "zb_h1")),
     )  # fmt: skip
     cuts = [0, *sorted(rng.sample(range(1, n), pp - 1)), n]
+    is_apart = seed % 3 == 2
     stages = tuple(
         stage.model_copy(
             update={
                 "first_block": cuts[s],
                 "last_block": cuts[s + 1] - 1,
-                "recompute": rng.choice(CHOICES),
+                **recompute_fields(
+                    _by_block(rng, cuts[s + 1] - cuts[s], is_apart), first_block=cuts[s]
+                ),
             }
         )
         for s, stage in enumerate(plan.stages)
@@ -102,14 +114,17 @@ def test_a_cut_costs_the_search_what_it_costs_the_estimate(graph, costs, seed):
     table = table_of(plan, costs)
     ranks = table.with_replicas(degrees=plan.degrees, zero=plan.zero_stage, choices=choices)
     cut = ranks.cut(cuts_of(plan))
-    recompute = [stage.recompute for stage in plan.stages]
     hop = pipeline_group(costs.profile.cluster, plan.degrees, pp=plan.pp)
-    assert price.job_seconds == cut.job_seconds(recompute, receive_s=cut.runs.receive_s(hop))
+    assert price.job_seconds == cut.job_seconds(
+        plan.recompute_by_block, receive_s=cut.runs.receive_s(hop)
+    )
     for field in fields(DataParallelSeconds):
         mine, theirs = (getattr(part, field.name) for part in (price.exposed, cut.exposed))
         assert np.array_equal(mine, theirs), field.name
     windows = fixed_windows(cuts_of(plan))
     for s, (stage, window) in enumerate(zip(plan.stages, windows, strict=True)):
+        if stage.recompute_blocks:
+            continue  # a window has choices of whole stages
         band = ranks.cost_window(window)
         own = choices.index(stage.recompute)
         whole = price.job_seconds.backward_input_s[s] + price.job_seconds.backward_weight_s[s]
@@ -133,9 +148,8 @@ def test_a_quick_price_is_the_estimate(graph, costs, seed):
         microbatch_size=plan.microbatch_size, num_microbatches=plan.num_microbatches,
         schedule=plan.schedule, zero=plan.zero_stage, recompute="mixed",
     )  # fmt: skip
-    kinds = tuple(CHOICES.index(stage.recompute) for stage in plan.stages)
-    cut = Cut(cuts=cuts_of(plan), choices=kinds, value=0.0)
-    quick = quick_step_s(configuration, table_of(plan, costs), cut, CHOICES)
+    cut = Cut(cuts=cuts_of(plan), choices=(0,) * plan.pp, value=0.0)
+    quick = quick_step_s(configuration, table_of(plan, costs), cut, plan.recompute_by_block)
     assert quick == pytest.approx(
         estimate(costs.graph, costs.profile, plan, costs=costs).step_s, rel=1e-12
     )

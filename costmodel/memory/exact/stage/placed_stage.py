@@ -69,7 +69,7 @@ class PlacedStages:
             ends,
             plan.stage_degrees(stage_index),
             plan.stage_microbatch_size(stage_index),
-            stage.recompute,
+            stage.recompute_by_block,
             stage.recompute_last,
             stage.activations_on_host,
         )
@@ -99,9 +99,10 @@ class PlacedStages:
         replication = Replication.of(plan, stage_index)
         is_sharded = replication.is_sharded
         # The step's last microbatch may skip recomputation: its backward comes next.
-        walk = last = self._walk(stage_index, stage.recompute, is_sharded=is_sharded)
-        if not stage.recompute_last and stage.recompute != "none":
-            last = self._walk(stage_index, "none", is_sharded=is_sharded)
+        choices = stage.recompute_by_block
+        walk = last = self._walk(stage_index, choices, is_sharded=is_sharded)
+        if not stage.recompute_last and stage.is_recomputed:
+            last = self._walk(stage_index, ["none"] * len(choices), is_sharded=is_sharded)
         is_waited_for = any(
             edge.requires_grad and plan.stages[edge.producer].pp_rank != stage.pp_rank
             for edge in incoming
@@ -125,7 +126,7 @@ class PlacedStages:
             ],
             # Without ZeRO, replicas sum gradients in buckets, which are there from the start.
             accumulates=replication.replicas > 1 and not is_sharded,
-            sends_first=is_waited_for and stage.recompute == "none" and not is_sharded,
+            sends_first=is_waited_for and not stage.is_recomputed and not is_sharded,
             on_host=stage.activations_on_host,
             loss_bytes=DTYPE_BYTES[loss.dtype] if self._has_loss(stage_index) else 0,
             sharded=sharded,
@@ -162,20 +163,24 @@ class PlacedStages:
                     counted.add(storage)
         return side
 
-    def _walk(self, stage_index: int, recompute: Recompute, *, is_sharded: bool) -> StageWalk:
-        """Return a stage under a choice of recomputation."""
+    def _walk(
+        self, stage_index: int, recompute: Sequence[Recompute], *, is_sharded: bool
+    ) -> StageWalk:
+        """Return a stage whose blocks recompute this."""
         plan, graph, stage = self._plan, self._costs.graph, self._plan.stages[stage_index]
         incoming, outgoing = self._incoming[stage_index], self._outgoing[stage_index]
         degrees, size = plan.stage_degrees(stage_index), plan.stage_microbatch_size(stage_index)
         recomputed = {choice.class_index: choice.ops for choice in plan.recomputed}
         lies = {edge.tensor: edge.taken for edge in incoming}
         blocks = []
-        kinds: dict[tuple[int, tuple[Placements, ...]], tuple[BlockKind, tuple[Placements, ...]]]
-        kinds = {}
-        for index in stage.blocks:
+        kinds: dict[
+            tuple[int, Recompute, tuple[Placements, ...]],
+            tuple[BlockKind, tuple[Placements, ...]],
+        ] = {}
+        for index, choice in zip(stage.blocks, recompute, strict=True):
             block = graph.blocks[index]
             lying = tuple(lies.get(name, WHOLE) for name in block.inputs)
-            key = block.class_index, lying
+            key = block.class_index, choice, lying
             if key not in kinds:
                 takes, _, makes = block_placements(graph, plan, index, stage_index)
                 found = self._costs.block_bytes(
@@ -191,7 +196,7 @@ class PlacedStages:
                             )
                         )
                     ),
-                    recompute=recompute,
+                    recompute=choice,
                     recomputed=recomputed.get(block.class_index),
                 )
                 shapes = (graph.tensor[name].shape_at(size) for name in block.inputs)
