@@ -108,7 +108,9 @@ def preflight_worker(request: Path) -> None:
     """Do a rank's part of `preflight`."""
     from torch.distributed import PrefixStore, TCPStore
 
-    asked = Request(**json.loads(request.read_text()))
+    data = json.loads(request.read_text())
+    data["nodes"] = tuple(map(tuple, data["nodes"]))
+    asked = Request(**data)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=START_S)
     store = TCPStore(asked.host, asked.port, None, is_master=False, timeout=limit)
@@ -178,11 +180,17 @@ class _Rank:
             server,
             addresses,
             rank=self._rank,
+            sends_long=self._has_same_place,
             all_done=lambda: self._meet("reached", STEP_S),
         )
         if self.finding.unreached:
             self.store.set("unreached", "")
         self._meet("reach told", STEP_S)
+
+    def _has_same_place(self, peer: int) -> bool:
+        """Whether a rank is on another node what this one is on its own: first, second, ..."""
+        (own,) = (ranks.index(self._rank) for ranks in self._asked.nodes if self._rank in ranks)
+        return any(ranks[own : own + 1] == (peer,) for ranks in self._asked.nodes)
 
     def _start(self, backend: str, device: torch.device) -> None:
         import torch.distributed as dist

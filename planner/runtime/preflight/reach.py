@@ -1,8 +1,8 @@
-"""Every rank connects to every other one at once, and gets back what it sends.
+"""Every rank connects to every other one, many at once, and gets back what it sends.
 
 This goes ahead of the backend, which connects all ranks when it starts: if a single pair fails,
-it ends on every rank without the names of the two. A message of `PAYLOAD` crosses what connecting
-alone does not show: a path that loses long packets.
+it ends on every rank without the names of the two. Between two nodes some ranks send a message of
+`PAYLOAD`, which shows what connecting alone does not: a path that loses long packets.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ REACH_S = 5.0
 """Seconds in which another rank must answer."""
 
 PAYLOAD = 64 * 2**10
+"""Bytes of a long message."""
+
+_AT_ONCE = 64
+"""Ranks that a rank asks at a time: those that do not answer take `REACH_S` each."""
 
 _GET_ADDRESS = 0x8915
 """SIOCGIFADDR of Linux (linux/sockios.h)."""
 
 _HEADER = struct.Struct("!II")
-"""The rank that speaks, and the one it means to."""
+"""The rank that speaks, and the bytes that follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +79,35 @@ def reach_all(
     addresses: Sequence[tuple[str, int]],
     *,
     rank: int,
+    sends_long: Callable[[int], bool],
     all_done: Callable[[], None],
 ) -> list[Unreached]:
     """Return the ranks that did not answer at their addresses; answer all meanwhile.
 
-    `all_done` returns, or raises, when no other rank can be about to ask any more.
+    A rank that does not answer is asked once more: on a busy machine it may be late. `sends_long`
+    says to which ranks a long message goes. `all_done` returns, or raises, when no other rank can
+    be about to ask any more.
     """
 
     async def run() -> list[Unreached]:
         answering = await asyncio.start_server(_answer(rank), sock=server)
-        others = [(peer, at) for peer, at in enumerate(addresses) if peer != rank]
-        asked = await asyncio.gather(*(_ask(rank, peer, at) for peer, at in others))
+        turns = asyncio.Semaphore(_AT_ONCE)
+
+        async def ask(peer: int) -> str:
+            async with turns:
+                payload = PAYLOAD if sends_long(peer) else 0
+                return await _ask(rank, peer, addresses[peer], payload)
+
+        # Each begins with its neighbour, so that not all ask the same one.
+        count = len(addresses)
+        silent = {(rank + step) % count: "" for step in range(1, count)}
+        for _ in range(2):
+            answers = await asyncio.gather(*map(ask, silent))
+            told = dict(zip(silent, answers, strict=True))
+            silent = {peer: why for peer, why in told.items() if why}
         await asyncio.to_thread(all_done)
         answering.close()
-        return [
-            Unreached(rank=peer, why=why)
-            for (peer, _), why in zip(others, asked, strict=True)
-            if why
-        ]
+        return [Unreached(rank=peer, why=why) for peer, why in sorted(silent.items())]
 
     return asyncio.run(run())
 
@@ -101,17 +116,18 @@ def _answer(
     rank: int,
 ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, asyncio.IncompleteReadError):
-            asking, _ = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-            payload = await reader.readexactly(PAYLOAD)
-            writer.write(_HEADER.pack(rank, asking) + payload)
+        # (Cancelled: where the check ends while somebody is still connected.)
+        with suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            _, length = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+            payload = await reader.readexactly(min(length, PAYLOAD))
+            writer.write(_HEADER.pack(rank, length) + payload)
             await writer.drain()
         writer.close()
 
     return answer
 
 
-async def _ask(rank: int, peer: int, address: tuple[str, int]) -> str:
+async def _ask(rank: int, peer: int, address: tuple[str, int], num_bytes: int) -> str:
     """Return why a rank did not answer, or nothing."""
     is_connected = False
 
@@ -120,12 +136,12 @@ async def _ask(rank: int, peer: int, address: tuple[str, int]) -> str:
         reader, writer = await asyncio.open_connection(*address)
         is_connected = True
         try:
-            writer.write(_HEADER.pack(rank, peer) + bytes(PAYLOAD))
+            writer.write(_HEADER.pack(rank, num_bytes) + bytes(num_bytes))
             await writer.drain()
             answering, _ = _HEADER.unpack(await reader.readexactly(_HEADER.size))
             if answering != peer:
                 return f"rank {answering} answered in its place"
-            await reader.readexactly(PAYLOAD)
+            await reader.readexactly(num_bytes)
         finally:
             writer.close()
         return ""
@@ -133,9 +149,9 @@ async def _ask(rank: int, peer: int, address: tuple[str, int]) -> str:
     try:
         return await asyncio.wait_for(ask(), REACH_S)
     except TimeoutError:
-        if is_connected:
+        if is_connected and num_bytes:
             return (
-                f"connected, and {PAYLOAD // 2**10} KiB did not come back in {REACH_S:.0f} s; "
+                f"connected, and {num_bytes // 2**10} KiB did not come back in {REACH_S:.0f} s; "
                 "often the path takes shorter packets than the interface (MTU)"
             )
         return f"no answer in {REACH_S:.0f} s"
