@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from commands.common.options import DeviceOption, PlanFile, ProfileOption
 from commands.common.replan import replanner
-from commands.render.console import show_note
-from planner.errors import PlanError
+from commands.render.console import show_note, show_results
+from planner.errors import PlanError, ProfileError
+
+if TYPE_CHECKING:
+    from planner.runtime.preflight import PlannedRates
 
 
 def launch(
@@ -53,11 +58,29 @@ def launch(
         str, typer.Option(help="With --keep, where memory is too small: stop, or replan.")
     ] = "stop",
     profile: ProfileOption = None,
+    preflight: Annotated[
+        bool,
+        typer.Option(
+            "--preflight",
+            help="Only check all nodes, then end: with 0, or 2 if there are problems.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --preflight: print JSON, not a table.")
+    ] = False,
 ) -> int:
     """Train: run a script on every rank of a plan, and keep it running.
 
     Options of `launch` itself come before PLAN; what follows SCRIPT is the script's own.
     """
+    if as_json and not preflight:
+        raise PlanError("`as_json` prints what `preflight` finds; give both")
+    if preflight:
+        return _preflight(
+            plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous,
+            devices=None if devices is None else _numbers(devices), profile=profile,
+            as_json=as_json,
+        )  # fmt: skip
     from planner.plan import OURS, load_plan
     from planner.runtime.start.course import Keeping
     from planner.runtime.start.launch import launch as launch_ranks
@@ -96,6 +119,61 @@ def launch(
         devices=None if devices is None else _numbers(devices),
         keeping=keeping,
     )
+
+
+def _preflight(
+    plan: Path,
+    script: Path,
+    device: str | None,
+    *,
+    num_nodes: int | None,
+    rendezvous: str | None,
+    devices: Sequence[int] | None,
+    profile: str | None,
+    as_json: bool,
+) -> int:
+    from commands.render.preflight import describe_preflight, problem_lines
+    from planner.runtime.preflight import preflight
+
+    planned, note = _planned_rates(plan, profile)
+    report = preflight(
+        plan, script, device, num_nodes=num_nodes, rendezvous=rendezvous, devices=devices,
+        planned=planned,
+    )  # fmt: skip
+    if report.is_first:
+        show_note(note)
+        if as_json:
+            print(json.dumps(report.to_dict(), indent=1))
+        else:
+            show_results(*describe_preflight(report))
+            print("\n".join(problem_lines(report)))
+    elif report.problems:
+        show_note("planner: preflight found problems; the node that has the rendezvous tells them")
+    return 2 if report.problems else 0
+
+
+def _planned_rates(path: Path, name: str | None) -> tuple[PlannedRates | None, str]:
+    """Return the rates that a plan was priced with, and what to tell where they are not here."""
+    import profiles
+    from costmodel.planned_rates import exchange_seconds
+    from planner.plan import load_plan
+    from planner.runtime.preflight import SIZES, PlannedRates, shapes
+
+    try:
+        plan = load_plan(path)
+    except PlanError:  # told with the other problems of all nodes
+        return None, ""
+    try:
+        machine = profiles.load_profile(name or plan.cluster.name)
+    except ProfileError as error:
+        if name is not None:
+            raise
+        return None, (
+            f"links are not compared with planned rates: the plan was priced with "
+            f"{plan.cluster.name!r} ({error}); `profile` names another"
+        )
+    seconds = exchange_seconds(machine, shapes(plan), SIZES)
+    return PlannedRates(source=machine.name, seconds=seconds), ""
 
 
 def _numbers(text: str) -> list[int]:

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from planner.errors import ProfileError
-from planner.launchers import Started, started
-from planner.waiting import REACHED_S, is_here, reach, waiting_at
+from planner.launchers import started
+from planner.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
+from planner.waiting import waiting_at
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -86,15 +87,15 @@ def join(nproc: int, *, num_nodes: int = 1, rendezvous: str = "") -> Member | No
     """
     place = started(os.environ)
     if num_nodes > 1:
-        host, port = _host_and_port(rendezvous)
+        host, _ = host_and_port(rendezvous)
         with waiting_at(rendezvous, "this node"):
-            store, is_first = _meet_as_nodes(host, port, num_nodes)
+            store, is_first = meet_as_nodes(rendezvous, _MEETING)
         number = 0 if is_first else store.add("planner/nodes", 1)
         member = Member(number=number, count=num_nodes, ranks_here=nproc, local_number=0,
                         store=store, host=host)  # fmt: skip
     elif place is not None:
         with waiting_at(place.meeting, f"process {place.number}"):
-            store = _meet(place)
+            store = meet_as_started(place, _MEETING)
         member = Member(number=place.number, count=place.count,
                         ranks_here=nproc if place.is_node else 1, local_number=place.local_number,
                         store=store, host=place.address)  # fmt: skip
@@ -104,39 +105,17 @@ def join(nproc: int, *, num_nodes: int = 1, rendezvous: str = "") -> Member | No
     return member
 
 
-def _host_and_port(rendezvous: str) -> tuple[str, int]:
-    host, _, port = rendezvous.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ProfileError(
-            f"`rendezvous` {rendezvous!r} was given; it is HOST:PORT of one of the nodes, the same "
-            "on all"
-        )
-    return host, int(port)
-
-
-def _meet_as_nodes(host: str, port: int, count: int) -> tuple[Store, bool]:
-    """Return the store of all nodes, and whether this one has it: the host's address is its own,
-    and no other process of this machine was first.
-    """
-    from torch.distributed import TCPStore
-
-    if is_here(host):
-        try:
-            return TCPStore(host, port, count, is_master=True, timeout=_MEETING), True
-        except RuntimeError as error:
-            if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-                raise
-    reach(f"{host}:{port}", REACHED_S)
-    return TCPStore(host, port, count, is_master=False, timeout=_MEETING), False
-
-
 def _check_alike(member: Member) -> None:
     """Raise ProfileError on all where the members would start different numbers of ranks."""
-    keys = [f"planner/ranks/{number}" for number in range(member.count)]
-    about = f"{member.ranks_here} on {socket.gethostname()}"
-    member.store.set(keys[member.number], about)
-    member.store.wait(keys, _MEETING)
-    told = [member.store.get(key).decode() for key in keys]
+    told = tell_all(
+        member.store,
+        "ranks",
+        f"{member.ranks_here} on {socket.gethostname()}",
+        number=member.number,
+        count=member.count,
+        name=socket.gethostname(),
+        within_s=_MEETING.total_seconds(),
+    )
     if len({text.split()[0] for text in told}) > 1:
         raise ProfileError(
             f"nodes would start different numbers of ranks ({', '.join(told)}); give `nproc`, the "
@@ -245,19 +224,6 @@ def _end(workers: list[subprocess.Popen[bytes]]) -> None:
         worker.kill()
     for worker in workers:
         worker.wait()
-
-
-def _meet(place: Started) -> Store:
-    from torch.distributed import TCPStore, rendezvous
-
-    if place.is_rank:  # the launcher has a store there
-        store, _, _ = next(rendezvous("env://", rank=place.number, world_size=place.count))
-        return store
-    if place.number > 0:
-        reach(place.meeting, REACHED_S)
-    return TCPStore(
-        place.address, place.port, place.count, is_master=place.number == 0, timeout=_MEETING
-    )
 
 
 def _key(generation: int) -> str:

@@ -116,3 +116,50 @@ def test_verify_says_the_same(planner, folder):
     done = planner("verify", "plan.json", "model.py", "--steps", 2)
     assert done.code == 0, done.stderr
     assert "2 ranks compute the same as one process" in done.stdout
+
+
+def test_preflight_checks_and_trains_nothing(folder):
+    """Issue 19, 7: on this machine's two ranks; --json has what the table shows, and the rates."""
+    (folder / "train.py").write_text("open('trained', 'w')")
+    command = ["launch", "--preflight", "--json", "plan.json", "train.py"]
+    run = subprocess.run(
+        [sys.executable, "-c", "import cli; cli.main()", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(run.stdout)
+    assert told["is_good"]
+    assert told["problems"] == []
+    names = [check["name"] for check in told["checks"]]
+    assert names[:5] == [
+        "nodes", "versions and files", "ranks", "each rank to each rank", "clocks"
+    ]  # fmt: skip
+    (rate,) = told["rates"]
+    assert (rate["axis"], rate["kind"], rate["ranks"]) == ("pp", "send_recv", [0, 1])
+    assert rate["num_bytes"] >= 65536
+    assert 0 < rate["seconds"] < 10
+    assert not (folder / "trained").exists()
+
+
+def test_preflight_of_what_can_not_run_tells_it(folder):
+    """With code 2, in the table and as a line; no rank is started."""
+    (folder / "train.py").write_text("def broken(:")
+    command = ["launch", "--preflight", "plan.json", "train.py"]
+    run = subprocess.run(
+        [sys.executable, "-c", "import cli; cli.main()", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 2
+    assert re.search(
+        r"^problem: \S+ can't run the plan: script train.py is not Python in line 1",
+        run.stdout,
+        re.M,
+    )
+    assert "ranks took" in run.stdout
+    assert "each rank to each rank" not in run.stdout

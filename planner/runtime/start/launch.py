@@ -48,20 +48,17 @@ def launch(
     `keeping` is given starts again after failures, from its newest checkpoint.
     """
     plan = load_plan(plan_path)
-    _check_script(Path(script))
     place = None if num_nodes is not None else started(os.environ)
     is_host = None
     if place is not None:
-        _check_place(place, plan, keeping)
         num_nodes, rendezvous, is_host = place.count, place.meeting, place.number == 0
     num_nodes, rendezvous = num_nodes or 1, rendezvous or "localhost:0"
-    device = check_runnable(plan, device, num_nodes)
-    extra = {} if timeline is None else {TIMELINE_DIR: os.path.abspath(timeline)}
-    if devices is not None:
-        check_listed(devices, plan.world_size // num_nodes, device)
-        extra[DEVICES] = ",".join(map(str, devices))
-    elif place is not None and device != "cpu" and not place.is_rank:
-        extra[DEVICES] = ",".join(map(str, _own_devices(place, plan, device)))
+    device, extra = check_node(
+        plan, Path(script), device, place=place, num_nodes=num_nodes, devices=devices,
+        restarts_by_plan=keeping is not None and keeping.replan is not None,
+    )  # fmt: skip
+    if timeline is not None:
+        extra[TIMELINE_DIR] = os.path.abspath(timeline)
     if keeping is not None:
         if keeping.min_ranks is not None and keeping.min_ranks > plan.world_size:
             raise PlanError(
@@ -86,7 +83,34 @@ def launch(
     )
 
 
-def _check_place(place: Started, plan: Plan, keeping: Keeping | None) -> None:
+def check_node(
+    plan: Plan,
+    script: Path,
+    device: str | None,
+    *,
+    place: Started | None,
+    num_nodes: int,
+    devices: Sequence[int] | None,
+    restarts_by_plan: bool = False,
+) -> tuple[str, dict[str, str]]:
+    """Return the type of device of this node's ranks, and the variables that tell them which.
+
+    `restarts_by_plan` says that ranks may start again under another plan. Raises PlanError or
+    ScheduleError for what can't run here.
+    """
+    _check_script(script)
+    if place is not None:
+        _check_place(place, plan, restarts_by_plan=restarts_by_plan)
+    device = check_runnable(plan, device, num_nodes)
+    if devices is not None:
+        check_listed(devices, plan.world_size // num_nodes, device)
+        return device, {DEVICES: ",".join(map(str, devices))}
+    if place is not None and device != "cpu" and not place.is_rank:
+        return device, {DEVICES: ",".join(map(str, _own_devices(place, plan, device)))}
+    return device, {}
+
+
+def _check_place(place: Started, plan: Plan, *, restarts_by_plan: bool) -> None:
     """Raise PlanError where the processes that a launcher started can't be the plan's ranks."""
     if place.is_rank and place.count != plan.world_size:
         raise PlanError(
@@ -98,7 +122,7 @@ def _check_place(place: Started, plan: Plan, keeping: Keeping | None) -> None:
             f"{place.launcher} started {place.count} processes and the plan has "
             f"{plan.world_size} ranks; start as many processes, or one a node"
         )
-    if place.is_rank and keeping is not None and keeping.replan is not None:
+    if place.is_rank and restarts_by_plan:
         raise PlanError(
             f"`elastic` and `on_oom` replan start ranks again under another plan, and "
             f"{place.launcher} starts them here; run `planner launch` once a node without it"

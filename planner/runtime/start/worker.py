@@ -1,6 +1,7 @@
 """One rank: ``python -m planner.runtime.start.worker script.py args…``, or a request of ours.
 
-Requests are ``--verify FILE`` and ``--trials FILE``, by `planner.runtime.check`.
+Requests are ``--verify FILE`` and ``--trials FILE``, by `planner.runtime.check`, and ``--preflight
+FILE``, by `planner.runtime.preflight`.
 
 Runs the user's script as ``__main__``, as ``python script.py args…`` would, and sees to it
 that a failure is told once for the whole run and that the process ends.
@@ -41,6 +42,10 @@ def main(args: list[str]) -> None:
             from planner.runtime.check.trials import trials_worker
 
             trials_worker(Path(args[1]))
+        elif args[0] == "--preflight":
+            from planner.runtime.preflight.rank import preflight_worker
+
+            preflight_worker(Path(args[1]))
         else:
             _run_script(args[0], args[1:])
         _leave()

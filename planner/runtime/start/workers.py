@@ -76,7 +76,7 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         failure = Path(folder) / "failure"
         course = Course(plan=plan, failure=failure, ranks_here=per_node, keeping=keeping)
-        environment = _environment(per_node, device) | {FAILURE_FILE: str(failure)}
+        environment = rank_environment(per_node, device) | {FAILURE_FILE: str(failure)}
         environment[LAUNCHER] = str(os.getpid())
         if keeping is not None:
             # Ranks would else meet in one store in all rounds, and read the addresses that those
@@ -113,7 +113,7 @@ def worker_command(args: Sequence[str]) -> tuple[str, ...]:
 def become_rank(args: Sequence[str], *, device: str, extra: Mapping[str, str]) -> NoReturn:
     """Make this process the rank that its launcher started it as. Nothing after it is run."""
     cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    environment = {**os.environ, **_environment(cores, device), **extra}
+    environment = {**os.environ, **rank_environment(cores, device), **extra}
     command = worker_command(args)
     sys.stdout.flush()
     os.execve(command[0], command, environment)
@@ -143,7 +143,8 @@ def _exit_code(failure: Failure | None, *, is_script: bool) -> int:
     return failure.code
 
 
-def _environment(ranks_here: int, device: str) -> dict[str, str]:
+def rank_environment(ranks_here: int, device: str) -> dict[str, str]:
+    """Return the variables of a rank's device and threads where so many ranks share a node."""
     environment = {DEVICE: device}
     if "OMP_NUM_THREADS" not in os.environ:
         cores = len(os.sched_getaffinity(0))

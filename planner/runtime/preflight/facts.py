@@ -1,0 +1,143 @@
+"""What a node says of itself before ranks start: its software, its files, what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from planner.plan import Plan
+
+MISSING = "not there"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one launcher tells the others.
+
+    Attributes:
+        node: its host's name.
+        name: its host's full name, by which torchelastic orders nodes.
+        pid: of the launcher, which orders those of one host.
+        number: the first of its ranks where its launcher numbers them; None: by name and pid.
+        ranks_here: ranks that it starts.
+        versions: (what, version) of the software.
+        files: (what, SHA-256 of the file's bytes, or `MISSING`).
+        refusal: why the plan can't run here, in one line; empty where it can.
+    """
+
+    node: str
+    name: str
+    pid: int
+    number: int | None
+    ranks_here: int
+    versions: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, str], ...]
+    refusal: str = ""
+
+    @property
+    def order(self) -> tuple[int, str, int]:
+        """What nodes are sorted by: ranks are then where `launch` puts them."""
+        return self.number or 0, self.name, self.pid
+
+
+def facts_of_this_node(
+    *,
+    plan: Plan | None,
+    plan_path: Path,
+    script: Path,
+    device: str,
+    ranks_here: int,
+    number: int | None = None,
+    refusal: str = "",
+) -> Facts:
+    """Return this node's facts. `device` is a type of device; a `plan` that is no plan is None."""
+    files = [("the plan", plan_path), ("the script", script)]
+    if plan is not None and plan.model.file:
+        files.append(("the model file", Path(plan.model.file)))
+    return Facts(
+        node=socket.gethostname(),
+        name=socket.getfqdn(),
+        pid=os.getpid(),
+        number=number,
+        ranks_here=ranks_here,
+        versions=tuple(_versions(device)),
+        files=tuple((f"{what} {path}", _digest(path)) for what, path in files),
+        refusal=refusal,
+    )
+
+
+def differences(nodes: Sequence[Facts]) -> list[str]:
+    """Return a line for each version or file that nodes differ in, with its values."""
+    lines = []
+    for field in ("versions", "files"):
+        values: dict[str, dict[str, list[str]]] = {}
+        for facts in nodes:
+            for what, value in getattr(facts, field):
+                values.setdefault(what, {}).setdefault(value, []).append(facts.node)
+        for what, by_value in values.items():
+            if len(by_value) > 1:
+                told = (f"{value} on {names(hosts)}" for value, hosts in by_value.items())
+                lines.append(f"{what} is not the same on all nodes: {'; '.join(told)}")
+    return lines
+
+
+def same_plan(nodes: Sequence[Facts]) -> bool:
+    """Whether all have the same plan and number of ranks, without which no ranks can meet."""
+    return len({(facts.files[0][1], facts.ranks_here) for facts in nodes}) == 1
+
+
+def names(nodes: Iterable[str], most: int = 8) -> str:
+    """Return the names of nodes, each once, the first few of many."""
+    found = list(dict.fromkeys(nodes))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
+
+
+def _versions(device: str) -> Iterable[tuple[str, str]]:
+    import torch
+
+    yield "planner", _own_version()
+    yield "Python", platform.python_version()
+    yield "torch", torch.__version__
+    if device == "cpu":
+        return
+    if device == "cuda" and torch.version.cuda:
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
+        yield "the driver", _driver()
+    yield "the device", torch.get_device_module(device).get_device_name(0)
+
+
+def _own_version() -> str:
+    """The release, and a digest of the source: two checkouts may call themselves the same."""
+    root = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    try:
+        release = metadata.version("planner")
+    except metadata.PackageNotFoundError:  # a source tree that is not installed
+        release = "not installed"
+    return f"{release}, source {digest.hexdigest()[:8]}"
+
+
+def _driver() -> str:
+    """The first line of what the NVIDIA kernel module says of itself on Linux."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return "unknown"
+    return next((word for word in line.split() if word[0].isdigit() and "." in word), line)
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return MISSING

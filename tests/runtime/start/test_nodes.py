@@ -1,0 +1,179 @@
+"""Issue 19, 1 and 7: nodes with a network between them (`tests.nodes`), two processes each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from planner.plan import save_plan
+from planner.plan.defaults import default_plan
+from tests.nodes import Nodes, why_no_delay, why_not
+from tests.runtime.scenarios import capture
+from tests.runtime.start.test_started import TRAIN, losses_alone
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=why_not())]
+
+PORT = "29511"
+PREFLIGHT = """
+import json, sys
+from pathlib import Path
+from planner.runtime.preflight import SIZES, PlannedRates, preflight
+
+rate = float(sys.argv[2])  # bytes per second that every exchange is planned to have
+kinds = ("all_reduce", "all_gather", "send_recv")
+shapes = [(kind, n, m) for kind in kinds for n in (1, 2) for m in (1, 2, 3, 4)]
+planned = PlannedRates(source="here", seconds={s: {b: b / rate for b in SIZES} for s in shapes})
+report = preflight(
+    Path("plan.json"), Path("train.py"), "cpu", num_nodes=int(sys.argv[1]),
+    rendezvous="node-a:29511", planned=planned, meet_s=float(sys.argv[3]),
+)
+print(json.dumps(report.to_dict()))
+sys.exit(2 if report.problems else 0)
+"""
+
+
+def write_run(folder, *, per_node=2, **sizes):
+    """A plan for nodes of two, and a script."""
+    plan = default_plan(capture("gpt", torch.float64), **sizes)
+    cluster = plan.cluster.model_copy(update={"devices_per_node": per_node})
+    save_plan(plan.model_copy(update={"cluster": cluster}), folder / "plan.json")
+    (folder / "train.py").write_text(TRAIN)
+    return plan
+
+
+def launch(nodes, folder, *, options=(), variables=None):
+    command = [
+        sys.executable, "-m", "cli", "launch", "--device", "cpu", "--num-nodes",
+        str(len(nodes.names)), "--rendezvous", f"node-a:{PORT}", *options, "plan.json", "train.py",
+    ]  # fmt: skip
+    return {
+        name: nodes.start(name, command, folder=folder, variables=variables) for name in nodes.names
+    }
+
+
+def preflight(nodes, folder, *, rate=1e3, meet_s=60, variables=None, names=None):
+    """Start preflight on all nodes (or some); return codes, and the report of each."""
+    command = [sys.executable, "-c", PREFLIGHT, str(len(nodes.names)), str(rate), str(meet_s)]
+    started = {
+        name: nodes.start(name, command, folder=folder, variables=(variables or {}).get(name))
+        for name in names or nodes.names
+    }
+    told = {name: process.communicate(timeout=200) for name, process in started.items()}
+    codes = {name: process.returncode for name, process in started.items()}
+    return codes, {n: json.loads(out) if out.strip() else err for n, (out, err) in told.items()}
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(2, {"dp": 2, "pp": 2}), (2, {"tp": 2, "dp": 2}), (4, {"dp": 4, "pp": 2, "zero_stage": 2})],
+)
+def test_nodes_train_as_one_process(tmp_path, count, sizes):
+    plan = write_run(tmp_path, num_microbatches=2, **sizes)
+    with Nodes(count) as nodes:
+        started = launch(nodes, tmp_path)
+        told = [process.communicate(timeout=250)[1] for process in started.values()]
+        assert [process.returncode for process in started.values()] == [0] * count, told
+    alone = losses_alone(plan.global_batch)
+    for rank in range(2 * count):
+        losses = json.loads((tmp_path / f"losses-{rank}").read_text())
+        torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
+
+
+def test_preflight_of_good_nodes(tmp_path):
+    write_run(tmp_path, dp=2, pp=2)
+    with Nodes(2) as nodes:
+        codes, reports = preflight(nodes, tmp_path)
+    assert codes == {"node-a": 0, "node-b": 0}, reports
+    first = reports["node-a"]
+    assert first["checks"] == reports["node-b"]["checks"]
+    assert first["nodes"] == ["node-a", "node-b"]
+    axes = {(rate["axis"], *rate["ranks"]): rate["nodes"] for rate in first["rates"]}
+    assert axes == {
+        ("data", 0, 1): ["node-a"], ("data", 2, 3): ["node-b"],
+        ("pp", 0, 2): ["node-a", "node-b"], ("pp", 1, 3): ["node-a", "node-b"],
+        ("nodes", 0, 2): ["node-a", "node-b"],
+    }  # fmt: skip
+    assert first["checks_s"] < 30
+
+
+def test_preflight_names_the_node_with_the_slow_link(tmp_path):
+    """10 Mbit/s, where the plan counts on 10 MB/s: all groups over that link, and the node."""
+    write_run(tmp_path, dp=3, pp=1, per_node=1)
+    with Nodes(3) as nodes:
+        nodes.limit_rate("node-b", "10mbit")
+        codes, reports = preflight(nodes, tmp_path, rate=1e7)
+    assert set(codes.values()) == {2}
+    told = reports["node-a"]["problems"]
+    assert any(line.startswith("slow data group, ranks 0, 1, 2 on node-a") for line in told), told
+    (line,) = [line for line in told if "to other nodes" in line]
+    assert line.startswith("all links of node-b to other nodes are slow: send_recv of")
+    assert "0.01 GB/s planned" in line
+
+
+def test_preflight_names_pairs_that_do_not_reach_each_other(tmp_path):
+    write_run(tmp_path, dp=3, per_node=1)
+    with Nodes(3) as nodes:
+        nodes.block("node-b", "node-c")
+        codes, reports = preflight(nodes, tmp_path)
+    assert set(codes.values()) == {2}
+    told = reports["node-a"]["problems"]
+    assert [line.split(", rank")[0] for line in told if "does not reach" in line] == [
+        "node-b (10.77.0.2) does not reach node-c (10.77.0.3)",
+        "node-c (10.77.0.3) does not reach node-b (10.77.0.2)",
+    ]
+
+
+def test_preflight_names_files_that_differ(tmp_path):
+    """Each node has its folder; node-b has another script, and no rank is stopped by that."""
+    write_run(tmp_path, dp=2, per_node=1)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "plan.json").write_bytes((tmp_path / "plan.json").read_bytes())
+    (other / "train.py").write_text("another script = 1".replace(" script", "_script"))
+    command = [sys.executable, "-c", PREFLIGHT, "2", "1e3", "60"]
+    with Nodes(2) as nodes:
+        started = [
+            nodes.start(name, command, folder=folder)
+            for name, folder in (("node-a", tmp_path), ("node-b", other))
+        ]
+        outputs = [process.communicate(timeout=200) for process in started]
+    report = json.loads(outputs[0][0])
+    (line,) = report["problems"]
+    assert line.startswith("the script train.py is not the same on all nodes: ")
+    assert line.endswith(" on node-b")
+    assert "data groups, all_reduce" in [check["name"] for check in report["checks"]]
+
+
+def test_preflight_says_who_did_not_come(tmp_path):
+    write_run(tmp_path, dp=2, per_node=1)
+    began = time.monotonic()
+    with Nodes(2) as nodes:
+        codes, reports = preflight(nodes, tmp_path, meet_s=5, names=["node-a"])
+    assert codes["node-a"] == 1  # (a script's own exception: the command makes a line of it)
+    assert "PlannerError: 1 of 2 have come (node-a; not number 1) after 5 s" in reports["node-a"]
+    assert time.monotonic() - began < 40
+
+
+def test_a_name_that_stands_for_the_loopback_is_named(tmp_path):
+    """What Debian's installer writes: gloo then takes an address that other nodes can't reach."""
+    write_run(tmp_path, dp=2, per_node=1)
+    with Nodes(2) as nodes:
+        interface = {"node-b": {"GLOO_SOCKET_IFNAME": "lo"}}
+        _, reports = preflight(nodes, tmp_path, variables=interface)
+    told = "\n".join(reports["node-a"]["problems"])
+    assert "node-a (10.77.0.1) does not reach node-b (127.0.0.1)" in told
+    assert "node-b gives an address that only it can reach" in told
+
+
+@pytest.mark.skipif(bool(why_no_delay()), reason=why_no_delay())
+def test_preflight_names_the_node_with_the_long_delay(tmp_path):
+    write_run(tmp_path, dp=3, per_node=1)
+    with Nodes(3) as nodes:
+        nodes.delay("node-c", "80ms")
+        _, reports = preflight(nodes, tmp_path, rate=1e7)
+    told = "\n".join(reports["node-a"]["problems"])
+    assert "all links of node-c to other nodes are slow" in told
