@@ -30,7 +30,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import DryRun, dry_run
-from planner.runtime.step.wiring import stage_params
+from planner.runtime.step.messages.wiring import stage_params
 from profiles import load_profile
 
 SCHEDULES = ("fthenb", "1f1b")

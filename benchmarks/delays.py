@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from costmodel.time.simulate import JobSeconds, simulate
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.p2p import Crossing, Message, Post
+from planner.runtime.step.messages.p2p import Crossing, Message, Post
 from planner.schedule import Job, JobKind, build_schedule
 
 BLOCKING = "blocking"

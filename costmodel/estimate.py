@@ -38,7 +38,7 @@ from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_ta
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
-from planner.schedule.trips import trips
+from planner.schedule.timing.trips import trips
 from profiles import Profile
 
 

@@ -1,8 +1,8 @@
 """Values that no block makes: those made of the batch for each microbatch, and those made once.
 
 The preamble makes both. A value that depends on no batch input (positions, a causal mask) is made
-once for each number of samples and kept (`planner.runtime.step.feed`). Many are views: a mask
-that is expanded over the samples takes no more than the mask.
+once for each number of samples and kept (`planner.runtime.step.inputs.feed`). Many are views: a
+mask that is expanded over the samples takes no more than the mask.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from costmodel.memory.saved import SavedTensors
 from costmodel.table.fusion import fused_groups, module_groups
 from costmodel.time.block.compute import op_works
 from planner.graph import Op, Program
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of
 from planner.units import DTYPE_BYTES

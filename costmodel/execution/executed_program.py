@@ -29,7 +29,7 @@ from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
 from planner.layout.experts import grouped_products
-from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.families.products.attention import RING
 from planner.ops.flops import needing_gradient
 from planner.ops.record import family_of, packet_of

@@ -18,7 +18,7 @@ from functools import partial
 from costmodel.execution.executed import ExecutedProfile
 from costmodel.execution.executed_kernels import is_layer_product, products_of_head
 from planner.graph import Op, Program, Ref, TensorMeta, map_refs
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.record import family_of
 from profiles import Profile
 

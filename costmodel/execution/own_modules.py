@@ -25,7 +25,7 @@ from costmodel.execution.executed_kernels import LOSSES
 from costmodel.execution.rings import GATHERED
 from planner.graph import Arg, Op, Program, Ref, TensorMeta
 from planner.layout.placement import Shard, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.record import packet_of
 
 GELU = "aten.gelu.default"

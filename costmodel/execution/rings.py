@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import replace
 
 from planner.graph import Op, Program, Ref
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.products.attention import RING
 
 GATHERED = "planner.causal_attention"

@@ -20,7 +20,7 @@ from costmodel.execution.execution import Execution
 from costmodel.memory.saved import Remade
 from planner.graph import Op, Program
 from planner.layout.placement import Replicate, Shard, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
 from planner.ops.record import family_of
 from profiles.lookup.families import ATTENTION

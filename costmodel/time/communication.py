@@ -210,7 +210,7 @@ def boundary_seconds(
 ) -> float:
     """Return the transfer of `num_bytes` between stages, `whole_bytes` of them of tensors that
     all tp ranks hold: between nodes each rank sends its part of those, and tp ranks that
-    share a node gather them on arrival (`planner.runtime.step.wiring.sends_pieces`).
+    share a node gather them on arrival (`planner.runtime.step.messages.wiring.sends_pieces`).
     """
     if not whole_bytes or tp.size == 1 or tp.num_nodes > 1 or hop.num_nodes == 1:
         return hop_seconds(profile, hop, num_bytes)

@@ -1,7 +1,7 @@
 """What offload takes: copies between device and host, and the optimizer's step on the host.
 
-Without ZeRO the runtime steps bucket by bucket (`planner.runtime.state.host_optimizer`): gradients
-come down, the host updates, weights go up, and the three run beside each other:
+Without ZeRO the runtime steps bucket by bucket (`planner.runtime.state.optimizers.host_optimizer`):
+gradients come down, the host updates, weights go up, and the three run beside each other:
 
     seconds = max(down, update, up) + (down + up) / num_buckets
 
@@ -11,7 +11,7 @@ FSDP2 copies shards up as it gathers them and gradients down as it has reduced t
 hide behind compute with their collectives; the update waits for all of them and is bare.
 
 Activations leave while the job after their forward runs and return while the one before their
-backward does (`planner.schedule.trips`), so a job takes as long as the copies beside it, if
+backward does (`planner.schedule.timing.trips`), so a job takes as long as the copies beside it, if
 that is longer.
 """
 
@@ -24,12 +24,12 @@ import numpy as np
 
 from planner.plan import Precision
 from planner.plan.replication import gradient_factor
-from planner.schedule.trips import Trip
+from planner.schedule.timing.trips import Trip
 from profiles import Profile
 from profiles.records import StepWork
 
 HOST_BUCKET_BYTES = 32 * 2**20
-"""Of gradients, in one bucket (`planner.runtime.state.host_optimizer`)."""
+"""Of gradients, in one bucket (`planner.runtime.state.optimizers.host_optimizer`)."""
 
 
 def host_step_seconds(

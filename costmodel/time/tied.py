@@ -13,7 +13,7 @@ from planner.graph import ModelGraph
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication
-from planner.runtime.step.wiring import block_placements, param_placements
+from planner.runtime.step.messages.wiring import block_placements, param_placements
 from profiles import Group, Profile
 
 COPIES = 8

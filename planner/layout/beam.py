@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from planner.layout.redistribute import collectives, payload_bytes
+from planner.layout.redistribution.redistribute import collectives, payload_bytes
 from planner.ops.call import local_shape
 from planner.ops.flops import backward_work, op_work
 from planner.ops.record import family_of

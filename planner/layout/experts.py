@@ -20,7 +20,7 @@ from math import ceil
 from planner.errors import LayoutError
 from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.layout.axes import Degrees
-from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE
 from planner.ops.record import family_of
 
 

@@ -16,7 +16,7 @@ from planner.graph import ModelGraph, Op, Program, Ref, TensorMeta, map_refs
 from planner.layout.axes import Degrees, lowered_axes
 from planner.layout.class_layout import ClassLayout
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE, redistribute_op
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, redistribute_op
 from planner.ops.call import local_shape
 from planner.ops.registry import grad_is_partial, is_linear, local_ops, repeated, why_not_divided
 

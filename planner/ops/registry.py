@@ -13,7 +13,7 @@ from functools import lru_cache
 from planner.errors import LayoutError
 from planner.graph import Op, Program, Ref, TensorMeta, map_refs
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.call import Call, LocalForm, Placed, divides, fits
 from planner.ops.record import family_of, forgets
 

@@ -8,25 +8,13 @@ schedule is one file. Torch-free.
 
 Comes in: a name, pp, vpp and the number of microbatches. Goes out: a `Schedule`, the rows of jobs.
 Read in this order: `jobs` (Job, Schedule), `named.one_f_one_b` (a builder), `registry`
-(ScheduleSpec), `job_order` (what bounds rely on), `validate`, `in_flight`, `timetable`,
+(ScheduleSpec), `job_order` (what bounds rely on), `validate`, `timing` (when jobs run),
 `step_jobs` (what follows the rows in a whole step), `captured_ops` (which job runs which op of a
 model), `synthesis`.
 """
 
 from planner.schedule import named  # noqa: F401  (each module registers its schedules)
-from planner.schedule.communication import (
-    Transfer,
-    chain_edges,
-    communication_order,
-    validate_communication,
-)
 from planner.schedule.draw import draw_schedule, draw_table
-from planner.schedule.in_flight import (
-    in_flight,
-    in_flight_at_rank_peak,
-    in_flight_per_stage,
-    most_kept,
-)
 from planner.schedule.job_order import JobOrder, RoundTrips
 from planner.schedule.jobs import (
     Job,
@@ -63,7 +51,19 @@ from planner.schedule.synthesis.synthesize import (
     lower_bound_s,
     synthesize_schedule,
 )
-from planner.schedule.timetable import StageTimes, Timetable, time_schedule
+from planner.schedule.timing.communication import (
+    Transfer,
+    chain_edges,
+    communication_order,
+    validate_communication,
+)
+from planner.schedule.timing.in_flight import (
+    in_flight,
+    in_flight_at_rank_peak,
+    in_flight_per_stage,
+    most_kept,
+)
+from planner.schedule.timing.timetable import StageTimes, Timetable, time_schedule
 from planner.schedule.validate import validate_schedule
 
 __all__ = [

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from planner.schedule.jobs import Job, Schedule
 from planner.schedule.step_jobs import StepJob
-from planner.schedule.timetable import StageTimes, Timetable, time_schedule
+from planner.schedule.timing.timetable import StageTimes, Timetable, time_schedule
 
 _CONTEXT_RANKS, _CONTEXT_POSITIONS = 4, 6
 _MOST_COLUMNS_OF_A_JOB = 8

@@ -21,10 +21,10 @@ from typing import NoReturn
 
 from planner.errors import ScheduleError
 from planner.schedule.draw import draw_table
-from planner.schedule.in_flight import in_flight, in_flight_profile
 from planner.schedule.jobs import JobKind, Schedule
 from planner.schedule.registry import SCHEDULES
-from planner.schedule.timetable import Playback, StageTimes
+from planner.schedule.timing.in_flight import in_flight, in_flight_profile
+from planner.schedule.timing.timetable import Playback, StageTimes
 
 _GRADIENT_KINDS = (JobKind.FULL_BACKWARD, JobKind.BACKWARD_INPUT)
 

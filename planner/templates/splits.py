@@ -11,7 +11,7 @@ from functools import lru_cache
 from planner.graph import Affine, TensorMeta
 from planner.layout.class_layout import ClassLayout
 from planner.layout.lowering import lower
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.entries.routing import SORT_ROWS
 from planner.templates.build import BlockClass, template_of
 from planner.templates.tape import ROWS, STREAM, placed

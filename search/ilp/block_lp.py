@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from search.op_layout.block_problem import BlockProblem, Choice, ReshardEdge
+from search.op_layout.block_tables.block_problem import BlockProblem, Choice, ReshardEdge
 
 # A variable of a linear program's answer is whole, and an answer optimal, to about this.
 _NEARLY = 1e-6

@@ -26,12 +26,12 @@ from planner.layout.placement import Placement, parse_placement
 from planner.ops.registry import segment_counts, strategies
 from planner.plan import ClassLayout
 from profiles import Profile
-from search.op_layout.block_build import build_block_problems
-from search.op_layout.block_prices import Prices
-from search.op_layout.block_problem import BlockProblem, Boundary, Choice, read_layouts
+from search.op_layout.block_tables.block_build import build_block_problems
+from search.op_layout.block_tables.block_prices import Prices
+from search.op_layout.block_tables.block_problem import BlockProblem, Boundary, Choice, read_layouts
+from search.op_layout.block_tables.op_signatures import BoundClass, OpSeconds, OpSignature
 from search.op_layout.boundaries import boundary_options, class_groups, shared_params
 from search.op_layout.front import find_front
-from search.op_layout.op_signatures import BoundClass, OpSeconds, OpSignature
 from search.op_layout.solve import solve_block
 from search.request import SearchRequest
 

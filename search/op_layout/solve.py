@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from planner.errors import ProfileError
-from search.op_layout.block_problem import BlockProblem, Choice
-from search.op_layout.eliminate import TooWide, solve_by_elimination
+from search.op_layout.block_tables.block_problem import BlockProblem, Choice
+from search.op_layout.elimination.eliminate import TooWide, solve_by_elimination
 
 _PROGRAM_S = 5.0
 """What a program may take for a problem too wide for elimination."""
@@ -36,7 +36,7 @@ def _solve(problem: BlockProblem, bytes_price: float) -> tuple[Choice | None, st
         return solve_by_elimination(problem, bytes_price=bytes_price), "variable elimination"
     except TooWide:
         from search.ilp.block_lp import num_pairs, solve_by_linear_program
-        from search.op_layout.decompose import solve_by_decomposition
+        from search.op_layout.elimination.decompose import solve_by_decomposition
     if num_pairs(problem) <= _MOST_PAIRS:
         choice = solve_by_linear_program(problem, bytes_price=bytes_price, time_limit_s=_PROGRAM_S)
         if choice is not None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from costmodel import build_job_table
 from costmodel.time.simulate import JobTable
 from planner.schedule import build_schedule, find_schedule, in_flight, in_flight_per_stage
-from planner.schedule.trips import Trip, trips
+from planner.schedule.timing.trips import Trip, trips
 from search.bounds.copied_jobs import CopiedRow
 from search.space.shapes import Configuration
 

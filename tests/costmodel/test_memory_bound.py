@@ -20,8 +20,8 @@ from costmodel.time.plan_price import price_plan
 from costmodel.time.stage_costs.load import Held
 from planner.plan import recompute_fields
 from planner.plan.defaults import default_plan
-from planner.schedule.in_flight import most_kept
 from planner.schedule.of_plan import schedule_of
+from planner.schedule.timing.in_flight import most_kept
 from profiles import load_profile
 from search import SearchRequest, find_plan
 from tests.builders import tiny_models

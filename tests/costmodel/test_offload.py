@@ -9,9 +9,9 @@ from costmodel import CostCache, estimate
 from costmodel.time.offload import HOST_BUCKET_BYTES, host_step_seconds, least_job_seconds
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
-from planner.runtime.state import host_optimizer
+from planner.runtime.state.optimizers import host_optimizer
 from planner.schedule import build_schedule
-from planner.schedule.trips import trips
+from planner.schedule.timing.trips import trips
 from profiles import load_profile
 from profiles.devices import host_of
 from profiles.hosts import REACHED_FRACTION

@@ -10,7 +10,7 @@ from planner.graph import Program
 from planner.layout.axes import Degrees
 from planner.layout.experts import check_experts, spread_experts, spread_params
 from planner.layout.lowering import lower
-from planner.layout.redistribute import EXCHANGE_ROWS
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
 from planner.plan import load_plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.mesh import build_mesh

@@ -19,7 +19,7 @@ from planner.schedule import (
     time_schedule,
     validate_schedule,
 )
-from planner.schedule.timetable import Playback
+from planner.schedule.timing.timetable import Playback
 from tests.referees.schedules import solve_schedule_exactly
 
 

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.layout.layout import Layout, ProcessMesh
 from planner.layout.placement import parse_placement
-from planner.layout.reshard import plan_reshard
+from planner.layout.redistribution.reshard import plan_reshard
 from planner.ops.call import local_shape
 from planner.runtime.stage import local_ops
 from planner.runtime.stage.collectives import redistribute, run_step

@@ -18,7 +18,7 @@ from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
-from planner.runtime.step.wiring import param_placements
+from planner.runtime.step.messages.wiring import param_placements
 from tests.constructs import CONSTRUCTS, batch
 from tests.spawn import run_ranks
 

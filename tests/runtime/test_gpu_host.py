@@ -15,7 +15,7 @@ import planner
 from costmodel import CostCache, estimate
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
-from planner.runtime.state import host_optimizer
+from planner.runtime.state.optimizers import host_optimizer
 from profiles import load_profile
 from tests.builders import PlainGPT, gpt_batch
 from tests.runtime.scenarios import capture

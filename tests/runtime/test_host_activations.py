@@ -13,7 +13,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from planner.schedule import build_schedule
-from planner.schedule.trips import trips
+from planner.schedule.timing.trips import trips
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.runtime.scenarios import capture
 from tests.spawn import run_ranks

@@ -7,7 +7,7 @@ import pytest
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
 from planner.schedule import schedule_of
-from planner.schedule.trips import trips
+from planner.schedule.timing.trips import trips
 from tests.builders import MlpWithTarget, PlainGPT
 from tests.runtime.scenarios import capture
 from tests.runtime.test_host_activations import with_offload

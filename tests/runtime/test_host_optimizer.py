@@ -20,9 +20,9 @@ from planner.plan import Plan, Precision
 from planner.plan.defaults import default_plan
 from planner.runtime.check.recorder import Recorder
 from planner.runtime.start.mesh import build_mesh
-from planner.runtime.state import host_optimizer
 from planner.runtime.state.host import Host
-from planner.runtime.state.host_optimizer import HostMasters, HostUpdates
+from planner.runtime.state.optimizers import host_optimizer
+from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
 from planner.timeline import load_timeline
 from tests.builders import gpt_batch
 from tests.captures import capture_module

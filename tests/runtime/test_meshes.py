@@ -23,9 +23,9 @@ from planner.plan.defaults import default_plan
 from planner.runtime.check import verify
 from planner.runtime.start.mesh import build_mesh, coordinate_of
 from planner.runtime.step.engine import Engine
+from planner.runtime.step.messages.routes import Routes
+from planner.runtime.step.messages.wiring import build_edges, sends_pieces
 from planner.runtime.step.randomness import RandomStream
-from planner.runtime.step.routes import Routes
-from planner.runtime.step.wiring import build_edges, sends_pieces
 from tests.captures import capture_module
 from tests.runtime.scenarios import Outcome, build, capture, clip_many, train_many
 from tests.sharding.models import captured

@@ -18,7 +18,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.stage.weight_grads import WeightProduct, WeightQueue
 from planner.runtime.step.executor import Executor
-from planner.runtime.step.p2p import Message
+from planner.runtime.step.messages.p2p import Message
 from tests.runtime.scenarios import build, capture
 from tests.spawn import run_ranks
 

@@ -19,8 +19,8 @@ from planner.schedule import (
     most_kept,
     time_schedule,
 )
-from planner.schedule.communication import communication_order, validate_communication
 from planner.schedule.job_order import JobOrder, RoundTrips
+from planner.schedule.timing.communication import communication_order, validate_communication
 from planner.schedule.validate import validate_schedule
 
 NAMES = sorted(SCHEDULES)

@@ -22,9 +22,9 @@ from planner.schedule import (
     register_schedule,
     time_schedule,
 )
-from planner.schedule.communication import communication_order, validate_communication
 from planner.schedule.draw import draw_schedule, draw_table
 from planner.schedule.placements import fold_placement
+from planner.schedule.timing.communication import communication_order, validate_communication
 from planner.schedule.validate import validate_schedule
 
 

@@ -10,7 +10,11 @@ import pytest
 
 from planner.errors import ScheduleError
 from planner.schedule import Job, JobKind, Schedule, build_schedule
-from planner.schedule.communication import Transfer, communication_order, validate_communication
+from planner.schedule.timing.communication import (
+    Transfer,
+    communication_order,
+    validate_communication,
+)
 from planner.schedule.validate import validate_schedule
 from tests.schedule.tables import random_table
 

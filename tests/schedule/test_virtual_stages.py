@@ -6,9 +6,9 @@ import pytest
 
 from planner.errors import ScheduleError
 from planner.schedule import Schedule, build_schedule, in_flight, stage_to_pp_rank, time_schedule
-from planner.schedule.communication import communication_order
 from planner.schedule.named.interleaved import group_sizes
 from planner.schedule.placements import fold_placement, loop_placement
+from planner.schedule.timing.communication import communication_order
 from planner.schedule.validate import validate_schedule
 
 

@@ -10,12 +10,13 @@ from planner.errors import ProfileError
 from planner.layout.placement import Replicate
 from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
-from search.op_layout import decompose, layouts, solve
-from search.op_layout.block_problem import BlockProblem, ReshardEdge, Variable
-from search.op_layout.decompose import solve_by_decomposition
-from search.op_layout.eliminate import TooWide, minimise_tables, solve_by_elimination
+from search.op_layout import layouts, solve
+from search.op_layout.block_tables.block_problem import BlockProblem, ReshardEdge, Variable
+from search.op_layout.elimination import decompose
+from search.op_layout.elimination.decompose import solve_by_decomposition
+from search.op_layout.elimination.eliminate import TooWide, minimise_tables, solve_by_elimination
+from search.op_layout.elimination.tables import problem_tables
 from search.op_layout.solve import solve_block
-from search.op_layout.tables import problem_tables
 from tests.referees.blocks import best_by_brute_force
 
 

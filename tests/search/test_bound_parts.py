@@ -11,7 +11,7 @@ from costmodel.memory.bound import OnHost
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from planner.schedule import JobKind, build_schedule
-from planner.schedule.trips import trips
+from planner.schedule.timing.trips import trips
 from search import SearchRequest
 from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind

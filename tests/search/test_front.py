@@ -11,7 +11,7 @@ import pytest
 from profiles import load_profile
 from search.ilp.block_ilp import solve_by_cpsat
 from search.op_layout.boundaries import class_groups
-from search.op_layout.eliminate import solve_by_elimination
+from search.op_layout.elimination.eliminate import solve_by_elimination
 from search.op_layout.front import find_front
 from search.op_layout.layouts import LayoutSolver
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 from planner.graph import ModelGraph
 from planner.layout.lowering import lower
-from planner.layout.redistribute import REDISTRIBUTE, op_collectives
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
 from planner.plan import ClassLayout
 from profiles import Group, Lookup
 from search import SearchRequest, find_plan

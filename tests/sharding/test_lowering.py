@@ -14,7 +14,7 @@ from planner.errors import LayoutError
 from planner.layout.lowering import lower
 from planner.layout.placement import OpSharding
 from planner.layout.propagate import propagate_graph
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.registry import local_ops
 from planner.plan import ClassLayout
 from planner.runtime.stage.program_fx import to_graph_module

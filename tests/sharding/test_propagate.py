@@ -13,7 +13,7 @@ from planner.layout.lowering import lower
 from planner.layout.pins import parse_pin
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard
 from planner.layout.propagate import propagate_graph, propagate_layout
-from planner.layout.redistribute import REDISTRIBUTE, op_collectives
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
 from planner.ops.registry import strategies
 from planner.plan import ClassLayout
 from tests.builders import VOCABULARY

@@ -15,7 +15,7 @@ from planner.layout.layout import ProcessMesh
 from planner.layout.lowering import local_program, lower
 from planner.layout.placement import Partial, Replicate, Shard, parse_placement
 from planner.layout.propagate import propagate_graph, propagate_layout, propagate_on
-from planner.layout.redistribute import REDISTRIBUTE, op_collectives
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, op_collectives
 from planner.plan import ClassLayout
 from planner.plan.defaults import default_plan
 from planner.runtime.stage.program_fx import to_graph_module

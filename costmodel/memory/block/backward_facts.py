@@ -22,7 +22,7 @@ from costmodel.memory.saved import (
 from planner.graph import Op, Program
 from planner.layout.lowering import ONCE
 from planner.layout.placement import Replicate, parse_placement
-from planner.layout.redistribute import REDISTRIBUTE, collectives
+from planner.layout.redistribution.redistribute import REDISTRIBUTE, collectives
 from planner.ops.families.lowered import is_view_slice
 from planner.ops.kernel import Saved
 from planner.ops.record import packet_of

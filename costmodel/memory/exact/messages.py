@@ -2,7 +2,8 @@
 
 Receives from one rank are posted in the order in which it sends, so one that is wanted soon
 brings those that are sent before it. On gloo, which does not tell when a message has left, what
-was sent is kept until something arrives that its taker sent later (`planner.runtime.step.p2p`).
+was sent is kept until something arrives that its taker sent later
+(`planner.runtime.step.messages.p2p`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planner.runtime.step.wiring import Edge
+from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind
 
 

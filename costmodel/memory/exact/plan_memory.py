@@ -12,7 +12,7 @@ from costmodel.memory.exact.stage.placed_stage import PlacedStages
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import PlanPrice, stages_of_rank
 from costmodel.time.tied import check_copies, tied_stages
-from planner.runtime.step.wiring import Edge, build_edges
+from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
 

@@ -20,7 +20,7 @@ from costmodel.memory.exact.messages import Arrival, Receives, Traffic
 from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes, Storage
 from costmodel.memory.exact.stage.jobs import JobVariant, StageJobs, job_variants
 from planner.schedule.jobs import Job, JobKind
-from planner.schedule.trips import Trip, trips
+from planner.schedule.timing.trips import Trip, trips
 
 
 class MemorySample(NamedTuple):

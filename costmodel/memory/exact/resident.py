@@ -32,7 +32,7 @@ from costmodel.time.tied import tied_sum_bytes
 from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.plan.replication import Replication, gradient_factor
-from planner.runtime.step.wiring import block_placements
+from planner.runtime.step.messages.wiring import block_placements
 from profiles.profile import Amount
 
 
@@ -190,8 +190,9 @@ def on_host(rank: RankState) -> Amount:
     """Return what an optimizer on the host has there: its state, and what it steps on.
 
     Without ZeRO that is a copy of the weights, and slots for two buckets of gradients and of
-    weights on their variant (`planner.runtime.state.host_optimizer`). A bucket is at least as large
-    as the largest tensor, for which the largest block stands. With ZeRO it is shards of both.
+    weights on their variant (`planner.runtime.state.optimizers.host_optimizer`). A bucket is at
+    least as large as the largest tensor, for which the largest block stands. With ZeRO it is shards
+    of both.
     """
     if not rank.plan.optimizer_on_host:
         return 0

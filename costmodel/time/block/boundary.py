@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from planner.graph import ModelGraph
 from planner.layout.placement import Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribute import collectives
+from planner.layout.redistribution.redistribute import collectives
 from planner.plan import ClassLayout
 from planner.units import DTYPE_BYTES
 from profiles import Group, Profile

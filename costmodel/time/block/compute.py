@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from costmodel.topology import Axis
 from planner.graph import Op, TensorMeta
-from planner.layout.redistribute import inner_collectives, op_collectives
+from planner.layout.redistribution.redistribute import inner_collectives, op_collectives
 from planner.ops.flops import Work, backward_work, op_work
 from profiles import Group, OpQuery, Profile
 from profiles.records import Direction

@@ -13,7 +13,7 @@ from costmodel.time.block.compute import inner_seconds, op_seconds, op_works, re
 from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import Axis
 from planner.graph import Program
-from planner.layout.redistribute import EXCHANGE_ROWS
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
 from planner.ops.flops import Work
 from planner.ops.weight_products import deferrable_products
 from profiles import Profile

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import lcm, prod
 
 from planner.layout.placement import OpSharding, Placement, Replicate, Shard, parse_placement
-from planner.layout.redistribute import EXCHANGE_ROWS, REDISTRIBUTE, collectives
+from planner.layout.redistribution.redistribute import EXCHANGE_ROWS, REDISTRIBUTE, collectives
 from planner.ops.call import Call, LocalForm, P, Placed
 from planner.ops.families.entries.creation import saves_mask
 from planner.ops.kernel import KernelCall, Saved, View, same_memory, saves_nothing

@@ -26,7 +26,7 @@ from planner.layout.placement import Partial, Placement, Shard
 from planner.layout.placements import Placements
 from planner.runtime.stage.collectives import run_step
 from planner.runtime.stage.programs import Programs, Run
-from planner.runtime.step.wiring import stage_of
+from planner.runtime.step.messages.wiring import stage_of
 from planner.schedule.jobs import JobKind
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from planner.graph.batch import call_with_batch, loss_of
 from planner.graph.model_file import ModelSource
 from planner.runtime.check.promote import ReferenceMode, held_tensors, promote_module
 from planner.runtime.state.weights import stored_tensors
-from planner.runtime.step.feed import CutBatch
+from planner.runtime.step.inputs.feed import CutBatch
 
 Step = dict[str, dict[str, Tensor]]
 """What one step of training made, by kind: ``loss``, ``gradient``, ``parameter``, ``buffer``.

@@ -48,8 +48,8 @@ from planner.runtime.check.promote import (
 from planner.runtime.start.apply import shared_capture
 from planner.runtime.start.mesh import build_mesh
 from planner.runtime.step.engine import Engine
-from planner.runtime.step.feed import cut_batch
-from planner.runtime.step.wiring import stage_of
+from planner.runtime.step.inputs.feed import cut_batch
+from planner.runtime.step.messages.wiring import stage_of
 
 # How much of the largest loss, gradient, parameter or buffer a difference may be, whatever the
 # rounding. A model in which rounding is more can't be verified.

@@ -30,7 +30,6 @@ from planner.runtime.checkpoint.parts import (
     optimized_parts,
 )
 from planner.runtime.checkpoint.snapshot import Notes, check_extra, describe, restore, take
-from planner.runtime.checkpoint.sources import CheckpointSource, fill, open_source
 from planner.runtime.checkpoint.staging import Copies, Staging
 from planner.runtime.checkpoint.storage import (
     NOTES,
@@ -45,9 +44,10 @@ from planner.runtime.checkpoint.storage import (
     tensor_item,
 )
 from planner.runtime.checkpoint.together import told_plainly
+from planner.runtime.checkpoint.weight_files.sources import CheckpointSource, fill, open_source
 from planner.runtime.start import device as devices
 from planner.runtime.start.together import together
-from planner.runtime.state.optimizer import OWN_SCHEDULER
+from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine

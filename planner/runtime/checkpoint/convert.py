@@ -30,20 +30,7 @@ from planner.runtime.checkpoint.folder import Manifest
 from planner.runtime.checkpoint.optimizer_state import OptimizerNotes
 from planner.runtime.checkpoint.parts import dtype_name
 from planner.runtime.checkpoint.pieces import Piece, holdings, model_key
-from planner.runtime.checkpoint.safetensors_files import Named, read_file, write_file, write_folder
-from planner.runtime.checkpoint.single_device import (
-    as_training,
-    count_steps,
-    from_state_dict,
-    to_state_dict,
-)
 from planner.runtime.checkpoint.snapshot import Notes, versions
-from planner.runtime.checkpoint.sources import (
-    STATE_DICT_SUFFIXES,
-    CheckpointSource,
-    MappedSource,
-    open_source,
-)
 from planner.runtime.checkpoint.storage import (
     NOTES,
     StreamWriter,
@@ -51,6 +38,24 @@ from planner.runtime.checkpoint.storage import (
     bytes_item,
     file_checksum,
     tensor_item,
+)
+from planner.runtime.checkpoint.weight_files.safetensors_files import (
+    Named,
+    read_file,
+    write_file,
+    write_folder,
+)
+from planner.runtime.checkpoint.weight_files.single_device import (
+    as_training,
+    count_steps,
+    from_state_dict,
+    to_state_dict,
+)
+from planner.runtime.checkpoint.weight_files.sources import (
+    STATE_DICT_SUFFIXES,
+    CheckpointSource,
+    MappedSource,
+    open_source,
 )
 
 Progress = Callable[[float, str], None]

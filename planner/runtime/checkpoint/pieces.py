@@ -27,7 +27,7 @@ from planner.layout.placements import Placements
 from planner.ops.record import mutates
 from planner.plan import Plan
 from planner.plan.replication import Replication
-from planner.runtime.step.wiring import param_placements, stage_params
+from planner.runtime.step.messages.wiring import param_placements, stage_params
 
 CHUNK_BYTES = 64 * 2**20
 """Most bytes stored as one chunk (if a row has no more): what a reader of a slice reads at most

@@ -20,7 +20,7 @@ from planner.graph.batch_split import BatchSplit
 from planner.runtime.data.order import AtEnd, Order, seed_of
 from planner.runtime.data.samples import Collate, Loaded, MapParts, PartKey, as_it_is
 from planner.runtime.data.streams import ShardedStream, WholeStream, places_of
-from planner.runtime.step.agreement import Agreed, Said, agree
+from planner.runtime.step.inputs.agreement import Agreed, Said, agree
 
 if TYPE_CHECKING:
     from planner.runtime.step.engine import Engine

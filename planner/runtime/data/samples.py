@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, Subset, default_collate
 from planner.errors import ModelError
 from planner.graph.batch import flatten_batch, unflatten_batch
 from planner.runtime.data.order import seed_of
-from planner.runtime.step.agreement import marks_of
-from planner.runtime.step.feed import filled
+from planner.runtime.step.inputs.agreement import marks_of
+from planner.runtime.step.inputs.feed import filled
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Inside a forward, autograd gives what it saves to `Parcel`, which notes each storage once.
 While the next job runs, the storages are copied to the host and then let go; while the job
-before the backward runs, they are copied back (`planner.schedule.trips` says which and
+before the backward runs, they are copied back (`planner.schedule.timing.trips` says which and
 when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
 the batch. Anything else that still refers to a storage, such as a message on its way, keeps
 it alive as ever.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.runtime.state.host import Host, Ticket
 from planner.schedule.jobs import Job
-from planner.schedule.trips import Trip, trips
+from planner.schedule.timing.trips import Trip, trips
 
 
 class ActivationsOnHost:

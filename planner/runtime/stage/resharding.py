@@ -16,7 +16,7 @@ from torch import Tensor
 from planner.errors import LayoutError
 from planner.layout.layout import Box, ProcessMesh, sizes, slices
 from planner.layout.placement import Shard
-from planner.layout.reshard import Reshard, ReshardStep
+from planner.layout.redistribution.reshard import Reshard, ReshardStep
 from planner.runtime.stage import collectives
 
 Groups = Mapping[str, str]

@@ -27,7 +27,7 @@ from planner.runtime.stage.collectives import redistribute
 from planner.runtime.stage.host_activations import ActivationsOnHost
 from planner.runtime.stage.programs import Programs, Run
 from planner.runtime.stage.recompute import Keeper, Recomputed
-from planner.runtime.step.wiring import BlockPlacements, StageWiring
+from planner.runtime.step.messages.wiring import BlockPlacements, StageWiring
 
 
 def attribute(fqn: str) -> str:

@@ -27,7 +27,7 @@ from planner.runtime.start.mesh import Mesh, build_mesh, take_place
 from planner.runtime.start.together import together
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
-from planner.runtime.step.loss_weights import LossWeight
+from planner.runtime.step.inputs.loss_weights import LossWeight
 
 
 def apply_plan(

@@ -17,7 +17,7 @@ from planner.plan import Plan
 from planner.runtime.stage.collectives import run_step
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.masters import rest_dtype
-from planner.runtime.step.wiring import stage_params
+from planner.runtime.step.messages.wiring import stage_params
 
 
 def gather(

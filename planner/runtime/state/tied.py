@@ -21,14 +21,14 @@ from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh, sizes, slices
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
-from planner.layout.reshard import box_transfers
+from planner.layout.redistribution.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
-from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams
+from planner.runtime.state.optimizers.host_optimizer import HostMasters
+from planner.runtime.step.messages.wiring import param_placements, stage_params
 from planner.runtime.step.reduce import TiedCopies
-from planner.runtime.step.wiring import param_placements, stage_params
 
 Exchange = Callable[[list[Tensor]], list[Tensor]]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.errors import PlanError
-from planner.runtime.step.feed import Feed
+from planner.runtime.step.inputs.feed import Feed
 
 
 class Accumulation:

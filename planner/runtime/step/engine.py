@@ -43,9 +43,9 @@ from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather
 from planner.runtime.state.host import Host
-from planner.runtime.state.host_optimizer import HostMasters
 from planner.runtime.state.masters import MasterParams, cast_params, rest_dtype
-from planner.runtime.state.optimizer import OWN_SCHEDULER, check_schedulers
+from planner.runtime.state.optimizers.host_optimizer import HostMasters
+from planner.runtime.state.optimizers.optimizer import OWN_SCHEDULER, check_schedulers
 from planner.runtime.state.untouched import Untouched
 from planner.runtime.state.weights import (
     constant,
@@ -59,13 +59,11 @@ from planner.runtime.step.accumulation import Accumulation
 from planner.runtime.step.batch_norm import DeferredStatistics
 from planner.runtime.step.evaluation import Evaluation
 from planner.runtime.step.executor import Executor, Hooks
-from planner.runtime.step.feed import Feed, Preamble
-from planner.runtime.step.feeder import Feeder, Shaped
-from planner.runtime.step.loss_weights import LossWeight, LossWeights
-from planner.runtime.step.p2p import Post
-from planner.runtime.step.randomness import RandomStream
-from planner.runtime.step.trained import Owner, TrainedParams
-from planner.runtime.step.wiring import (
+from planner.runtime.step.inputs.feed import Feed, Preamble
+from planner.runtime.step.inputs.feeder import Feeder, Shaped
+from planner.runtime.step.inputs.loss_weights import LossWeight, LossWeights
+from planner.runtime.step.messages.p2p import Post
+from planner.runtime.step.messages.wiring import (
     block_placements,
     build_edges,
     param_placements,
@@ -73,6 +71,8 @@ from planner.runtime.step.wiring import (
     stage_params,
     wire_stage,
 )
+from planner.runtime.step.randomness import RandomStream
+from planner.runtime.step.trained import Owner, TrainedParams
 from planner.schedule import Job, StepJobKind, schedule_of, step_jobs
 from planner.timeline import CHECK
 

@@ -23,9 +23,9 @@ from planner.runtime.check.watchdog import Status
 from planner.runtime.stage.host_activations import ActivationsOnHost, Incoming
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.step.feed import Feed
-from planner.runtime.step.p2p import Message, Post, messages
-from planner.runtime.step.wiring import Edge
+from planner.runtime.step.inputs.feed import Feed
+from planner.runtime.step.messages.p2p import Message, Post, messages
+from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
 from planner.timeline import REMAKE
 

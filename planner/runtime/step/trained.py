@@ -26,14 +26,14 @@ from planner.runtime.checkpoint.pieces import holdings
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.host import Host
-from planner.runtime.state.host_optimizer import HostMasters, HostUpdates
 from planner.runtime.state.masters import MasterParams
-from planner.runtime.state.optimizer import build_optimizer, read_beyond_elements
+from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates
+from planner.runtime.state.optimizers.optimizer import build_optimizer, read_beyond_elements
+from planner.runtime.state.optimizers.whole_params import WholeParams, stepped_on
 from planner.runtime.state.tied import tied_copies
-from planner.runtime.state.whole_params import WholeParams, stepped_on
 from planner.runtime.step.clip import clip_gradients
+from planner.runtime.step.messages.wiring import stage_params
 from planner.runtime.step.reduce import GradBuckets
-from planner.runtime.step.wiring import stage_params
 
 Owner = StageModule | MasterParams | HostMasters
 
@@ -94,7 +94,7 @@ class TrainedParams:
         )
 
     def build_optimizer(self, given: Any, module: nn.Module) -> torch.optim.Optimizer | None:
-        """Return the optimizer that `step` uses, see `planner.runtime.state.optimizer`."""
+        """Return the optimizer that `step` uses (`planner.runtime.state.optimizers.optimizer`)."""
         optimizer = build_optimizer(given, module, self.stepped_by_name())
         # (AdamW, the default, works by element: nothing to measure.)
         if optimizer is not None and given is not None and self._plan.world_size > 1:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.schedule.jobs import Job, JobKind, Schedule
-from planner.schedule.timetable import Playback, StageTimes
+from planner.schedule.timing.timetable import Playback, StageTimes
 
 _NUM_SHAKES = 4
 """Random exchanges tried to leave a local optimum."""

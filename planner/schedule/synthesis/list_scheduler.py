@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from math import inf
 
 from planner.schedule.jobs import Job, JobKind, Schedule
-from planner.schedule.timetable import StageTimes
+from planner.schedule.timing.timetable import StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

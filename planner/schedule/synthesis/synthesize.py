@@ -19,7 +19,7 @@ from planner.schedule.jobs import Job, JobKind, Schedule
 from planner.schedule.registry import SCHEDULES, build_schedule
 from planner.schedule.synthesis.improve import improve_schedule
 from planner.schedule.synthesis.list_scheduler import ListScheduler, Rule
-from planner.schedule.timetable import StageTimes, time_schedule
+from planner.schedule.timing.timetable import StageTimes, time_schedule
 
 _NUM_STARTS = 3
 """How many of the best tables are improved."""

@@ -13,7 +13,7 @@ from costmodel.execution.saves import remade_in_backward, with_sized_losses
 from costmodel.table.rates import load_rates
 from planner.graph import Op, Program, Ref
 from planner.layout.axes import Degrees
-from planner.layout.redistribute import REDISTRIBUTE
+from planner.layout.redistribution.redistribute import REDISTRIBUTE
 from planner.ops.families.losses.cross_entropy import SIZED_CROSS_ENTROPY, VOCAB_CROSS_ENTROPY
 from planner.ops.families.products.attention import RING
 from planner.templates import Transformer, build_transformer

@@ -17,7 +17,7 @@ from costmodel.memory.exact.stage.stage_walk import BackwardBytes, BlockSample, 
 from costmodel.memory.parts import MemoryParts, with_overheads
 from costmodel.time.plan_price import price_plan
 from planner.layout.placements import WHOLE
-from planner.runtime.step.wiring import Edge, build_edges
+from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Job, JobKind
 from planner.schedule.of_plan import schedule_of
 from profiles import load_profile

@@ -11,7 +11,7 @@ from costmodel.time.block.program_times import ProgramTimes, Spent
 from costmodel.topology import lowered_groups
 from planner.layout.axes import Degrees
 from planner.layout.placement import Partial, Replicate
-from planner.layout.redistribute import redistribute_op
+from planner.layout.redistribution.redistribute import redistribute_op
 from tests.costmodel.programs import CHAIN, program_of
 from tests.search.machine import Machine
 

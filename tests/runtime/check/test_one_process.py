@@ -12,7 +12,7 @@ from torch import nn
 from planner.graph.model_file import ModelSource
 from planner.plan.defaults import default_plan
 from planner.runtime.check.one_process import OneProcess, Piece
-from planner.runtime.step.feed import cut_batch
+from planner.runtime.step.inputs.feed import cut_batch
 from tests.builders import MlpWithTarget, mlp_batch
 from tests.captures import capture_tiny
 

@@ -17,8 +17,13 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint.convert import convert
 from planner.runtime.checkpoint.folder import checkpoints_in, read_manifest
-from planner.runtime.checkpoint.safetensors_files import Named, read_file, read_folder, write_file
-from planner.runtime.checkpoint.sources import open_source
+from planner.runtime.checkpoint.weight_files.safetensors_files import (
+    Named,
+    read_file,
+    read_folder,
+    write_file,
+)
+from planner.runtime.checkpoint.weight_files.sources import open_source
 from tests.builders import gpt_batch
 from tests.frozen import TiedGPT
 from tests.runtime.scenarios import build, capture

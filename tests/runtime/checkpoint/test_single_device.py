@@ -11,7 +11,7 @@ import planner
 from planner.errors import PlanError
 from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint.convert import convert
-from planner.runtime.checkpoint.single_device import from_state_dict
+from planner.runtime.checkpoint.weight_files.single_device import from_state_dict
 from tests.runtime.scenarios import build, capture
 
 pytest.importorskip("safetensors.torch", reason="the hf extra is not installed")

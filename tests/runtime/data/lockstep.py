@@ -12,8 +12,8 @@ import torch
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.data.loader import Loader
-from planner.runtime.step import agreement
-from planner.runtime.step.feeder import Feeder, Shaped
+from planner.runtime.step.inputs import agreement
+from planner.runtime.step.inputs.feeder import Feeder, Shaped
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from planner.errors import ModelError
-from planner.runtime.state.optimizer import build_optimizer, read_beyond_elements
-from planner.runtime.state.several import Several
+from planner.runtime.state.optimizers.optimizer import build_optimizer, read_beyond_elements
+from planner.runtime.state.optimizers.several import Several
 
 
 def network() -> nn.Linear:

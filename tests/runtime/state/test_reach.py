@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import ModelError
-from planner.runtime.state.reach import fresh_state, reaches
+from planner.runtime.state.optimizers.reach import fresh_state, reaches
 
 
 class Named(torch.optim.Optimizer):

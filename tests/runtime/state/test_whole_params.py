@@ -11,8 +11,8 @@ from planner.graph import TensorMeta
 from planner.layout.placement import Shard
 from planner.layout.placements import WHOLE
 from planner.runtime.checkpoint.pieces import Holding, Piece
-from planner.runtime.state import whole_params
-from planner.runtime.state.whole_params import WholeParams, cutting_axes, stepped_on
+from planner.runtime.state.optimizers import whole_params
+from planner.runtime.state.optimizers.whole_params import WholeParams, cutting_axes, stepped_on
 from tests.runtime.alone import Parts
 
 CUT = WHOLE.on("tp", Shard(0))

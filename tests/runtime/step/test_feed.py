@@ -10,7 +10,7 @@ import torch
 from planner.errors import ModelError
 from planner.graph import Affine, Op, Program, Ref, TensorMeta
 from planner.plan.defaults import default_plan
-from planner.runtime.step.feed import Preamble, _piece, _reversed, cut_batch
+from planner.runtime.step.inputs.feed import Preamble, _piece, _reversed, cut_batch
 from tests.builders import gpt_batch
 from tests.captures import capture_tiny
 

@@ -7,8 +7,8 @@ import torch
 
 from planner.errors import ModelError
 from planner.plan.defaults import default_plan
-from planner.runtime.step.feed import cut_batch
-from planner.runtime.step.loss_weights import LossWeights
+from planner.runtime.step.inputs.feed import cut_batch
+from planner.runtime.step.inputs.loss_weights import LossWeights
 from tests.builders import gpt_batch
 from tests.captures import capture_tiny
 from tests.runtime.alone import Parts

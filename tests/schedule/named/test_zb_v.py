@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule.in_flight import in_flight
 from planner.schedule.jobs import JobKind, Schedule
 from planner.schedule.named.zb_v import zb_v
 from planner.schedule.placements import fold_placement
+from planner.schedule.timing.in_flight import in_flight
 from planner.schedule.validate import validate_schedule
 
 

@@ -13,7 +13,7 @@ from planner.schedule.synthesis.improve import (
     _moves,
     improve_schedule,
 )
-from planner.schedule.timetable import Playback, StageTimes, time_schedule
+from planner.schedule.timing.timetable import Playback, StageTimes, time_schedule
 
 TIMES = StageTimes.equal(2)
 SPLIT = build_schedule("zb_h1", pp=2, vpp=1, num_microbatches=4)

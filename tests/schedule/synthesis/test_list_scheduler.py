@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.schedule.in_flight import in_flight
 from planner.schedule.jobs import Schedule
 from planner.schedule.synthesis.list_scheduler import ListScheduler, Rule
-from planner.schedule.timetable import StageTimes
+from planner.schedule.timing.in_flight import in_flight
+from planner.schedule.timing.timetable import StageTimes
 from planner.schedule.validate import validate_schedule
 
 RULE = {"backward_first": True, "oldest_first": False, "patience": 0.5, "split_backward": False}

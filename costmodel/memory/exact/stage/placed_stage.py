@@ -19,7 +19,7 @@ from planner.layout.axes import lowered_axes, split_axes
 from planner.layout.placements import WHOLE, Placements
 from planner.plan import Plan, Recompute
 from planner.plan.replication import Replication
-from planner.runtime.step.wiring import Edge, block_placements
+from planner.runtime.step.messages.wiring import Edge, block_placements
 from planner.units import DTYPE_BYTES
 
 

@@ -19,7 +19,7 @@ from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.start.together import together
-from planner.runtime.step.feed import even_split
+from planner.runtime.step.inputs.feed import even_split
 
 _CHECKED_ELEMENTS = 512
 """Of a tensor: enough to tell samples apart, in some microseconds."""

@@ -13,8 +13,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from planner.errors import ModelError
 from planner.layout.axes import split_axes
-from planner.runtime.state.reach import fresh_state, reaches
-from planner.runtime.state.several import Several
+from planner.runtime.state.optimizers.reach import fresh_state, reaches
+from planner.runtime.state.optimizers.several import Several
 
 OWN_SCHEDULER = "scheduler of the engine "
 """Under which names checkpoints have the schedulers that the engine steps."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
 from planner.runtime.start.mesh import Mesh
-from planner.runtime.step.feed import CutBatch
+from planner.runtime.step.inputs.feed import CutBatch
 
 LossWeight = Callable[[Any], float] | Literal["sum"]
 """What a part counts, by the user's function; "sum": every part once, as a loss that is a sum over

@@ -16,9 +16,9 @@ from planner.graph.batch_split import BatchSplit, part_bounds
 from planner.layout.axes import members
 from planner.layout.layout import Box, ProcessMesh
 from planner.layout.placement import Shard
-from planner.layout.reshard import box_transfers
+from planner.layout.redistribution.reshard import box_transfers
 from planner.plan import Plan
-from planner.runtime.step.wiring import Edge
+from planner.runtime.step.messages.wiring import Edge
 
 
 class Part(NamedTuple):

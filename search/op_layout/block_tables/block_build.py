@@ -11,15 +11,15 @@ import numpy as np
 from planner.errors import LayoutError
 from planner.graph import Op, Program, TensorMeta
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate
-from search.op_layout.block_prices import STATE_FACTOR, Floats, Prices
-from search.op_layout.block_problem import (
+from search.op_layout.block_tables.block_prices import STATE_FACTOR, Floats, Prices
+from search.op_layout.block_tables.block_problem import (
     BlockProblem,
     Boundary,
     ReshardEdge,
     Variable,
 )
-from search.op_layout.op_signatures import BoundClass, OpSignature
-from search.op_layout.reshard_edges import (
+from search.op_layout.block_tables.op_signatures import BoundClass, OpSignature
+from search.op_layout.block_tables.reshard_edges import (
     Produced,
     Requirements,
     Strategies,
@@ -29,7 +29,7 @@ from search.op_layout.reshard_edges import (
     requirements,
     shared_strategies,
 )
-from search.op_layout.segments import kept_segments, without
+from search.op_layout.block_tables.segments import kept_segments, without
 
 
 def build_block_problems(

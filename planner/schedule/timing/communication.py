@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from planner.errors import ScheduleError
 from planner.schedule.draw import draw_table
 from planner.schedule.jobs import Job, JobKind, Schedule
-from planner.schedule.timetable import StageTimes, time_schedule
+from planner.schedule.timing.timetable import StageTimes, time_schedule
 
 Edge = tuple[int, int]
 """(source stage, destination stage) of an activation; its gradient goes the other way."""

@@ -21,7 +21,7 @@ from typing import Literal
 
 from planner.layout.layout import Box, Layout, Shape, box_numel, intersection
 from planner.layout.placement import Partial, Placement, Replicate, Shard
-from planner.layout.redistribute import CollectiveKind, collectives
+from planner.layout.redistribution.redistribute import CollectiveKind, collectives
 
 StepKind = CollectiveKind | Literal["slice", "pad", "keep_first"]
 

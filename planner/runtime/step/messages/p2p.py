@@ -26,8 +26,8 @@ from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import give_way_to_sockets
 from planner.runtime.start.mesh import Mesh, default_group
-from planner.runtime.step.routes import Routes
-from planner.runtime.step.wiring import Edge
+from planner.runtime.step.messages.routes import Routes
+from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule
 
 _TAG_RANGE = 2**31 - 1

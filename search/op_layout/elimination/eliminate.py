@@ -19,9 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from search.op_layout.block_problem import BlockProblem, Choice, Table
-from search.op_layout.ordering import Elimination, elimination_order
-from search.op_layout.tables import problem_tables
+from search.op_layout.block_tables.block_problem import BlockProblem, Choice, Table
+from search.op_layout.elimination.ordering import Elimination, elimination_order
+from search.op_layout.elimination.tables import problem_tables
 
 _MOST_CELLS = 4_000_000
 """32 MiB of costs: about where a linear program is faster."""

@@ -26,7 +26,7 @@ from planner.layout.placements import Placements
 from planner.runtime.checkpoint.pieces import Holding, Piece
 from planner.runtime.start.mesh import Mesh
 from planner.runtime.state.gather import whole
-from planner.runtime.state.reach import fresh_state
+from planner.runtime.state.optimizers.reach import fresh_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from search.op_layout.block_problem import BlockProblem, ReshardEdge, Table
+from search.op_layout.block_tables.block_problem import BlockProblem, ReshardEdge, Table
 
 FEW_CELLS = 100_000
 """Tables up to this size are not worth a second look for a better order."""

@@ -18,8 +18,8 @@ from planner.graph import TensorMeta
 from planner.layout.placement import Placement, Shard
 from planner.ops.registry import strategies_of
 from profiles import Group
-from search.op_layout.op_signatures import OpSeconds, OpSignature
-from search.op_layout.reshard_edges import (
+from search.op_layout.block_tables.op_signatures import OpSeconds, OpSignature
+from search.op_layout.block_tables.reshard_edges import (
     MOVES,
     Dims,
     EdgePattern,

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.layout.placement import OpSharding, Partial, Placement, Replicate, Shard
-from planner.layout.redistribute import collectives
-from search.op_layout.block_problem import Requirement, at_rest
+from planner.layout.redistribution.redistribute import collectives
+from search.op_layout.block_tables.block_problem import Requirement, at_rest
 
 Dims = tuple[int | None, ...]
 """The dim along which each tensor of an op is cut; None: whole."""

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import combinations
 from math import inf, log2, prod
 
-from search.op_layout.tables import FEW_CELLS, MOST_DIMS
+from search.op_layout.elimination.tables import FEW_CELLS, MOST_DIMS
 
 _MANY_LEFT = 200
 """Where one order is stuck with so many variables left, another will be, too."""

@@ -21,9 +21,14 @@ from planner.layout.layout import Box, Shape, sizes
 from planner.runtime.checkpoint import folder as folders
 from planner.runtime.checkpoint.parts import Part
 from planner.runtime.checkpoint.pieces import model_key
-from planner.runtime.checkpoint.safetensors_files import INDEX, SINGLE, read_file, read_folder
-from planner.runtime.checkpoint.single_device import split_training
 from planner.runtime.checkpoint.storage import Stored, Target, file_checksum
+from planner.runtime.checkpoint.weight_files.safetensors_files import (
+    INDEX,
+    SINGLE,
+    read_file,
+    read_folder,
+)
+from planner.runtime.checkpoint.weight_files.single_device import split_training
 
 STATE_DICT_SUFFIXES = (".pt", ".pth", ".bin")
 

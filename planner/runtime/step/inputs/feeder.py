@@ -17,8 +17,8 @@ from planner.graph.batch import flatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
 from planner.runtime.start.mesh import Mesh
-from planner.runtime.step.agreement import Agreed, Said, agree, marks_of, refuse_other_cuts
-from planner.runtime.step.feed import (
+from planner.runtime.step.inputs.agreement import Agreed, Said, agree, marks_of, refuse_other_cuts
+from planner.runtime.step.inputs.feed import (
     CutBatch,
     Feed,
     Preamble,
@@ -28,7 +28,7 @@ from planner.runtime.step.feed import (
     even_split,
     filled,
 )
-from planner.runtime.step.loss_weights import LossWeights
+from planner.runtime.step.inputs.loss_weights import LossWeights
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,6 @@
+"""The optimizer's step on what a rank holds.
+
+Comes in: a user's optimizer and a rank's parameters. Goes out: parameters updated. Read `reach`
+first (what an update reads of a parameter), then `optimizer`, `whole_params` (matrices gathered for
+updates that need them whole), `several` and `host_optimizer`.
+"""
