@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._export.utils import _compiling_state_context
 from torch.fx.proxy import TracerBase
 
 from planner.capture.checks.functions import FunctionCalls, is_seen_through
@@ -25,6 +26,7 @@ from planner.capture.diagnose import explain
 from planner.capture.precision import MixedDtypes
 from planner.capture.read import Reader
 from planner.capture.record import Exported
+from planner.capture.repeats.trace import Trace, trace_forward
 from planner.collector import no_gc
 from planner.errors import CaptureError, ModelError
 from planner.graph.batch import Tree, call_with_batch, loss_of, unflatten_batch
@@ -126,6 +128,33 @@ def rehearse_batch(
                 raise CaptureError(explain(error)) from error
             # Plain meta tensors are five times as fast as fake ones, and take fewer ops.
     raise AssertionError("a rehearsal returns or raises")
+
+
+def trace_batch(
+    module: torch.nn.Module,
+    tensors: Mapping[str, Any],
+    tree: Tree,
+    loss: Any,
+    paths: tuple[str, ...],
+    precision: Precision = "model",
+) -> Trace | None:
+    """Return what a forward does on meta tensors shaped like `tensors`; None where it fails.
+
+    `paths` are the lists of layers that are told apart. The module is spent afterwards.
+    """
+    wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
+    try:
+        with (
+            _quiet(),
+            no_gc(),
+            torch.enable_grad(),
+            saved_tensors_untouched(),
+            _buffers_assigned_in_place(),
+            _compiling_state_context(),
+        ):
+            return trace_forward(module, wrapped, _empty(tensors), wrapped.made, paths)
+    except Exception:  # of a module with layers left out, or that takes fake tensors alone
+        return None
 
 
 def _empty(tensors: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:

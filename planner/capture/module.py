@@ -12,12 +12,13 @@ from planner.capture.checks.hooks import refuse_lost
 from planner.capture.checks.kept_calls import KeptCalls
 from planner.capture.checks.on_meta import StaysOnMeta
 from planner.capture.diagnose import first_line, user_line
-from planner.capture.export import export_batch, meta_copy, rehearse_batch
+from planner.capture.export import export_batch, meta_copy, rehearse_batch, trace_batch
 from planner.capture.precision import cast_parameters
+from planner.capture.repeats.in_part import capture_in_part
 from planner.errors import CaptureError, ModelError
 from planner.graph import ModelGraph
 from planner.graph.batch import Tree, flatten_batch, unflatten_batch
-from planner.graph.blocks import build_graph
+from planner.graph.blocks import RawGraph, build_graph
 from planner.graph.model_file import ModelSource
 from planner.plan import Precision
 
@@ -121,12 +122,21 @@ def capture_module(
     try:
         rehearsal = rehearse_batch(fresh, *leaves[0], loss, precision)
         kept_calls.find()  # a forward may import what it needs
-        merged = align(
-            *(
-                export_batch(fresh(), tensors, tree, loss, rehearsal, precision)
-                for tensors, tree in leaves
+
+        def export(make: Callable[[], torch.nn.Module]) -> RawGraph:
+            return align(
+                *(
+                    export_batch(make(), tensors, tree, loss, rehearsal, precision)
+                    for tensors, tree in leaves
+                )
             )
-        )
+
+        merged = capture_in_part(
+            fresh,
+            trace=lambda module, paths: trace_batch(module, *leaves[0], loss, paths, precision),
+            export=export,
+            reached=rehearsal.reached,
+        ) or export(fresh)
     finally:
         kept_calls.forget()
     return build_graph(merged, name=name, batch_tree=leaves[0][1])

@@ -345,12 +345,19 @@ def _in_order_of_use(ops: list[RawOp], blocks: tuple[Block, ...]) -> list[RawOp]
 def _held_in_order(
     raw: RawGraph, preamble: list[RawOp], blocks: tuple[Block, ...]
 ) -> tuple[str, ...]:
-    """Parameters as the module lists them, then buffers and constants by their first use."""
+    """Parameters as the module lists them, then buffers and constants by their first use.
+
+    Constants that forward made, and that no op of the graph reads, are left out.
+    """
     used = [n for item in preamble for n in item.op.inputs]
     used += [n for block in blocks for n in block.params]
     first = {n: index for index, n in reversed(list(enumerate(used)))}
     params = [n for n, t in raw.tensors.items() if t.kind == "param"]
-    others = [n for n, t in raw.tensors.items() if t.kind in ("buffer", "constant")]
+    others = [
+        n
+        for n, t in raw.tensors.items()
+        if t.kind in ("buffer", "constant") and (n in first or t.fqn)
+    ]
     others.sort(key=lambda n: (first.get(n, len(used)), raw.tensors[n].fqn))
     return (*params, *others)
 

@@ -218,6 +218,21 @@ def _walk_back(loss: Tensor, module: nn.Module) -> Rehearsal:
     return Rehearsal(reached=frozenset(reached), functions=frozenset(functions))
 
 
+def release_in_order(tensors: list[Tensor]) -> None:
+    """Let go of tensors, and of their autograd graph from its end to its beginning.
+
+    Autograd frees a node and, inside of that, the saved tensors whose nodes nothing else
+    holds: a chain of 10,000 ops, freed by its end alone, overflows the stack. Here each
+    node is still held when those that saved its output are freed. The list is empty afterwards.
+    """
+    nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+    in_order = sorted(nodes, key=lambda node: node._sequence_nr())
+    nodes.clear()
+    tensors.clear()
+    while in_order:
+        in_order.pop()
+
+
 # -- value numbering ----------------------------------------------------------------------
 
 
@@ -274,20 +289,10 @@ class _Numbers(TorchDispatchMode):
         return loss, _Run(number=value.number, reads_old_batch=value.from_old_batch)
 
     def release(self) -> None:
-        """Let go of all tensors, and of their autograd graph from its end to its beginning.
-
-        Autograd frees a node and, inside of that, the saved tensors whose nodes nothing else
-        holds: a chain of 10,000 ops, freed by its end alone, overflows the stack. Here each
-        node is still held when those that saved its output are freed.
-        """
+        """Let go of all tensors."""
         tensors = [tensor for tensor, _ in self._tensors.values()]
-        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-        in_order = sorted(nodes, key=lambda node: node._sequence_nr())
-        nodes.clear()
         self._tensors.clear()
-        tensors.clear()
-        while in_order:
-            in_order.pop()
+        release_in_order(tensors)
 
     def forget_batch(self) -> None:
         """From now on, what came from a batch comes from an old one."""

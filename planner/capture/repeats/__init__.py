@@ -1,0 +1,14 @@
+"""A stack of equal layers is exported in part: what an export costs grows with kinds of layers.
+
+Comes in: a module, and a way to run its forward. Goes out: the graph that exporting all of it
+yields. Three steps, each of which gives up where it can't prove that:
+
+- `trace` runs the whole forward on meta tensors, op by op, and marks where each layer begins;
+- `find` looks for a list of layers whose ops repeat with a period, whatever surrounds them, and
+  says how many layers show all there is: what precedes the repetition, and three periods of it;
+- the module with that many layers is traced too, and must do the same around and in them;
+- `expand` puts copies of the middle period into its captured ops, and compares the periods there.
+
+Of a model that repeats nothing, or breaks a rule (a layer that reads what the layer before the
+last made, a tie between layers), all is exported, as before.
+"""

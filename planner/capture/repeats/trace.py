@@ -1,0 +1,202 @@
+"""What a forward does, op by op, and which ops belong to which layer of a list of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from planner.capture.checks.on_meta import OnMeta
+from planner.capture.checks.rehearsal import release_in_order
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A tensor that op number `event` made, as output `position`."""
+
+    event: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer, by name."""
+
+    name: str
+
+
+Event = tuple[Hashable, ...]
+"""An op: its name, the structure of its arguments, each of them, and what it returned."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """The ops of a forward, in order. Mutable: grows while the forward runs.
+
+    Attributes:
+        events: the ops.
+        begins: by list of layers, at which op each layer begins, in the order of calls.
+        ends: the same for its ends.
+        called: by list of layers, the numbers of the layers in the order of calls.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    begins: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, list[int]] = field(default_factory=dict)
+    called: dict[str, list[int]] = field(default_factory=dict)
+
+
+def layer_lists(module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost lists of at least so many layers, all of one class, with their paths."""
+    found: list[str] = []
+    for path, part in module.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        if not isinstance(part, nn.ModuleList | nn.Sequential) or not path:
+            continue
+        children = list(part.children())
+        if len(children) >= least and len({type(child) for child in children}) == 1:
+            found.append(path)
+            yield path, part
+
+
+def trace_forward(
+    module: nn.Module,
+    run: Callable[..., Tensor],
+    inputs: tuple[Tensor, ...],
+    made: OnMeta,
+    paths: tuple[str, ...],
+) -> Trace:
+    """Run a forward and return its ops; `paths` are the lists of layers to be told apart.
+
+    The module is spent afterwards: it has hooks, and keeps what its forward leaves.
+    """
+    trace = Trace()
+    for path in paths:
+        trace.begins[path], trace.ends[path], trace.called[path] = [], [], []
+        for number, layer in enumerate(module.get_submodule(path).children()):
+            layer.register_forward_pre_hook(_note_begin(trace, path, number))
+            layer.register_forward_hook(_note_end(trace, path))
+    ops = _Ops(module, inputs, made, trace)
+    try:
+        with ops:
+            run(*inputs)
+    finally:
+        ops.release()
+    return trace
+
+
+def _note_begin(trace: Trace, path: str, number: int) -> Callable[..., None]:
+    def note(*_: Any) -> None:
+        trace.begins[path].append(len(trace.events))
+        trace.called[path].append(number)
+
+    return note
+
+
+def _note_end(trace: Trace, path: str) -> Callable[..., None]:
+    def note(*_: Any) -> None:
+        trace.ends[path].append(len(trace.events))
+
+    return note
+
+
+class _Ops(TorchDispatchMode):
+    """Notes each op. Tensors are known by identity, and held so that an id stays their own."""
+
+    def __init__(
+        self, module: nn.Module, inputs: tuple[Tensor, ...], made: OnMeta, trace: Trace
+    ) -> None:
+        super().__init__()
+        self._made, self._trace = made, trace
+        self._origin: dict[int, tuple[Tensor, Hashable]] = {}
+        held = chain(
+            module.named_parameters(remove_duplicate=True),
+            module.named_buffers(remove_duplicate=True),
+        )
+        for name, tensor in held:
+            self._origin[id(tensor)] = (tensor, Held(name))
+        for index, tensor in enumerate(inputs):
+            self._origin[id(tensor)] = (tensor, ("input", index))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and note it."""
+        kwargs = kwargs or {}
+        leaves, structure = tree_flatten((args, kwargs))
+        read = tuple(map(self._told, leaves))
+        result = func(*args, **kwargs)
+        number = len(self._trace.events)
+        shapes: list[Hashable] = []
+        for position, leaf in enumerate(tree_flatten(result)[0]):
+            if isinstance(leaf, Tensor):
+                shapes.append((tuple(leaf.shape), leaf.stride(), leaf.dtype))
+                self._origin[id(leaf)] = (leaf, Made(number, position))
+            else:
+                shapes.append(repr(leaf))
+        self._trace.events.append((str(func), str(structure), read, tuple(shapes)))
+        return result
+
+    def release(self) -> None:
+        """Let go of all tensors."""
+        tensors = [tensor for tensor, _ in self._origin.values()]
+        self._origin.clear()
+        release_in_order(tensors)
+
+    def _told(self, leaf: Any) -> Hashable:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        known = self._origin.get(id(leaf))
+        if known is not None:
+            return known[1]
+        data = self._made.values_of(leaf)
+        with _disable_current_modes():
+            values = "" if data is None else repr(data.tolist())
+        return ("constant", tuple(leaf.shape), str(leaf.dtype), values)
+
+
+def relative(event: Event, change: Callable[[Made | Held], Hashable]) -> Event:
+    """Return an op with what it reads told in another way."""
+    name, structure, read, shapes = event
+    assert isinstance(read, tuple)
+    told = tuple(change(each) if isinstance(each, Made | Held) else each for each in read)
+    return name, structure, told, shapes
+
+
+def held_by(layer: nn.Module) -> Mapping[str, Hashable]:
+    """Return what a layer holds: names of parameters and buffers, their shapes, what trains."""
+    return {
+        name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for name, tensor in chain(layer.named_parameters(), layer.named_buffers())
+    }
+
+
+def is_tied(module: nn.Module, path: str) -> bool:
+    """Whether a layer of a list shares a parameter or a buffer with another place."""
+    owners: dict[int, int] = {}
+    for tensors in (module.named_parameters, module.named_buffers):
+        for _, tensor in tensors(remove_duplicate=False):
+            owners[id(tensor)] = owners.get(id(tensor), 0) + 1
+    layers = module.get_submodule(path)
+    held = chain(layers.parameters(), layers.buffers())
+    parts: dict[int, int] = {}
+    for part in layers.children():
+        parts[id(part)] = parts.get(id(part), 0) + 1
+    return any(owners[id(tensor)] > 1 for tensor in held) or len(parts) != len(layers_of(layers))
+
+
+def layers_of(layers: nn.Module) -> list[nn.Module]:
+    """Return a list's layers, repeats kept."""
+    return [part for part in layers._modules.values() if part is not None]
+
+
+def truncated(module: nn.Module, path: str, count: int) -> nn.Module:
+    """Leave the first layers of a list in a module; it is changed, and returned."""
+    layers = module.get_submodule(path)
+    for name in list(layers._modules)[count:]:
+        del layers._modules[name]
+    return module

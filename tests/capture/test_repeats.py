@@ -1,0 +1,214 @@
+"""N2: a stack of layers captured in part is the graph that capturing all of it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from planner.capture import capture_module, module
+from planner.capture.export import export_batch
+from planner.graph import ModelGraph
+
+WIDTH, LAYERS = 8, 12
+
+
+def batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(size, 4, WIDTH), torch.zeros(size, 4, WIDTH)
+
+
+def text(size: int) -> dict[str, Tensor]:
+    ids = torch.zeros(size, 16, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def in_part_and_whole(
+    monkeypatch: Any, model: nn.Module, make: Callable[[int], Any], **options: Any
+) -> tuple[ModelGraph, ModelGraph, int]:
+    """Return both captures, and how many layers the first exported."""
+    exported: list[int] = []
+
+    def counted(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        exported.append(sum(len(p) for p in copy.modules() if isinstance(p, nn.ModuleList)))
+        return export_batch(copy, *args, **kwargs)
+
+    monkeypatch.setattr(module, "export_batch", counted)
+    part = capture_module(model, make(2), make(3), **options)
+    of_part = exported[-1]
+    monkeypatch.setattr(module, "capture_in_part", lambda *args, **kwargs: None)
+    whole = capture_module(model, make(2), make(3), **options)
+    return part, whole, of_part
+
+
+class Layer(nn.Module):
+    """A residual layer with a norm."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        x = x + self.scale * torch.tanh(self.up(self.norm(x)))
+        return x if other is None else x + 0.5 * other
+
+
+class Counting(nn.Module):
+    """A layer that counts its forwards in a buffer, and keeps a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return x + self.up(x) - self.mean
+
+
+class Stack(nn.Module):
+    """Layers one after the other, with something that one of them does otherwise."""
+
+    def __init__(self, layers: list[nn.Module], how: str = "") -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.how = how
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.first(x)
+        seen = []
+        for index, layer in enumerate(self.layers):
+            match self.how:
+                case "reads the first layer":
+                    x = layer(x, seen[0] if seen else None)
+                case "reads two layers back":
+                    x = layer(x, seen[-2] if len(seen) > 1 else None)
+                case "adds at some layers":
+                    x = layer(x)
+                    x = x + 1.0 if index in (2, 7) else x
+                case "scales by its place":
+                    x = layer(x) / (index + 1)
+                case "scales by the number of layers":
+                    x = layer(x) / len(self.layers)
+                case _:
+                    x = layer(x)
+            seen.append(x)
+        if self.how == "sums over layers":
+            x = torch.stack(seen).sum(0)
+        if self.how == "reads a layer in the middle":
+            x = x + seen[3]
+        return F.mse_loss(self.last(x), target)
+
+
+def _frozen_half() -> Stack:
+    stack = Stack([Layer() for _ in range(LAYERS)])
+    for layer in stack.layers[: LAYERS // 2]:
+        layer.requires_grad_(False)
+    return stack
+
+
+def _tied() -> Stack:
+    stack = Stack([Layer() for _ in range(LAYERS)])
+    for layer in stack.layers[1:]:
+        layer.up.weight = stack.layers[0].up.weight
+    return stack
+
+
+def _same_module_again() -> Stack:
+    layer = Layer()
+    return Stack([layer] * LAYERS)
+
+
+def _layers(*scales: float) -> list[nn.Module]:
+    return [Layer(scales[k % len(scales)]) for k in range(LAYERS)]
+
+
+STACKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "equal": (lambda: Stack(_layers(1.0)), True),
+    "alternating": (lambda: Stack(_layers(1.0, 0.5)), True),
+    "reads the first layer": (lambda: Stack(_layers(1.0), "reads the first layer"), True),
+    "another first layer": (lambda: Stack([Layer(2.0), *_layers(1.0)]), True),
+    "another last layer": (lambda: Stack([*_layers(1.0), Layer(2.0)]), False),
+    "reads two layers back": (lambda: Stack(_layers(1.0), "reads two layers back"), False),
+    "adds at some layers": (lambda: Stack(_layers(1.0), "adds at some layers"), False),
+    "scales by its place": (lambda: Stack(_layers(1.0), "scales by its place"), False),
+    "scales by the number": (lambda: Stack(_layers(1.0), "scales by the number of layers"), False),
+    "sums over layers": (lambda: Stack(_layers(1.0), "sums over layers"), False),
+    "reads one in the middle": (lambda: Stack(_layers(1.0), "reads a layer in the middle"), False),
+    "rising drop rates": (lambda: Stack([Layer(k / LAYERS) for k in range(LAYERS)]), False),
+    "frozen half": (_frozen_half, False),
+    "tied": (_tied, False),
+    "the same module again": (_same_module_again, False),
+    "buffers written": (lambda: Stack([Counting() for _ in range(LAYERS)]), True),
+}
+"""Stacks by what is odd in them, and whether layers may be left out."""
+
+
+@pytest.mark.parametrize("what", STACKS)
+def test_stacks(monkeypatch: Any, what: str) -> None:
+    build, leaves_out = STACKS[what]
+    model = build()
+    part, whole, exported = in_part_and_whole(monkeypatch, model, batch)
+    assert part == whole
+    assert part.fingerprint == whole.fingerprint
+    assert (exported < len(model.layers)) == leaves_out
+
+
+def _hugging_face(name: str, **sizes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    common = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")
+    known = set(config().to_dict())
+    with torch.device("meta"):
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        architecture = name.removesuffix("Text") + head
+        return getattr(transformers, architecture)(
+            config(**{k: v for k, v in (common | sizes).items() if k in known or k in sizes})
+        )
+
+
+def _t5() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 64}
+    with torch.device("meta"):
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, num_layers=9, decoder_start_token_id=0)
+        )
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: _hugging_face("Llama", num_hidden_layers=10),
+    "gpt2": lambda: _hugging_face("GPT2", n_layer=10, n_embd=32, n_head=4),
+    "mixtral": lambda: _hugging_face("Mixtral", num_hidden_layers=9, num_local_experts=4),
+    "gemma2": lambda: _hugging_face("Gemma2", num_hidden_layers=12, sliding_window=8),
+    "gemma3": lambda: _hugging_face("Gemma3Text", num_hidden_layers=26, sliding_window=8),
+    "t5": _t5,
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "llama")]
+)
+def test_families(monkeypatch: Any, name: str) -> None:
+    model = FAMILIES[name]()
+    layers = sum(len(part) for part in model.modules() if isinstance(part, nn.ModuleList))
+    part, whole, exported = in_part_and_whole(monkeypatch, model, text)
+    assert part == whole
+    assert exported < layers
+
+
+def test_precision_is_that_of_the_whole(monkeypatch: Any) -> None:
+    part, whole, exported = in_part_and_whole(
+        monkeypatch, Stack(_layers(1.0)), batch, precision="bf16"
+    )
+    assert part == whole
+    assert exported < LAYERS
