@@ -168,6 +168,13 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
 
 
+def rank_bytes(plan: Plan, costs: CostCache, pp_rank: int) -> int:
+    """Return the peak memory of one pp rank alone."""
+    schedule = _table_of(plan).schedule
+    (parts,) = plan_memory(price_plan(plan, costs), costs, schedule, [pp_rank])
+    return int(parts.total)
+
+
 def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:
     """The prices of a plan, when its jobs run, and its step in parts."""
     price = price_plan(plan, costs)
