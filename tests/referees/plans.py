@@ -90,8 +90,8 @@ def stage_recomputes(
 def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator[Answer]:
     """Yield all configurations with all cuts and recompute choices, whether they fit or not.
 
-    With one stage a rank its first blocks may recompute more (`stage_recomputes`). With several stages a rank the cut is the even one, as searched, and the choice is each
-    rank's.
+    With one stage a rank its first blocks may recompute more (`stage_recomputes`). With several
+    stages a rank the cut is the even one, as searched, and the choice is each rank's.
     """
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
