@@ -19,6 +19,7 @@ clipping_s has what it waits for slower updates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -168,11 +169,11 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
 
 
-def rank_bytes(plan: Plan, costs: CostCache, pp_rank: int) -> int:
-    """Return the peak memory of one pp rank alone."""
+def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the peak memory of these pp ranks alone."""
     schedule = _table_of(plan).schedule
-    (parts,) = plan_memory(price_plan(plan, costs), costs, schedule, [pp_rank])
-    return int(parts.total)
+    memory = plan_memory(price_plan(plan, costs), costs, schedule, pp_ranks)
+    return tuple(int(parts.total) for parts in memory)
 
 
 def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:

@@ -38,7 +38,13 @@ from search.partition.interleaved import InterleavedStages
 from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
-from search.space.job_tables import copied_rows, in_flight_of, job_table, live_stages_of
+from search.space.job_tables import (
+    copied_rows,
+    in_flight_of,
+    job_table,
+    live_microbatches,
+    live_stages_of,
+)
 from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
@@ -260,19 +266,20 @@ class Candidates:
         above.
         """
         stages = self.interleaved(configuration, table)
-        choices = stages.choices(
+        levels = stages.least_levels(
             configuration, live_stages_of(configuration), memory_limit_bytes, infeasible
         )
-        if choices is None:
+        if levels is None:
             return None
-        kinds = recompute_choices(configuration.recompute)
-        recomputed = [kinds[choice] for choice in choices]
+        choices, until = stages.levels(configuration).of_stages(levels)
+        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+        recomputed = recompute_by_block(configuration, table, cut)
         bound = stages.least_step_s(configuration, recomputed)
         if bound < ceiling:
             bound = stages.step_bound(configuration, recomputed)
         if bound < ceiling and self.on_host.activations:
             bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
-        return Cut(cuts=stages.cuts, choices=choices, value=bound)
+        return replace(cut, value=bound)
 
     def infeasible_ranks(
         self,
@@ -282,10 +289,10 @@ class Candidates:
         memory_limit_bytes: float,
     ) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        schedule = job_table(*configuration.pipeline).schedule
-        return self.interleaved(configuration, table).too_large(
-            configuration, cut.choices, schedule, memory_limit_bytes
-        )
+        live = live_microbatches(*configuration.pipeline)
+        stages = self.interleaved(configuration, table)
+        levels = stages.levels(configuration).of_cut(cut.choices, cut.until)
+        return stages.levels_too_low(configuration, levels, live, memory_limit_bytes)
 
     def seems_to_fit(
         self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
@@ -293,7 +300,7 @@ class Candidates:
         """Whether an even cut fits as far as can be guessed without an estimate."""
         schedule = job_table(*configuration.pipeline).schedule
         guess = self.interleaved(configuration, table).guess_bytes(
-            configuration, cut.choices, schedule
+            configuration, recompute_by_block(configuration, table, cut), schedule
         )
         return bool((guess <= memory_limit_bytes).all())
 

@@ -227,7 +227,7 @@ class ConfigurationNode(PartitionableNode):
     ) -> tuple[InfeasibleStage, ...]:
         """Return what stages that are too large recompute too little, up to what fits exactly."""
         found = super().infeasible_stages(search, cut, done)
-        if self.configuration.vpp > 1 or self.is_conservative:
+        if self.is_conservative and self.configuration.vpp == 1:
             return found
         exact = ExactRecompute(
             candidates=search.candidates,
@@ -235,6 +235,9 @@ class ConfigurationNode(PartitionableNode):
             table=self.table,
             limit_bytes=search.memory_limit_bytes,
         )
+        if self.configuration.vpp > 1:
+            ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
+            return tuple(exact.too_low(cut, ranks))
         problem = self._problem(search, ())
         return tuple(known for stage in found for known in exact.infeasible(problem, cut, stage))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from costmodel.estimate import rank_bytes
 from search.candidates import Candidates
@@ -39,6 +41,26 @@ class ExactRecompute:
                 return
             cut, known = chosen, replace(known, choice=chosen.choices[stage], until=None)
 
+    def too_low(self, cut: Cut, ranks: Sequence[int]) -> Iterator[InfeasibleStage]:
+        """Yield the highest level of recomputation at which ranks with several stages do not fit,
+        given that they do not at that of a cut.
+        """
+        stages = self.candidates.interleaved(self.configuration, self.table)
+        of_ranks = stages.levels(self.configuration)
+        low = of_ranks.of_cut(cut.choices, cut.until)
+        high = of_ranks.most + 1
+        while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
+            # All ranks at once: a rank's memory depends on its own recomputation alone.
+            middle = (low + high) // 2
+            choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))
+            plan = self.candidates.plan(
+                self.configuration, self.table, replace(cut, choices=choices, until=until)
+            )
+            found = rank_bytes(plan, self.candidates.costs, open_ranks)
+            for rank, num_bytes in zip(open_ranks, found, strict=True):
+                (low if num_bytes > self.limit_bytes else high)[rank] = middle[rank]
+        yield from (stages.too_low(rank, int(low[rank])) for rank in ranks)
+
     def _least(self, cut: Cut, known: InfeasibleStage) -> InfeasibleStage:
         """Return all that is infeasible of a stage's choice, whatever block it recomputes more up
         to.
@@ -66,9 +88,8 @@ class ExactRecompute:
     def _over(self, cut: Cut, stage: int) -> float:
         """By how many bytes a stage's rank is over the limit."""
         plan = self.candidates.plan(self.configuration, self.table, cut)
-        return (
-            rank_bytes(plan, self.candidates.costs, plan.stages[stage].pp_rank) - self.limit_bytes
-        )
+        (found,) = rank_bytes(plan, self.candidates.costs, [plan.stages[stage].pp_rank])
+        return found - self.limit_bytes
 
 
 def _with_until(cut: Cut, stage: int, until: int) -> Cut:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from costmodel.memory.bound import RankBound
+from costmodel.memory.bound import RankBound, kept_bytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
 from costmodel.time.stage_costs.runs import Flags, Floats, Indices
@@ -82,8 +82,9 @@ class RankCostWindow:
     def copies_s(self) -> tuple[Floats, Floats]:
         """Seconds, by choice, in which a microbatch's activations leave a device and return."""
         table, load = self.stages.table, self.costs.runs.load
+        kept = (kept_bytes(load, recompute=choice) for choice in self.stages.choices)
         down, up = zip(
-            *(table.copies_s(load, choice) for choice in self.stages.choices), strict=True
+            *(table.copies_s(of_runs - load.side_bytes) for of_runs in kept), strict=True
         )
         return self._spread(np.stack(down)), self._spread(np.stack(up))
 

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
@@ -267,13 +267,11 @@ class StageTable:
             return None
         return pipeline_group(self.profile.cluster, degrees, pp=pp)
 
-    def copies_s(self, loads: StageLoad, choice: Recompute) -> tuple[Floats, Floats]:
-        """Return the seconds in which one microbatch's activations of runs with these loads leave
-        a device for its host, and return.
+    def copies_s(self, saved_bytes: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds in which one microbatch's activations, so many bytes of each run, side
+        inputs apart, leave a device for its host, and return.
         """
-        moved, inverse = np.unique(
-            kept_bytes(loads, recompute=choice) - loads.side_bytes, return_inverse=True
-        )
+        moved, inverse = np.unique(saved_bytes, return_inverse=True)
         down, up = (
             np.array([copy_seconds(self.profile, size, to_host=way) for size in moved.tolist()])
             for way in (True, False)

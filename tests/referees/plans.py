@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from math import prod
 
+import numpy as np
+
 from costmodel import Estimate
 from planner.graph import ModelGraph
 from planner.plan import Recompute
@@ -60,7 +62,8 @@ def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
         tables = candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
         for configuration, table in product(shape.configurations(), tables):
             if configuration.vpp > 1:
-                total += len(choices) ** configuration.pp
+                most = candidates.interleaved(configuration, table).levels(configuration).most
+                total += prod(int(level) + 1 for level in most)
                 continue
             for cuts in stage_boundaries(n, configuration.pp):
                 stages = [len(stage_recomputes(table, choices, *run)) for run in pairwise(cuts)]
@@ -91,7 +94,7 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
     """Yield all configurations with all cuts and recompute choices, whether they fit or not.
 
     With one stage a rank its first blocks may recompute more (`stage_recomputes`). With several
-    stages a rank the cut is the even one, as searched, and the choice is each rank's.
+    stages a rank the cut is the even one, as searched, and each rank has one of its levels.
     """
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
@@ -108,12 +111,12 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
                         ]
                         tries += [(cuts, stages) for stages in product(*of_stages)]
                 else:
-                    even = candidates.even_cut(configuration, table, float("inf"))
-                    assert even is not None
-                    homes = candidates.plan(configuration, table, even).stage_to_pp_rank
+                    interleaved = candidates.interleaved(configuration, table)
+                    levels = interleaved.levels(configuration)
+                    of_ranks = [range(int(most) + 1) for most in levels.most]
+                    of_stages = [levels.of_stages(np.array(of)) for of in product(*of_ranks)]
                     tries = [
-                        (even.cuts, tuple((by_rank[home], 0) for home in homes))
-                        for by_rank in product(range(len(choices)), repeat=configuration.pp)
+                        (interleaved.cuts, tuple(zip(*found, strict=True))) for found in of_stages
                     ]
                 for cuts, stages in tries:
                     chosen, until = zip(*stages, strict=True)

@@ -26,6 +26,7 @@ from tests.search.machine import Machine
 from tests.search.test_referee import ATTENTION, graph_of
 
 CHOICES = ("none", "selective", "full")
+PLAIN, INTERLEAVED = ["1f1b", "fthenb", "zb_h1"], ["interleaved_1f1b", "zb_v", "dualpipe_v"]
 
 
 @pytest.fixture(scope="module", params=["gpt", "unet", "hf-gpt2"])
@@ -124,10 +125,11 @@ def random_question(rng):
     )
     kinds = rng.choice(CHOICES, size=int(rng.choice([2, 3])), replace=False)
     samples = int(rng.choice([4, 8, 16]))
-    schedule = str(rng.choice(["1f1b", "fthenb", "zb_h1"]))
+    vpp = 2 if pp == 2 and len(graph.blocks) >= 4 and rng.integers(2) else 1
+    schedule = str(rng.choice(INTERLEAVED if vpp > 1 else PLAIN))
     request = SearchRequest(
-        num_devices=pp, global_batch=samples * int(rng.choice([3, 4, 6])), pp=pp, tp=1, dp=1, cp=1,
-        vpp=1, zero=0, microbatch_size=samples, schedule=schedule,
+        num_devices=pp, global_batch=samples * int(rng.choice([4, 6])), pp=pp, tp=1, dp=1, cp=1,
+        vpp=vpp, zero=0, microbatch_size=samples, schedule=schedule,
         offload="none", allow=tuple(("recompute", str(kind)) for kind in kinds),
     )  # fmt: skip
     return graph, machine, request
