@@ -19,6 +19,7 @@ clipping_s has what it waits for slower updates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -166,6 +167,13 @@ def step_seconds(plan: Plan, costs: CostCache) -> float:
     at_least = _copies_beside_jobs(price, costs.profile, table)
     last = _last_rank(price, costs, simulate(table, price.job_seconds, at_least=at_least))
     return last.end_s + last.after_s + last.clipping_s + last.optimizer_s + last.inputs_s
+
+
+def rank_bytes(plan: Plan, costs: CostCache, pp_ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the peak memory of these pp ranks alone."""
+    schedule = _table_of(plan).schedule
+    memory = plan_memory(price_plan(plan, costs), costs, schedule, pp_ranks)
+    return tuple(int(parts.total) for parts in memory)
 
 
 def _timed(plan: Plan, costs: CostCache) -> tuple[PlanPrice, Timeline, TimeParts]:

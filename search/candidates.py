@@ -16,20 +16,35 @@ from costmodel.memory.bound import NOTHING, OnHost
 from planner.graph import ModelGraph
 from planner.graph.encoder_decoder import first_decoder_block
 from planner.layout.axes import Degrees
-from planner.plan import OURS, ClusterRef, ModelRef, Plan, Precision, Recompute, StagePlan
+from planner.plan import (
+    OURS,
+    ClusterRef,
+    ModelRef,
+    Plan,
+    Precision,
+    Recompute,
+    StagePlan,
+    recompute_fields,
+)
 from planner.plan.defaults import model_ref
 from planner.schedule import find_schedule, stage_to_pp_rank
 from profiles import Profile
 from search.bounds.copied_jobs import CopiedRow
-from search.bounds.rank_bytes import rank_bound
 from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
 from search.partition.interleaved import InterleavedStages
+from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest
-from search.space.job_tables import copied_rows, in_flight_of, job_table, live_stages_of
+from search.space.job_tables import (
+    copied_rows,
+    in_flight_of,
+    job_table,
+    live_microbatches,
+    live_stages_of,
+)
 from search.space.shapes import Configuration, Shape, list_shapes, recompute_choices
 from search.stages.layout_candidates import LayoutCandidates
 from search.stages.stage_table import StageTable, TableKey
@@ -154,6 +169,7 @@ class Candidates:
             degrees=degrees,
             zero=configuration.zero,
             choices=choices,
+            is_by_block=not is_mixed and not self.on_host.activations,
             num_microbatches=configuration.num_microbatches,
             splits_backward=splits,
             hop=None if is_mixed else table.waited_hop(degrees, pp=pp),
@@ -180,10 +196,10 @@ class Candidates:
             start_s=table.least_inputs_s(
                 pp=configuration.pp, num_microbatches=configuration.num_microbatches
             ),
-            choices=choices,
+            choices=(*choices, *("partial",) * len(stages.partial)),
             needs=stages.least_needs(memory_limit_bytes),
             cuts=self.cuts,
-            infeasible=(*self._kept_apart(configuration.pp, len(choices)), *infeasible),
+            infeasible=(*self._kept_apart(configuration.pp, stages.num_choices), *infeasible),
             copied=self._copied(configuration),
             is_conservative=is_conservative,
         )
@@ -212,18 +228,15 @@ class Candidates:
         configuration: Configuration,
         table: StageTable,
         memory_limit_bytes: float,
-        infeasible: Sequence[InfeasibleStage] = (),
+        infeasible: tuple[InfeasibleStage, ...] = (),
     ) -> Cut | None:
         """Return the whole chain as one stage, recomputed only if it must be; None if too big."""
-        too_large = {stage.choice for stage in infeasible}
-        for index, choice in enumerate(recompute_choices(configuration.recompute)):
-            if index in too_large:
-                continue
-            rank = rank_bound(table, configuration, table.whole, choice)
-            if rank.least(1) <= memory_limit_bytes:
-                cut = Cut(cuts=(0, table.num_blocks), choices=(index,), value=0.0)
-                return replace(cut, value=self.quick_step_s(configuration, table, cut))
-        return None
+        problem = self.problem(configuration, table, memory_limit_bytes, infeasible=infeasible)
+        cuts = (0, table.num_blocks)
+        cut = with_recompute(problem, Cut(cuts=cuts, choices=(0,), value=0.0))
+        if cut is None:
+            return None
+        return replace(cut, value=self.quick_step_s(configuration, table, cut))
 
     def interleaved(self, configuration: Configuration, table: StageTable) -> InterleavedStages:
         """Return a configuration's interleaved stages, as even as blocks allow."""
@@ -253,19 +266,20 @@ class Candidates:
         above.
         """
         stages = self.interleaved(configuration, table)
-        choices = stages.choices(
+        levels = stages.least_levels(
             configuration, live_stages_of(configuration), memory_limit_bytes, infeasible
         )
-        if choices is None:
+        if levels is None:
             return None
-        kinds = recompute_choices(configuration.recompute)
-        recomputed = [kinds[choice] for choice in choices]
+        choices, until = stages.levels(configuration).of_stages(levels)
+        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+        recomputed = recompute_by_block(configuration, table, cut)
         bound = stages.least_step_s(configuration, recomputed)
         if bound < ceiling:
             bound = stages.step_bound(configuration, recomputed)
         if bound < ceiling and self.on_host.activations:
             bound = stages.step_bound(configuration, recomputed, self._copied(configuration))
-        return Cut(cuts=stages.cuts, choices=choices, value=bound)
+        return replace(cut, value=bound)
 
     def infeasible_ranks(
         self,
@@ -275,10 +289,10 @@ class Candidates:
         memory_limit_bytes: float,
     ) -> tuple[InfeasibleStage, ...]:
         """Return stages of an even cut whose ranks cannot hold what their job table has alive."""
-        schedule = job_table(*configuration.pipeline).schedule
-        return self.interleaved(configuration, table).too_large(
-            configuration, cut.choices, schedule, memory_limit_bytes
-        )
+        live = live_microbatches(*configuration.pipeline)
+        stages = self.interleaved(configuration, table)
+        levels = stages.levels(configuration).of_cut(cut.choices, cut.until)
+        return stages.levels_too_low(configuration, levels, live, memory_limit_bytes)
 
     def seems_to_fit(
         self, configuration: Configuration, table: StageTable, cut: Cut, memory_limit_bytes: float
@@ -286,17 +300,19 @@ class Candidates:
         """Whether an even cut fits as far as can be guessed without an estimate."""
         schedule = job_table(*configuration.pipeline).schedule
         guess = self.interleaved(configuration, table).guess_bytes(
-            configuration, cut.choices, schedule
+            configuration, recompute_by_block(configuration, table, cut), schedule
         )
         return bool((guess <= memory_limit_bytes).all())
 
     def quick_step_s(self, configuration: Configuration, table: StageTable, cut: Cut) -> float:
         """Return the simulated step time without making a plan."""
-        return quick_step_s(configuration, table, cut, recompute_by_block(configuration, cut))
+        return quick_step_s(
+            configuration, table, cut, recompute_by_block(configuration, table, cut)
+        )
 
     def plan(self, configuration: Configuration, table: StageTable, cut: Cut) -> Plan:
         """Return the plan, without its estimate."""
-        choices = recompute_choices(configuration.recompute)
+        by_block = recompute_by_block(configuration, table, cut)
         homes = stage_to_pp_rank(configuration.schedule, configuration.pp, configuration.vpp)
         return Plan(
             model=self.model,
@@ -319,12 +335,12 @@ class Candidates:
             stages=tuple(
                 StagePlan(
                     pp_rank=homes[stage],
-                    first_block=cut.cuts[stage],
-                    last_block=cut.cuts[stage + 1] - 1,
-                    recompute=choices[choice],
+                    first_block=first,
+                    last_block=end - 1,
                     activations_on_host=self.on_host.activations,
+                    **recompute_fields(by_block[first:end], first_block=first),
                 )
-                for stage, choice in enumerate(cut.choices)
+                for stage, (first, end) in enumerate(pairwise(cut.cuts))
             ),
             layouts=table.layouts,
         )
@@ -339,11 +355,21 @@ class Candidates:
         return estimate(self.graph, self.profile, plan, costs=self.costs)
 
 
-def recompute_by_block(configuration: Configuration, cut: Cut) -> tuple[Recompute, ...]:
+def recompute_by_block(
+    configuration: Configuration, table: StageTable, cut: Cut
+) -> tuple[Recompute, ...]:
     """Return what each block recomputes under a cut."""
     choices = recompute_choices(configuration.recompute)
-    stages = zip(cut.choices, pairwise(cut.cuts), strict=True)
-    return tuple(choices[choice] for choice, (first, end) in stages for _ in range(first, end))
+    by_block: list[Recompute] = []
+    for stage, (choice, (first, end)) in enumerate(
+        zip(cut.choices, pairwise(cut.cuts), strict=True)
+    ):
+        if choice < len(choices):
+            by_block += [choices[choice]] * (end - first)
+        else:
+            partial = table.partial(choices)[choice - len(choices)]
+            by_block += partial.by_block(first, end, cut.until[stage])
+    return tuple(by_block)
 
 
 def _cheapest(hop_s: Floats) -> Floats:

@@ -25,8 +25,9 @@ _BOUNDARIES_PROOF = {
 NodeKey = tuple[Configuration, TableKey]
 """A configuration and the key of its stage table."""
 
-PlanKey = tuple[Configuration, TableKey, tuple[int, ...], tuple[int, ...]]
-"""A plan: configuration, key of the table, stage boundaries and recompute choices."""
+PlanKey = tuple[Configuration, TableKey, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A plan: configuration, key of the table, stage boundaries, recompute choices and the
+blocks up to which stages recompute more."""
 
 
 @dataclass(kw_only=True)

@@ -42,7 +42,7 @@ class Question:
     schedule: Annotated[str | None, typer.Option(help="Fix the pipeline schedule.")] = None
     zero: Annotated[int | None, typer.Option(help="Fix the ZeRO stage: 0, 1, 2 or 3.")] = None
     recompute: Annotated[
-        str | None, typer.Option(help="Fix recompute: none, selective or full.")
+        str | None, typer.Option(help="Fix recompute of all blocks: none, selective or full.")
     ] = None
     balance: Annotated[
         str | None, typer.Option(help="Fix the blocks of each stage, such as 1,3.")

@@ -182,13 +182,9 @@ class RankBound:
 
     def conservative(self, in_flight: int) -> Any:
         """Return about what the exact walk finds with so many microbatches in flight: no bound."""
-        # Inside a job: values between its ops, gradients on their way, kernels' scratch.
-        peak = job_peak_bytes(self.load, recompute=self.recompute)
-        inside = np.maximum(peak, self._kept) - self._kept
-        more = np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
         # Where backward is split, gradients are supposed to come as early as where it is not.
         splits = self.splits_backward and in_flight >= self.num_microbatches
-        return self._worst(self._samples(in_flight, splits=splits), more)
+        return self._worst(self._samples(in_flight, splits=splits), self.beside_bytes)
 
     def _worst(self, samples: Iterable[tuple[Any, Phase]], more: Any = 0) -> Any:
         """Return the bytes of the fullest sample, with `more` beside what is saved at each."""
@@ -204,6 +200,35 @@ class RankBound:
         for live, phase in self._samples(in_flight, splits=self.splits_backward):
             fits = fits & (live * self._kept <= room - self.resident_bytes[phase])
         return fits
+
+    def most_kept(
+        self, in_flight: int, limit_bytes: float, *, more: Any = 0.0, is_conservative: bool = False
+    ) -> Any:
+        """Return the most that a microbatch may keep of the stage, side inputs apart, for the rank
+        to be within a limit, with `more` bytes beside; below 0 where nothing is.
+        """
+        room = self._room(limit_bytes)
+        splits = self.splits_backward and (
+            not is_conservative or in_flight >= self.num_microbatches
+        )
+        most = reduce(
+            np.minimum,
+            (
+                (room - more - self.resident_bytes[phase]) / live
+                for live, phase in self._samples(in_flight, splits=splits)
+            ),
+        )
+        fits = self.resident_bytes[Phase.UPDATE] <= room
+        return np.where(fits, most - self.load.side_bytes, -np.inf)
+
+    @property
+    def beside_bytes(self) -> Any:
+        """About what is alive beside what microbatches keep: inside a job (values between its ops,
+        gradients on their way, kernels' scratch), FSDP messages and posted receives.
+        """
+        peak = job_peak_bytes(self.load, recompute=self.recompute)
+        inside = np.maximum(peak, self._kept) - self._kept
+        return np.maximum(inside, self._fsdp_message_bytes) + self.receive_bytes
 
     def with_saved(self, saved_bytes: Any, phase: Phase = Phase.BEFORE_BACKWARD) -> Any:
         """Return what the rank needs at least if in a phase it keeps so many bytes at once."""

@@ -40,7 +40,8 @@ def solve_by_joint_program(problem: ChainProblem, *, time_limit_s: float = 60.0)
     if stages > n:
         return None
     width = n - stages + 1
-    size = stages * n * width * len(problem.choices)
+    # Of each run only the fastest choice that fits has a variable, unless activations are copied.
+    size = stages * n * width * (len(problem.choices) if problem.copied else problem.num_meshes)
     if size > MOST_VARIABLES:
         raise ValueError(
             f"a joint program of {n} blocks on {stages} stages needs {size} variables, more than "

@@ -75,7 +75,7 @@ class EvenMix:
             configuration = member.as_held
             back_hop_s = self.mix.least_back_hop_s(member)
             every += [
-                stages.seconds(configuration, [name] * len(self.homes), back_hop_s)
+                stages.seconds(configuration, [name] * self.cuts[-1], back_hop_s)
                 for name in recompute_choices(configuration.recompute)
             ]
         return StageSeconds(

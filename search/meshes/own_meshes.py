@@ -22,7 +22,16 @@ from planner.errors import LayoutError
 from planner.plan import Plan
 from search.branch_and_bound import EvaluatedPlan
 from search.candidates import Candidates
-from search.partition.chain_problem import ChainProblem, CostWindow, Cut, Flags, Floats, Stages
+from search.partition.chain_problem import (
+    ChainProblem,
+    CostWindow,
+    Cut,
+    Flags,
+    Floats,
+    Indices,
+    RankLimit,
+    Stages,
+)
 from search.partition.chain_windows import Part, Window
 from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
@@ -63,11 +72,6 @@ class MixedCostWindow:
         return np.concatenate([window.forward_s for window in self.windows])
 
     @cached_property
-    def backward_s(self) -> Floats:
-        """Backward seconds, by choice."""
-        return np.concatenate([window.backward_s for window in self.windows])
-
-    @cached_property
     def tail_s(self) -> Floats:
         """Seconds after the last job, by choice unless it is shared."""
         if self.shares_tail:
@@ -87,10 +91,23 @@ class MixedCostWindow:
         member, own = divmod(choice, self._kinds)
         return self.windows[member].peak_bytes(in_flight, own)
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
-        """Whether each run of a part may be within a limit."""
-        member, own = divmod(choice, self._kinds)
-        return self.windows[member].fits(in_flight, own, limit_bytes, part)
+    def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
+        """Return backward seconds of a part's runs, by choice, and whether each may fit."""
+        found = []
+        for member, window in enumerate(self.windows):
+            # A member knows its own choices alone.
+            own = tuple(
+                replace(known, choice=known.choice - member * self._kinds)
+                for known in rank.infeasible
+                if known.choice // self._kinds == member
+            )
+            found.append(window.on_rank(replace(rank, infeasible=own), part))
+        backward_s, fits = zip(*found, strict=True)
+        return np.concatenate(backward_s), np.concatenate(fits)
+
+    def until(self, rank: RankLimit, choice: int, part: Part) -> Indices:
+        """Return 0: stages with meshes of their own recompute all blocks alike."""
+        return np.zeros(self.forward_s.shape[1:], dtype=np.intp)[part]
 
     @property
     def _kinds(self) -> int:
@@ -114,6 +131,11 @@ class MixedStages:
         windows = tuple(stages.cost_window(window) for stages in self.members)
         return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
 
+    def costs_of(self, start: Indices, end: Indices) -> MixedCostWindow:
+        """Return the costs of these runs."""
+        windows = tuple(stages.costs_of(start, end) for stages in self.members)
+        return MixedCostWindow(windows=windows, shares_tail=self.shares_tail)
+
 
 def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
     """Return the problem of mixing members' problems where each run has the shortest tail of all.
@@ -131,6 +153,7 @@ def mixed_problem(problems: Sequence[ChainProblem]) -> ChainProblem:
         back_hop_s=np.min([problem.back_hop_s for problem in problems], axis=0),
         start_s=min(problem.start_s for problem in problems),
         choices=problems[0].choices * len(problems),
+        num_meshes=len(problems),
         needs=None,
         # Members' copies are left out: a bound all the same.
         copied=(),

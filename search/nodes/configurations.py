@@ -10,8 +10,9 @@ partition only, as even as blocks allow (`partition/interleaved`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import ge
 
 from costmodel import Estimate
@@ -20,10 +21,12 @@ from planner.schedule import find_schedule
 from search.bounds.catalogue import kept_in_flight
 from search.branch_and_bound import EvaluatedPlan, Node
 from search.ilp.joint import solve_by_joint_program
+from search.nodes.exact_recompute import ExactRecompute
 from search.nodes.partitions import PartitionableNode
 from search.partition.bisect import solve_by_bisection
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
+from search.partition.least_recompute import with_recompute
 from search.search_state import NodeKey, Outcomes, SearchState
 from search.space.job_tables import in_flight_of
 from search.space.shapes import Configuration, Shape
@@ -141,7 +144,7 @@ class ConfigurationNode(PartitionableNode):
         elif solved.cut is None:
             self._exclude(search, BOUNDARIES_BEATEN, search.to_beat_s)
         else:
-            yield self.partitioned(solved.cut, solved.cut.value)
+            yield self.partitioned(self._chosen(search, solved.cut), solved.cut.value)
 
     def _partition_of_other_solver(self, search: SearchState) -> Outcomes:
         solver = search.request.solver
@@ -151,7 +154,22 @@ class ConfigurationNode(PartitionableNode):
         if cut is None:
             search.prune(f"memory: {solver} found no stage boundaries")
         else:
-            yield self.partitioned(cut, self.bound if solver == "recursive" else cut.value)
+            chosen = self._chosen(search, cut)
+            yield self.partitioned(chosen, self.bound if solver == "recursive" else cut.value)
+
+    def _chosen(self, search: SearchState, cut: Cut) -> Cut:
+        """Return a partition of a solver with its recomputation."""
+        chosen = self.with_recompute(search, cut)
+        assert chosen is not None, "a solver leaves out what does not fit"
+        return chosen
+
+    def with_recompute(
+        self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()
+    ) -> Cut | None:
+        """Return a partition with the fastest recomputation of its stages that may fit."""
+        if self.configuration.vpp > 1:
+            return super().with_recompute(search, cut, infeasible)
+        return with_recompute(self._problem(search, tuple(infeasible)), cut)
 
     def _is_too_large(self, search: SearchState, in_flight: tuple[int, ...]) -> bool:
         """Whether activations alone are over the limit; then the configuration is excluded."""
@@ -181,14 +199,47 @@ class ConfigurationNode(PartitionableNode):
 
     def problems(self, search: SearchState) -> list[ChainProblem]:
         """Return the chain problem under the memory limit."""
-        problem = search.candidates.problem(
-            self.configuration,
-            self.table,
-            search.memory_limit_bytes,
-            infeasible=self.infeasible,
-            is_conservative=self.is_conservative,
+        return [self._problem(search, ())]
+
+    def _problem(
+        self, search: SearchState, infeasible: tuple[InfeasibleStage, ...]
+    ) -> ChainProblem:
+        """Return the chain problem without stages that are infeasible, too."""
+        known = (*self.infeasible, *infeasible)
+        if known not in self._made:
+            self._made.clear()
+            self._made[known] = search.candidates.problem(
+                self.configuration,
+                self.table,
+                search.memory_limit_bytes,
+                infeasible=known,
+                is_conservative=self.is_conservative,
+            )
+        return self._made[known]
+
+    @cached_property
+    def _made(self) -> dict[tuple[InfeasibleStage, ...], ChainProblem]:
+        """The last chain problem, by the infeasible stages it is without."""
+        return {}
+
+    def infeasible_stages(
+        self, search: SearchState, cut: Cut, done: EvaluatedPlan
+    ) -> tuple[InfeasibleStage, ...]:
+        """Return what stages that are too large recompute too little, up to what fits exactly."""
+        found = super().infeasible_stages(search, cut, done)
+        if self.is_conservative and self.configuration.vpp == 1:
+            return found
+        exact = ExactRecompute(
+            candidates=search.candidates,
+            configuration=self.configuration,
+            table=self.table,
+            limit_bytes=search.memory_limit_bytes,
         )
-        return [problem]
+        if self.configuration.vpp > 1:
+            ranks = sorted({done.plan.stages[known.stage].pp_rank for known in found})
+            return tuple(exact.too_low(cut, ranks))
+        problem = self._problem(search, ())
+        return tuple(known for stage in found for known in exact.infeasible(problem, cut, stage))
 
     def simulate(self, search: SearchState, cut: Cut) -> float:
         """Return the step time of a partition's job table."""
@@ -196,7 +247,7 @@ class ConfigurationNode(PartitionableNode):
 
     def evaluate(self, search: SearchState, cut: Cut) -> EvaluatedPlan:
         """Return the plan of a partition with the cost model's estimate."""
-        plans, key = search.warm_start.plans, (*self.key, cut.cuts, cut.choices)
+        plans, key = search.warm_start.plans, (*self.key, cut.cuts, cut.choices, cut.until)
         if key not in plans:
             plan = search.candidates.plan(self.configuration, self.table, cut)
             plans[key] = plan, search.candidates.estimate(plan)

@@ -98,6 +98,14 @@ class PartitionableNode(Node[SearchState]):
     def remember(self, search: SearchState) -> None:
         """Keep what later searches under less memory need not find again."""
 
+    def with_recompute(
+        self, search: SearchState, cut: Cut, infeasible: Sequence[InfeasibleStage] = ()
+    ) -> Cut | None:
+        """Return a partition with the fastest recomputation of its stages that may fit beside what
+        is known to be infeasible; None where some stage has none.
+        """
+        return None if any(stage.is_in(cut) for stage in infeasible) else cut
+
     def partitioned(self, cut: Cut, bound: float) -> PartitionedNode:
         """Return the node with stage boundaries of this bound, the least of all."""
         bound = max(self.bound, bound)
@@ -202,16 +210,19 @@ class PartitionsNode(Node[SearchState]):
                 yield _first_stages_node(self, self, partitions, some)
 
     def evaluate(self, search: SearchState, cut: Cut) -> Outcomes:
-        """Yield the plan of a partition if it may be the best and fits."""
-        if any(stage.is_in(cut) for stage in self.infeasible):
-            return
-        search.extra_work += max(self.of.num_jobs, _LEAST_WORK)
-        search.num_other_partitions += 1
-        done = self.of.evaluate_faster(search, cut)
-        if done is not None and done.estimate.peak_bytes > search.memory_limit_bytes:
-            self.infeasible.extend(self.of.infeasible_stages(search, cut, done))
-        elif done is not None:
-            yield done
+        """Yield the plan of a partition if it may be the best and fits; where it does not, with
+        more recomputation.
+        """
+        while (chosen := self.of.with_recompute(search, cut, self.infeasible)) is not None:
+            search.extra_work += max(self.of.num_jobs, _LEAST_WORK)
+            search.num_other_partitions += 1
+            done = self.of.evaluate_faster(search, chosen)
+            if done is None:
+                return
+            if done.estimate.peak_bytes <= search.memory_limit_bytes:
+                yield done
+                return
+            self.infeasible.extend(self.of.infeasible_stages(search, chosen, done))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

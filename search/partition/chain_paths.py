@@ -47,8 +47,8 @@ from numpy.typing import NDArray
 
 from planner.schedule import RoundTrips
 from search.bounds.copied_jobs import extra_s, seconds_by_kind
-from search.partition.chain_problem import ChainProblem, Flags, Floats
-from search.partition.chain_windows import Part, Window
+from search.partition.chain_problem import ChainProblem, Flags, Floats, RankLimit
+from search.partition.chain_windows import Window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Paths:
         self.window = window
         self.costs = problem.stages.cost_window(window)
         self.end = window.end
-        self._fits: dict[tuple, Flags] = {}
+        self._on_rank: dict[tuple, tuple[Floats, Flags]] = {}
         self._stage_runs: dict[int, StageRuns] = {}
 
     @classmethod
@@ -119,21 +119,24 @@ class Paths:
         """Return these rows and starts of the window as one stage sees them."""
         part = (slice(None), rows, starts)
         start, end = self.window.start[0, starts], self.end[rows, starts]
-        f, b = self.costs.forward_s[part], self.costs.backward_s[part]
+        b, fits = self.on_rank(stage, (rows, starts))
+        f = self.costs.forward_s[part]
         copied: Sequence[Floats | float] = (0.0, 0.0, 0.0)
         if self.problem.copied:
-            copied = self._copies_s(stage, part)
+            copied = self._copies_s(stage, part, b)
         until, back = path_parts(self.problem, stage, start, end, f, b, copied)
         return StageRuns(
             first_start=int(start[0]),
             last_start=int(start[-1]),
             end=end,
-            until=np.where(self.fits(stage, (rows, starts)), until, np.inf),
+            until=np.where(fits, until, np.inf),
             back=back,
             tail=self._tail(stage)[..., rows, starts],
         )
 
-    def _copies_s(self, stage: int, part: tuple[slice, slice, slice]) -> Sequence[Floats]:
+    def _copies_s(
+        self, stage: int, part: tuple[slice, slice, slice], backward_s: Floats
+    ) -> Sequence[Floats]:
         """Return by how much copies lengthen all of a stage's jobs, those between its first forward
         and backward, and those between its last.
         """
@@ -142,7 +145,7 @@ class Paths:
         if problem.splits_backward:
             start, end = self.window.start[0, part[2]], self.end[part[1:]]
             weight = problem.before_w[end] - problem.before_w[start]
-        job_s = seconds_by_kind(self.costs.forward_s[part], self.costs.backward_s[part], weight)
+        job_s = seconds_by_kind(self.costs.forward_s[part], backward_s, weight)
         by_stage = {kind: {stage: seconds} for kind, seconds in job_s.items()}
         down, up = ({stage: seconds[part]} for seconds in self.costs.copies_s)
         row = problem.copied[stage]
@@ -153,37 +156,37 @@ class Paths:
     def _tail(self, stage: int) -> Floats:
         """Tails of runs on a stage: one for all choices, or, of later stages, one for each."""
         tail_s = self.costs.tail_s
-        shares = stage > 0 or tail_s.ndim == self.costs.backward_s.ndim - 1
+        shares = stage > 0 or tail_s.ndim == self.costs.forward_s.ndim - 1
         return tail_s if shares else tail_s[self.problem.first_choices[0]]
 
-    def fits(self, stage: int, part: tuple[slice, slice] = (slice(None), slice(None))) -> Flags:
-        """Whether each run of a part, by choice, may stay within the memory limit on a stage."""
-        in_flight = self.problem.in_flight[stage]
-        key = in_flight, *((span.start, span.stop) for span in part)
-        if key not in self._fits:
-            self._fits[key] = self.window.valid[part] & [
-                self._within(in_flight, choice, part) for choice in range(len(self.problem.choices))
-            ]
-        infeasible = [known for known in self.problem.infeasible if known.stage == stage]
-        first = self.problem.first_choices if stage == 0 else ()
-        if not infeasible and not first:
-            return self._fits[key]
-        fits = self._fits[key].copy()
-        if first:
-            fits[[choice not in first for choice in range(len(fits))]] = False
-        start, end = self.window.start[:, part[1]], self.window.end[part]
-        for known in infeasible:
-            if known.and_longer:
-                fits[known.choice] &= (start > known.first) | (end < known.end)
-            else:
-                fits[known.choice] &= (start != known.first) | (end != known.end)
-        return fits
+    def on_rank(self, stage: int, part: tuple[slice, slice]) -> tuple[Floats, Flags]:
+        """Return the backward seconds of each run of a part, by choice, and whether it is the
+        fastest choice of its mesh that may stay within the memory limit on a stage.
 
-    def _within(self, in_flight: int, choice: int, part: Part) -> Flags:
-        limit = self.problem.memory_limit_bytes
-        if self.problem.is_conservative:
-            return self.costs.peak_bytes(in_flight, choice)[part] <= limit
-        return self.costs.fits(in_flight, choice, limit, part)
+        Slower choices of the same run are left out: where the estimate finds that the fastest does
+        not fit after all, it becomes infeasible, and the next takes its place.
+        """
+        problem = self.problem
+        infeasible = tuple(known for known in problem.infeasible if known.stage == stage)
+        key = problem.in_flight[stage], infeasible, *((span.start, span.stop) for span in part)
+        if key not in self._on_rank:
+            rank = RankLimit(
+                in_flight=problem.in_flight[stage],
+                limit_bytes=problem.memory_limit_bytes,
+                is_conservative=problem.is_conservative,
+                infeasible=infeasible,
+            )
+            backward_s, fits = self.costs.on_rank(rank, part)
+            fits = fits & self.window.valid[part]
+            if not problem.copied:  # with less to copy, a longer backward may be the faster one
+                fits = fits & _is_fastest(backward_s, fits, problem)
+            self._on_rank[key] = backward_s, fits
+        backward_s, fits = self._on_rank[key]
+        first = problem.first_choices if stage == 0 else ()
+        if first:
+            fits = fits.copy()
+            fits[[choice not in first for choice in range(len(fits))]] = False
+        return backward_s, fits
 
     def first_tail(self, first_cut: int) -> float:
         """Return what follows at stage 0, if it ends here, when its last input gradient is made."""
@@ -199,6 +202,17 @@ class Paths:
         """Peak bytes of every run on this stage, inf where there is none."""
         peak = self.costs.peak_bytes(self.problem.in_flight[stage], choice)
         return np.where(self.window.valid, peak, np.inf)
+
+
+def _is_fastest(backward_s: Floats, fits: Flags, problem: ChainProblem) -> Flags:
+    """Return whether each choice is the fastest that fits of its mesh's; all choices of a mesh have
+    the same forward.
+    """
+    by_mesh = np.where(fits, backward_s, np.inf)
+    by_mesh = by_mesh.reshape(problem.num_meshes, -1, *by_mesh.shape[1:])
+    choice = np.arange(by_mesh.shape[1]).reshape(1, -1, *(1,) * (by_mesh.ndim - 2))
+    flags: Flags = (choice == by_mesh.argmin(axis=1)[:, None]).reshape(fits.shape)
+    return flags
 
 
 def path_parts(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,22 +20,18 @@ from search.partition.chain_windows import Part, Window
 
 Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Indices = NDArray[np.intp]
 
 
 class CostWindow(Protocol):
     """The costs of a window's runs, in its shape; of those that are not valid, anything.
 
-    `forward_s` and `backward_s` have a leading axis for the choice; `tail_s` may have one.
+    `forward_s` has a leading axis for the choice; `tail_s` may have one.
     """
 
     @property
     def forward_s(self) -> Floats:
         """Forward seconds."""
-        ...
-
-    @property
-    def backward_s(self) -> Floats:
-        """Backward seconds."""
         ...
 
     @property
@@ -49,12 +45,36 @@ class CostWindow(Protocol):
         ...
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """About the bytes of a rank holding each run with this many microbatches in flight."""
+        """About the bytes of a rank holding each run with this many microbatches in flight;
+        infinite for choices that depend on what fits.
+        """
         ...
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float, part: Part = ...) -> Flags:
-        """Whether each run of a part of the window may be within a limit: False is certain."""
+    def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
+        """Return the backward seconds of the runs of a part on a rank, by choice, and whether each
+        may fit: False is certain.
+        """
         ...
+
+    def until(self, rank: RankLimit, choice: int, part: Part) -> Indices:
+        """Return up to which block runs recompute more under a choice; 0 where that does not
+        depend on the block.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLimit:
+    """What a rank may hold."""
+
+    in_flight: int
+    """Most microbatches that it keeps."""
+    limit_bytes: float
+    """Bytes of its device."""
+    is_conservative: bool = False
+    """Whether `CostWindow.peak_bytes` must be within that."""
+    infeasible: tuple[InfeasibleStage, ...] = ()
+    """What is known not to fit on its stage."""
 
 
 class Stages(Protocol):
@@ -69,12 +89,18 @@ class Stages(Protocol):
         """Return the costs of every run of a window."""
         ...
 
+    def costs_of(self, start: Indices, end: Indices) -> CostWindow:
+        """Return the costs of these runs."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfeasibleStage:
     """Blocks first .. end-1 that do not fit a stage under a choice: the cost model said so.
 
-    With `and_longer` neither does any longer run that holds them.
+    With `and_longer` neither does any longer run that holds them. Under a choice that recomputes
+    the first blocks more, `until` says that they fit only if the blocks up to this one do; None: in
+    no case.
     """
 
     stage: int
@@ -82,14 +108,32 @@ class InfeasibleStage:
     end: int
     choice: int
     and_longer: bool = False
+    until: int | None = None
+
+    def holds(self, start: Any, end: Any) -> Any:
+        """Whether runs, from `start` to `end` (arrays, broadcast), are these blocks or hold them
+        where that matters.
+        """
+        if self.and_longer:
+            return (start <= self.first) & (end >= self.end)
+        return (start == self.first) & (end == self.end)
 
     def is_in(self, cut: Cut) -> bool:
         """Whether a cut has such a stage."""
-        first, end = cut.cuts[self.stage], cut.cuts[self.stage + 1]
         if cut.choices[self.stage] != self.choice:
             return False
-        holds = self.and_longer and first <= self.first and end >= self.end
-        return holds or (first, end) == (self.first, self.end)
+        is_more = self.until is not None and cut.until[self.stage] >= self.until
+        return not is_more and bool(self.holds(cut.cuts[self.stage], cut.cuts[self.stage + 1]))
+
+
+class Relaxation(Protocol):
+    """Recomputation that depends on what fits (`search.stages.partial_recompute`)."""
+
+    def least_again_s(self, start: Any, end: Any, most_bytes: Floats) -> Floats:
+        """Return what it adds at least to the backward of runs that may keep so many bytes of a
+        microbatch; infinite where that is too few.
+        """
+        ...
 
 
 Line = tuple[float, float, float]
@@ -100,14 +144,17 @@ Line = tuple[float, float, float]
 class LeastNeeds:
     """What any run of blocks takes at least: differences of running sums along the chain (n + 1).
 
-    backward_s and kept_bytes, of a microbatch, have a list for each choice. `lines` are those of a
-    rank with so many microbatches in flight.
+    backward_s and kept_bytes, of a microbatch, have a list for each choice of whole stages;
+    `partial` are the other choices, beside `bare_backward_s`, the backward without recomputation.
+    `lines` are those of a rank with so many microbatches in flight.
     """
 
     backward_s: tuple[list[float], ...]
     kept_bytes: tuple[list[float], ...]
     param_bytes: list[float]
     lines: Callable[[int], tuple[Line, ...]]
+    bare_backward_s: list[float] = field(default_factory=list)
+    partial: tuple[Relaxation, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,7 +185,10 @@ class ChainProblem:
     start_s: float = 0.0
     """Seconds of what is loaded before the first job."""
     choices: tuple[str, ...] = ("none",)
-    """Recompute choices, each of which any stage may take."""
+    """Recompute choices, each of which any stage may take; with several meshes those of the first
+    mesh, then of the second, and so on."""
+    num_meshes: int = 1
+    """How many meshes a stage may choose from."""
     needs: LeastNeeds | None = None
     """What any run takes at least; None: not known."""
     cuts: tuple[int, ...] = ()
@@ -162,6 +212,13 @@ class ChainProblem:
     def num_stages(self) -> int:
         """Number of stages to cut."""
         return len(self.in_flight)
+
+    @cached_property
+    def least_recompute(self) -> dict[tuple[int, int, int], tuple[int, int] | None]:
+        """The fastest choices found so far, with where they stop to recompute more, by stage and
+        its run; None where nothing fits (`least_recompute`).
+        """
+        return {}
 
     @property
     def longest(self) -> int:
@@ -230,9 +287,12 @@ class ChainProblem:
 class Cut:
     """A solved chain: stage s holds blocks cuts[s] .. cuts[s+1]-1 with choice index choices[s].
 
-    `value` is the bound of the step time (or, from `smallest_peak`, the peak bytes).
+    `value` is the bound of the step time (or, from `smallest_peak`, the peak bytes). `until`: of
+    stages whose first blocks recompute more, the block up to which they do, for others 0; empty
+    before that is settled.
     """
 
     cuts: tuple[int, ...]
     choices: tuple[int, ...]
     value: float
+    until: tuple[int, ...] = ()

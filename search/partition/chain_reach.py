@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,16 +77,31 @@ def _run_check(problem: ChainProblem, ceiling: float) -> Callable[[int, Indices,
     backward_s = np.stack(needs.backward_s) if needs else problem.before_b[None]
     if needs:
         kept_bytes, param_bytes = np.stack(needs.kept_bytes), np.array(needs.param_bytes)
+        bare_backward_s = np.array(needs.bare_backward_s)
 
     def is_within(stage: int, start: Indices, end: Indices) -> Flags:
         forward = problem.before_f[end] - problem.before_f[start]
         backward = backward_s[:, end] - backward_s[:, start]
+        lines = needs.lines(problem.in_flight[stage]) if needs else ()
+        if needs:
+            params = param_bytes[end] - param_bytes[start]
+        if needs and needs.partial:
+            bare = bare_backward_s[end] - bare_backward_s[start]
+            most = reduce(
+                np.minimum, ((room - slope * params) / live for live, slope, room in lines if live)
+            )
+            again = [bare + part.least_again_s(start, end, most) for part in needs.partial]
+            backward = np.concatenate([backward, again])
+        is_finite = np.isfinite(backward)
+        backward = np.where(is_finite, backward, 0.0)
         until, back = path_parts(cheapest, stage, start, end, forward, backward)
         short: Flags = until + np.maximum(0.0, back) <= budget
+        short &= is_finite
         if needs:
+            # Partial recomputation keeps what is left to keep; only parameters may be too large.
             kept = kept_bytes[:, end] - kept_bytes[:, start]
-            params = param_bytes[end] - param_bytes[start]
-            for live, slope, room in needs.lines(problem.in_flight[stage]):
+            kept = np.concatenate([kept, np.zeros((len(backward) - len(kept), *kept.shape[1:]))])
+            for live, slope, room in lines:
                 short &= live * kept + slope * params <= room
         # Any choice will do.
         return np.any(short, axis=0)

@@ -1,8 +1,9 @@
 """Interleaved stages (several a rank): their one partition, recompute choices, time and bytes.
 
-The chain is cut as evenly as blocks allow (`balance`); a rank whose activations do not fit
-recomputes all its stages. What does not depend on replicas is computed once for all configurations
-of a table with so many stages. The bound of the step time is in `interleaved_bound`.
+The chain is cut as evenly as blocks allow (`balance`); a rank that activations do not fit
+recomputes as many of its blocks as it must (`interleaved_levels`). What does not depend on replicas
+is computed once for all configurations of a table with so many stages. The bound of the step time
+is in `interleaved_bound`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from costmodel import StageCosts, StageLoad
-from costmodel.memory.bound import RankBound, job_peak_bytes, kept_bytes
+from costmodel.memory.bound import RankBound
 from costmodel.time.stage_costs.stage_costs import BlockRuns, cut_runs, transfers
 from planner.plan import Recompute
 from planner.schedule import Schedule, most_kept, stage_to_pp_rank
@@ -23,6 +24,8 @@ from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.rank_bytes import rank_bound
 from search.partition.chain_problem import Floats, InfeasibleStage
 from search.partition.interleaved_bound import StageSeconds, least_end_s
+from search.partition.interleaved_levels import RecomputeLevels
+from search.space.job_tables import LiveMicrobatches
 from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable
 
@@ -38,6 +41,7 @@ class InterleavedStages:
     homes: NDArray[np.intp]
     polls: bool = False
     _kept: dict[Recompute, Floats] = field(default_factory=dict)
+    _levels: dict[tuple[Recompute, ...], RecomputeLevels] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -84,14 +88,14 @@ class InterleavedStages:
     def least_step_s(
         self, configuration: Configuration, recomputed: Sequence[Recompute] = ()
     ) -> float:
-        """Return a step time that the stages cannot beat, whatever they exchange; when they
+        """Return a step time that the stages cannot beat, whatever they exchange; when the blocks
         recompute this, if it is given.
         """
         nothing = np.zeros(1)
         forward_s, backward_s = self._bare_s
         again: Floats | float = 0.0
         if recomputed:
-            again = self._runs.times.recompute_s(recomputed)
+            again = self._runs.recomputation(recomputed).whole_s
         seconds = StageSeconds(
             forward_s=forward_s, backward_s=backward_s + again,
             ahead_s=self.ahead_s(configuration),
@@ -105,8 +109,8 @@ class InterleavedStages:
         recomputed: Sequence[Recompute],
         copied: Sequence[CopiedRow] = (),
     ) -> float:
-        """Return a step time that the stages cannot beat when they recompute this, with these jobs
-        of each rank beside copies.
+        """Return a step time that the stages cannot beat when the blocks recompute this, with these
+        jobs of each rank beside copies.
         """
         seconds = self.seconds(configuration, recomputed)
         copies_s = self._copies_s(configuration, recomputed, seconds, copied) if copied else 0.0
@@ -121,13 +125,8 @@ class InterleavedStages:
         copied: Sequence[CopiedRow],
     ) -> Floats:
         """Return by how much copies lengthen each rank's jobs."""
-        loads = self._runs.load
-        names = np.array(recomputed)
-        down_s, up_s = np.zeros(len(names)), np.zeros(len(names))
-        for name in set(recomputed):
-            own = names == name
-            down, up = self.table.copies_s(loads, name)
-            down_s[own], up_s[own] = down[own], up[own]
+        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
+        down_s, up_s = self.table.copies_s(held.kept_bytes)
         weight_s = self._runs.times.weight_s
         job_s = seconds_by_kind(
             seconds.forward_s,
@@ -147,7 +146,7 @@ class InterleavedStages:
         recomputed: Sequence[Recompute],
         back_hop_s: Floats | None = None,
     ) -> StageSeconds:
-        """Return what the stages take when they recompute this: with what replicas exchange,
+        """Return what the stages take when the blocks recompute this: with what replicas exchange,
         transfers between stages and the optimizer. `back_hop_s` (n + 1) are, if not the table's
         own, those of gradients from a stage starting at each block.
         """
@@ -155,8 +154,7 @@ class InterleavedStages:
             degrees=configuration.degrees, zero=configuration.zero, choices=("none",)
         )
         costs = StageCosts(runs=self._runs, replication=ranks.replication)
-        forward_s, backward_s = costs.forward_s, costs.bare_backward_s
-        backward_s = backward_s + self._runs.times.recompute_s(recomputed)
+        forward_s, backward_s = costs.forward_s, costs.backward_s(recomputed)
         param_bytes, num_params = self._runs.params
         degrees, pp = configuration.degrees, configuration.pp
         hop_s = self.table.hop_s(degrees, pp=pp)
@@ -182,24 +180,77 @@ class InterleavedStages:
             tail_s=self.by_rank(costs.after_s) + update,
         )
 
-    def choices(
+    def levels(self, configuration: Configuration) -> RecomputeLevels:
+        """Return how much the ranks may recompute."""
+        choices = recompute_choices(configuration.recompute)
+        if choices not in self._levels:
+            self._levels[choices] = RecomputeLevels(
+                table=self.table,
+                cuts=self.cuts,
+                homes=self.homes,
+                choices=choices,
+                polls=self.polls,
+            )
+        return self._levels[choices]
+
+    def least_levels(
         self,
         configuration: Configuration,
         live: Sequence[int],
         memory_limit_bytes: float,
         infeasible: Sequence[InfeasibleStage] = (),
-    ) -> tuple[int, ...] | None:
-        """Return each stage's recompute choice, or None when a rank cannot hold its own.
+    ) -> NDArray[np.intp] | None:
+        """Return each rank's level of recomputation, or None when a rank cannot hold its stages.
 
-        A choice may fit where `least_bytes` are within the limit; `infeasible` is what the estimate
-        found too large nevertheless, on the rank of its stage.
+        A level may fit where a rank's least bytes, as in `least_bytes`, are within the limit;
+        `infeasible` are levels found too large nevertheless, on the rank of their stage.
         """
-        fits = self.least_bytes(configuration, live) <= memory_limit_bytes
+        levels = self.levels(configuration)
+        lowest = np.zeros(self.pp, dtype=np.intp)
         for too_large in infeasible:
-            fits[too_large.choice, self.homes[too_large.stage]] = False
-        if not np.all(np.any(fits, axis=0)):
-            return None
-        return tuple(np.argmax(fits, axis=0)[self.homes].tolist())
+            rank = self.homes[too_large.stage]
+            lowest[rank] = max(lowest[rank], too_large.choice + 1)
+        live_most = self.table.on_host.live(np.asarray(live, dtype=float))
+        ranks = self._rank(configuration)
+        by_home = np.argsort(self.homes, kind="stable")
+        first_of_home = np.searchsorted(self.homes[by_home], np.arange(self.pp))
+
+        def needed(at: NDArray[np.intp]) -> Floats:
+            held = np.minimum.reduceat(levels.kept(at)[by_home], first_of_home)
+            bytes_of_ranks: Floats = ranks.with_saved(live_most * held)
+            return bytes_of_ranks
+
+        found = levels.lowest(needed, memory_limit_bytes, lowest)
+        return None if (found > levels.most).any() else found
+
+    def levels_too_low(
+        self,
+        configuration: Configuration,
+        levels: NDArray[np.intp],
+        live: LiveMicrobatches,
+        memory_limit_bytes: float,
+    ) -> tuple[InfeasibleStage, ...]:
+        """Return, for each rank that cannot hold its stages as the job table has them under way,
+        the highest level at which it cannot.
+        """
+        if self.table.on_host.activations:
+            return ()
+        of_ranks, ranks = self.levels(configuration), self._rank(configuration)
+
+        def needed(at: NDArray[np.intp]) -> Floats:
+            bytes_of_ranks: Floats = ranks.with_saved(live.most_kept(of_ranks.kept(at)))
+            return bytes_of_ranks
+
+        least = of_ranks.lowest(needed, memory_limit_bytes, levels)
+        return tuple(
+            self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
+        )
+
+    def too_low(self, rank: int, level: int) -> InfeasibleStage:
+        """Return that a rank does not fit at a level, nor below."""
+        stage = int(np.flatnonzero(self.homes == rank)[0])
+        first, end = self.cuts[stage], self.cuts[stage + 1]
+        return InfeasibleStage(stage=stage, first=first, end=end, choice=level)
 
     def too_large(
         self,
@@ -230,20 +281,18 @@ class InterleavedStages:
         )
 
     def guess_bytes(
-        self, configuration: Configuration, choices: Sequence[int], schedule: Schedule
+        self, configuration: Configuration, recomputed: Sequence[Recompute], schedule: Schedule
     ) -> Floats:
-        """Return about what each rank needs: at its fullest, and inside the highest of its jobs
-        there, with gradients still to come.
+        """Return about what each rank needs if the blocks recompute this: at its fullest, and
+        inside the highest of its jobs there, with gradients still to come.
         """
-        loads = self._runs.load
-        names = np.array([recompute_choices(configuration.recompute)[choice] for choice in choices])
+        held = self.table.runs.held(self._first, np.asarray(self.cuts[1:]), recomputed)
         # Inside a job more is alive than between jobs: recomputed activations and gradients.
         top = np.zeros(self.pp)
-        for name in set(names.tolist()):
-            inside = job_peak_bytes(loads, recompute=name) - kept_bytes(loads, recompute=name)
-            np.maximum.at(top, self.homes, np.where(names == name, inside, 0.0))
-        held = self._held(configuration, choices, schedule) + top
-        needed: Floats = self._rank(configuration).with_saved(held)
+        np.maximum.at(top, self.homes, held.peak_bytes - held.kept_bytes)
+        kept = self.table.runs.kept_along(recomputed)[0][list(self.cuts)]
+        most = np.array(most_kept(schedule, np.diff(kept).tolist()))
+        needed: Floats = self._rank(configuration).with_saved(most + top)
         return needed
 
     def _held(

@@ -13,6 +13,7 @@ from search.nodes.configurations import ConfigurationNode, ShapeNode
 from search.nodes.partitions import PartitionedNode
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_problem import Cut
+from search.partition.least_recompute import with_recompute
 from search.request import RunnerUp
 from search.search_state import SearchState
 from search.space.shapes import Configuration, Shape
@@ -138,7 +139,8 @@ def _cut(search: SearchState, node: ConfigurationNode, ceiling: float) -> Cut | 
     configuration, table, limit = node.configuration, node.table, search.memory_limit_bytes
     if configuration.vpp == 1 and configuration.pp > 1:
         problem = search.candidates.problem(configuration, table, limit, is_conservative=True)
-        return solve_chain(problem, ceiling=ceiling).cut
+        found = solve_chain(problem, ceiling=ceiling).cut
+        return found and with_recompute(problem, found)
     cut = node.only_cut(search)
     if (
         cut

@@ -5,11 +5,16 @@ A table depends on (schedule, pp, vpp, microbatches) alone: `Configuration.pipel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
 
 from costmodel import build_job_table
 from costmodel.time.simulate import JobTable
 from planner.schedule import build_schedule, find_schedule, in_flight, in_flight_per_stage
+from planner.schedule.jobs import JobKind
 from planner.schedule.timing.trips import Trip, trips
 from search.bounds.copied_jobs import CopiedRow
 from search.space.shapes import Configuration
@@ -38,6 +43,38 @@ def copied_rows(schedule: str, pp: int, vpp: int, num_microbatches: int) -> tupl
     rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
     found = copies_of(schedule, pp, vpp, num_microbatches)
     return tuple(CopiedRow.of(row, made) for row, made in zip(rows, found, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveMicrobatches:
+    """How many microbatches of each of its stages a rank holds at once, by rank: the stages, and a
+    row for each different state after a forward.
+    """
+
+    by_rank: tuple[tuple[NDArray[np.intp], NDArray[np.float64]], ...]
+
+    def most_kept(self, kept_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the most that each rank keeps at once, as `planner.schedule.most_kept`, if a
+        microbatch keeps so many bytes on each stage.
+        """
+        return np.array([(live @ kept_bytes[stages]).max() for stages, live in self.by_rank])
+
+
+@lru_cache(maxsize=128)
+def live_microbatches(schedule: str, pp: int, vpp: int, num_microbatches: int) -> LiveMicrobatches:
+    """Return what is in flight at once on each rank of a schedule."""
+    by_rank = []
+    for row in job_table(schedule, pp, vpp, num_microbatches).schedule.jobs:
+        live = dict.fromkeys(sorted({job.stage_index for job in row}), 0)
+        states = set()
+        for job in row:
+            if job.kind is JobKind.FORWARD:
+                live[job.stage_index] += 1
+                states.add(tuple(live.values()))
+            elif job.kind is not JobKind.BACKWARD_WEIGHT:
+                live[job.stage_index] -= 1
+        by_rank.append((np.array(list(live)), np.array(sorted(states), dtype=float)))
+    return LiveMicrobatches(tuple(by_rank))
 
 
 def in_flight_of(configuration: Configuration) -> tuple[int, ...]:

@@ -12,25 +12,23 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from costmodel.memory.bound import RankBound
+from costmodel.memory.bound import RankBound, kept_bytes
 from costmodel.time.stage_costs.load import StageLoad
 from costmodel.time.stage_costs.replicas import ReplicaPrices, replica_prices
-from costmodel.time.stage_costs.runs import Floats
-from costmodel.time.stage_costs.stage_costs import StageCosts, cut_runs
+from costmodel.time.stage_costs.runs import Flags, Floats, Indices
+from costmodel.time.stage_costs.stage_costs import BlockRuns, StageCosts, cut_runs
 from planner.layout.axes import Degrees
 from planner.plan import Recompute
 from planner.plan.replication import Replication
 from profiles import Group
-from search.partition.chain_problem import LeastNeeds, Line
+from search.partition.chain_problem import LeastNeeds, Line, RankLimit
 from search.partition.chain_windows import Part, Window
+from search.stages.partial_recompute import PartialRecompute
 from search.stages.run_kinds import RunKinds
 
 if TYPE_CHECKING:
     from search.stages.stage_table import StageTable
-
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +37,10 @@ class RankCostWindow:
     the `kinds` of runs, and each run has those of its kind.
     """
 
+    start: Indices
+    """First block of each run of the window."""
+    end: Indices
+    """Block after the last of each."""
     kinds: RunKinds
     costs: StageCosts
     stages: RankStages
@@ -47,11 +49,11 @@ class RankCostWindow:
     def forward_s(self) -> Floats:
         """Forward seconds, the same for all choices."""
         spread = self._spread(self.costs.forward_s + self._waits_s[0])
-        return np.broadcast_to(spread, (len(self.stages.choices), *spread.shape))
+        return np.broadcast_to(spread, (self.stages.num_choices, *spread.shape))
 
     @cached_property
     def backward_s(self) -> Floats:
-        """Backward seconds by choice."""
+        """Backward seconds by choice of a whole stage."""
         seconds = np.stack([self.costs.backward_s(choice) for choice in self.stages.choices])
         return self._spread(seconds + self._waits_s[1])
 
@@ -80,8 +82,9 @@ class RankCostWindow:
     def copies_s(self) -> tuple[Floats, Floats]:
         """Seconds, by choice, in which a microbatch's activations leave a device and return."""
         table, load = self.stages.table, self.costs.runs.load
+        kept = (kept_bytes(load, recompute=choice) for choice in self.stages.choices)
         down, up = zip(
-            *(table.copies_s(load, choice) for choice in self.stages.choices), strict=True
+            *(table.copies_s(of_runs - load.side_bytes) for of_runs in kept), strict=True
         )
         return self._spread(np.stack(down)), self._spread(np.stack(up))
 
@@ -91,8 +94,68 @@ class RankCostWindow:
         return spread
 
     def peak_bytes(self, in_flight: int, choice: int) -> Floats:
-        """About the bytes of a rank holding each run with this many microbatches in flight."""
+        """About the bytes of a rank holding each run with this many microbatches in flight;
+        infinite for partial recomputation, which depends on what fits.
+        """
+        if choice >= len(self.stages.choices):
+            return np.full(self.kinds.of.shape, np.inf)
         return self._spread(self._bytes[choice].conservative(in_flight))
+
+    def on_rank(self, rank: RankLimit, part: Part) -> tuple[Floats, Flags]:
+        """Return the backward seconds of the runs of a part on a rank, by choice, and whether each
+        may fit: choices of whole stages, then partial recomputation as far as it must go.
+        """
+        of = self.kinds.of[part]
+        start, end = self._ends(part)
+        seconds = [own[part] for own in self.backward_s]
+        fits = [self._within(rank, choice, part) for choice in range(len(seconds))]
+        for known in rank.infeasible:
+            if known.choice < len(fits):
+                fits[known.choice] = fits[known.choice] & ~known.holds(start, end)
+        if self.stages.partial:
+            bare_s = (self.costs.bare_backward_s + self._waits_s[1])[of]
+        for at, partial in enumerate(self.stages.partial):
+            until = self.until(rank, len(self.stages.choices) + at, part)
+            seconds.append(bare_s + partial.again_s(start, end, until))
+            fits.append(until <= end)
+        return np.stack(seconds), np.stack(fits)
+
+    def until(self, rank: RankLimit, choice: int, part: Part) -> Indices:
+        """Return up to which block the runs of a part recompute more under a pair of choices; after
+        their end where they do not fit. 0 for choices of whole stages.
+        """
+        start, end = self._ends(part)
+        if choice < len(self.stages.choices):
+            return 0 * start
+        of_kinds = self.stages.partial[choice - len(self.stages.choices)].until(
+            self.kinds.start, self.kinds.end, self._most_kept(rank)
+        )
+        until = start + (of_kinds - self.kinds.start)[self.kinds.of[part]]
+        for known in rank.infeasible:
+            if known.choice == choice:
+                least = self.stages.num_blocks + 1 if known.until is None else known.until
+                until = np.where(known.holds(start, end), np.maximum(until, least), until)
+        return until
+
+    def _ends(self, part: Part) -> tuple[Indices, Indices]:
+        """Return the first block of each run of a part, and the block after its last."""
+        start, end = np.broadcast_arrays(self.start, self.end)
+        return start[part], end[part]
+
+    def _within(self, rank: RankLimit, choice: int, part: Part) -> Flags:
+        if rank.is_conservative:
+            return self.peak_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
+        return self.fits(rank.in_flight, choice, rank.limit_bytes, part)
+
+    def _most_kept(self, rank: RankLimit) -> Floats:
+        """Return what a microbatch may keep of a run of each kind."""
+        more = 0.0
+        if rank.is_conservative:
+            more = np.max([bound.beside_bytes for bound in self._bytes], axis=0)
+        most: Floats = self._bytes[0].most_kept(
+            rank.in_flight, rank.limit_bytes, more=more, is_conservative=rank.is_conservative
+        )
+        return most
 
     def least_bytes(self, in_flight: int, choice: int) -> Floats:
         """What a rank holding each run needs at least."""
@@ -131,7 +194,9 @@ class RankStages:
     zero: int
     """ZeRO stage."""
     choices: tuple[Recompute, ...]
-    """Recompute choices that a stage has."""
+    """Recompute choices that a whole stage has."""
+    is_by_block: bool = False
+    """Whether the first blocks of a stage may recompute more than the others."""
     num_microbatches: int
     """Microbatches of a step."""
     splits_backward: bool = False
@@ -140,6 +205,16 @@ class RankStages:
     """The ranks between which transfers go that jobs wait for; None: they overlap."""
     polls: bool = False
     """Whether hosts poll for messages between stages."""
+
+    @property
+    def partial(self) -> tuple[PartialRecompute, ...]:
+        """The pairs of choices of which the first blocks of a stage take the second."""
+        return self.table.partial(self.choices, polls=self.polls) if self.is_by_block else ()
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of a whole stage, and pairs of them."""
+        return len(self.choices) + len(self.partial)
 
     @cached_property
     def replication(self) -> Replication:
@@ -179,7 +254,20 @@ class RankStages:
     def cost_window(self, window: Window) -> RankCostWindow:
         """Return the costs of every run of a window."""
         kinds, costs = self.table.window(window, self.replication, polls=self.polls)
-        return RankCostWindow(kinds=kinds, costs=costs, stages=self)
+        return RankCostWindow(
+            start=window.start, end=window.end, kinds=kinds, costs=costs, stages=self
+        )
+
+    def costs_of(self, start: Indices, end: Indices) -> RankCostWindow:
+        """Return the costs of these runs."""
+        runs = BlockRuns(chain=self.table.chain_where(polls=self.polls), start=start, end=end)
+        return RankCostWindow(
+            start=start,
+            end=end,
+            kinds=RunKinds(start=start, end=end, of=np.arange(len(start))),
+            costs=StageCosts(runs=runs, replication=self.replication),
+            stages=self,
+        )
 
     def cut(self, cuts: Sequence[int]) -> StageCosts:
         """Return what the stages between these cuts cost."""
@@ -223,4 +311,6 @@ class RankStages:
             kept_bytes=kept_bytes,
             param_bytes=table.runs.sums["param_bytes"].tolist(),
             lines=lines,
+            bare_backward_s=np.append(0.0, np.cumsum(table.backward_s)).tolist(),
+            partial=self.table.partial(self.choices) if self.is_by_block else (),
         )

@@ -15,7 +15,7 @@ from hashlib import sha256
 import numpy as np
 
 from costmodel.cache import CostCache
-from costmodel.memory.bound import NOTHING, OnHost, kept_bytes
+from costmodel.memory.bound import NOTHING, OnHost
 from costmodel.time.inputs import input_seconds
 from costmodel.time.offload import copy_seconds
 from costmodel.time.stage_costs.chain import ChainCosts, Split, chain_costs
@@ -29,6 +29,7 @@ from planner.plan import ClassLayout, Precision, Recompute
 from planner.plan.replication import Replication, gradient_factor
 from profiles import Group, Profile
 from search.partition.chain_windows import Window
+from search.stages.partial_recompute import PartialRecompute, partial_recomputes
 from search.stages.rank_stages import RankStages
 from search.stages.run_kinds import Repetition, RunKinds
 
@@ -59,6 +60,7 @@ class StageTable:
     rank_ends: dict[tuple, tuple[float, ...]] = field(default_factory=dict)
     """When ranks end their last jobs, in seconds, of the cuts that were simulated."""
     _least_sums: dict[Recompute, tuple[list[float], list[float]]] = field(default_factory=dict)
+    _partial: dict[tuple, tuple[PartialRecompute, ...]] = field(default_factory=dict)
     _chains: dict[bool, ChainCosts] = field(default_factory=dict)
     _kinds: dict[tuple[Window, bool], tuple[RunKinds, BlockRuns]] = field(default_factory=dict)
     _stage_costs: dict[tuple[Replication, Window, bool], StageCosts] = field(default_factory=dict)
@@ -151,6 +153,15 @@ class StageTable:
     def recompute_s(self, choice: Recompute) -> Floats:
         """Return what a recompute choice adds to each block's backward."""
         return self.chain.times.recompute_s(choice)
+
+    def partial(
+        self, choices: tuple[Recompute, ...], *, polls: bool = False
+    ) -> tuple[PartialRecompute, ...]:
+        """Return the pairs of recompute choices of which a stage's first blocks take the second."""
+        key = choices, polls
+        if key not in self._partial:
+            self._partial[key] = partial_recomputes(self.chain_where(polls=polls), choices)
+        return self._partial[key]
 
     def ahead_s(self, *, is_sharded: bool, choices: Sequence[Recompute]) -> Floats:
         """Return the most of each block's backward that may come after its gradient is sent on."""
@@ -256,13 +267,11 @@ class StageTable:
             return None
         return pipeline_group(self.profile.cluster, degrees, pp=pp)
 
-    def copies_s(self, loads: StageLoad, choice: Recompute) -> tuple[Floats, Floats]:
-        """Return the seconds in which one microbatch's activations of runs with these loads leave
-        a device for its host, and return.
+    def copies_s(self, saved_bytes: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds in which one microbatch's activations, so many bytes of each run, side
+        inputs apart, leave a device for its host, and return.
         """
-        moved, inverse = np.unique(
-            kept_bytes(loads, recompute=choice) - loads.side_bytes, return_inverse=True
-        )
+        moved, inverse = np.unique(saved_bytes, return_inverse=True)
         down, up = (
             np.array([copy_seconds(self.profile, size, to_host=way) for size in moved.tolist()])
             for way in (True, False)
@@ -291,6 +300,7 @@ class StageTable:
         degrees: Degrees,
         zero: int,
         choices: tuple[Recompute, ...],
+        is_by_block: bool = False,
         num_microbatches: int = 1,
         splits_backward: bool = False,
         hop: Group | None = None,
@@ -304,6 +314,7 @@ class StageTable:
             degrees=degrees,
             zero=zero,
             choices=choices,
+            is_by_block=is_by_block,
             num_microbatches=num_microbatches,
             splits_backward=splits_backward,
             hop=hop,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
-from math import comb
+from itertools import combinations, pairwise, product
+from math import prod
+
+import numpy as np
 
 from costmodel import Estimate
 from planner.graph import ModelGraph
+from planner.plan import Recompute
 from search import SearchRequest, SearchResult
 from search.candidates import Candidates
 from search.partition.chain_problem import Cut
 from search.space.shapes import Configuration, recompute_choices
-from tests.referees.cuts import all_cuts
+from search.stages.stage_table import StageTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +56,45 @@ def check_against(best_s: float, limit_bytes: float, result: SearchResult) -> fl
 def num_answers(graph: ModelGraph, machine, request: SearchRequest) -> int:
     """Return how many plans `every_answer` goes through at most."""
     candidates = Candidates.of(graph, machine, request)
-    total, inner = 0, len(graph.blocks) - 1
+    total, n = 0, len(graph.blocks)
     for shape in candidates.shapes(request):
-        kinds = len(recompute_choices(shape.recompute))
-        tables = len(candidates.tables(shape.tp, shape.microbatch_size, shape.cp))
-        for configuration in shape.configurations():
-            cuts = comb(inner, configuration.pp - 1) if configuration.vpp == 1 else 1
-            total += tables * cuts * kinds**configuration.pp
+        choices = recompute_choices(shape.recompute)
+        tables = candidates.tables(shape.tp, shape.microbatch_size, shape.cp)
+        for configuration, table in product(shape.configurations(), tables):
+            if configuration.vpp > 1:
+                most = candidates.interleaved(configuration, table).levels(configuration).most
+                total += prod(int(level) + 1 for level in most)
+                continue
+            for cuts in stage_boundaries(n, configuration.pp):
+                stages = [len(stage_recomputes(table, choices, *run)) for run in pairwise(cuts)]
+                total += prod(stages)
     return total
+
+
+def stage_boundaries(num_blocks: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    """Yield all boundaries of stages."""
+    for inner in combinations(range(1, num_blocks), num_stages - 1):
+        yield (0, *inner, num_blocks)
+
+
+def stage_recomputes(
+    table: StageTable, choices: tuple[Recompute, ...], first: int, end: int
+) -> list[tuple[int, int]]:
+    """Return every (choice, until) of a stage's blocks, those that recompute the same once."""
+    found: dict[tuple[Recompute, ...], tuple[int, int]] = {}
+    for index, choice in enumerate(choices):
+        found.setdefault((choice,) * (end - first), (index, 0))
+    for index, partial in enumerate(table.partial(choices), start=len(choices)):
+        for until in range(first + 1, end + 1):
+            found.setdefault(partial.by_block(first, end, until), (index, until))
+    return list(found.values())
 
 
 def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator[Answer]:
     """Yield all configurations with all cuts and recompute choices, whether they fit or not.
 
-    With several stages a rank the cut is the even one, as searched, and the choice is each
-    rank's.
+    With one stage a rank its first blocks may recompute more (`stage_recomputes`). With several
+    stages a rank the cut is the even one, as searched, and each rank has one of its levels.
     """
     candidates = Candidates.of(graph, machine, request)
     for shape in candidates.shapes(request):
@@ -75,18 +102,24 @@ def every_answer(graph: ModelGraph, machine, request: SearchRequest) -> Iterator
             for table in candidates.tables(
                 configuration.tp, configuration.microbatch_size, configuration.cp
             ):
+                choices = recompute_choices(configuration.recompute)
+                tries: list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = []
                 if configuration.vpp == 1:
-                    tries = list(all_cuts(candidates.problem(configuration, table, float("inf"))))
+                    for cuts in stage_boundaries(table.num_blocks, configuration.pp):
+                        of_stages = [
+                            stage_recomputes(table, choices, *run) for run in pairwise(cuts)
+                        ]
+                        tries += [(cuts, stages) for stages in product(*of_stages)]
                 else:
-                    even = candidates.even_cut(configuration, table, float("inf"))
-                    assert even is not None
-                    homes = candidates.plan(configuration, table, even).stage_to_pp_rank
-                    kinds = range(len(recompute_choices(configuration.recompute)))
+                    interleaved = candidates.interleaved(configuration, table)
+                    levels = interleaved.levels(configuration)
+                    of_ranks = [range(int(most) + 1) for most in levels.most]
+                    of_stages = [levels.of_stages(np.array(of)) for of in product(*of_ranks)]
                     tries = [
-                        (even.cuts, tuple(by_rank[home] for home in homes))
-                        for by_rank in product(kinds, repeat=configuration.pp)
+                        (interleaved.cuts, tuple(zip(*found, strict=True))) for found in of_stages
                     ]
-                for cuts, choices in tries:
-                    cut = Cut(cuts=cuts, choices=choices, value=0.0)
+                for cuts, stages in tries:
+                    chosen, until = zip(*stages, strict=True)
+                    cut = Cut(cuts=cuts, choices=chosen, until=until, value=0.0)
                     answer = candidates.estimate(candidates.plan(configuration, table, cut))
                     yield Answer(configuration=configuration, cut=cut, estimate=answer)

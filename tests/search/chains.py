@@ -14,6 +14,8 @@ from search.partition.chain_windows import Window
 
 @dataclass(frozen=True, eq=False)
 class SumBand:
+    start: np.ndarray
+    end: np.ndarray
     forward_s: np.ndarray
     backward_s: np.ndarray
     tail_s: np.ndarray
@@ -24,8 +26,16 @@ class SumBand:
     def peak_bytes(self, in_flight: int, choice: int) -> np.ndarray:
         return self.resident + in_flight * self.kept[choice] + self.working[choice]
 
-    def fits(self, in_flight: int, choice: int, limit_bytes: float, part=...) -> np.ndarray:
-        return self.peak_bytes(in_flight, choice)[part] <= limit_bytes
+    def on_rank(self, rank, part) -> tuple[np.ndarray, np.ndarray]:
+        fits = np.stack(
+            [
+                self.peak_bytes(rank.in_flight, choice)[part] <= rank.limit_bytes
+                for choice in range(len(self.kept))
+            ]
+        )
+        for known in rank.infeasible:
+            fits[known.choice] &= ~known.holds(self.start, self.end)[part]
+        return np.stack([own[part] for own in self.backward_s]), fits
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +71,8 @@ class SumStages:
 
         whole = (start == 0) & (end == self.num_blocks)
         return SumBand(
+            start=start,
+            end=end,
             forward_s=sums(self.forward_s),
             backward_s=sums(self.backward_s),
             tail_s=sums(self.tail_s),

@@ -112,11 +112,10 @@ def _parts_of_estimate(candidates, configuration, table, rng):
     kinds = recompute_choices(configuration.recompute)
     if configuration.vpp > 1:
         stages = candidates.interleaved(configuration, table)
-        by_rank = rng.integers(len(kinds), size=configuration.pp)
-        cuts, choices = stages.cuts, tuple(int(by_rank[home]) for home in stages.homes)
-        yield from _parts_of_even(
-            candidates, configuration, table, Cut(cuts=cuts, choices=choices, value=0)
-        )
+        levels = stages.levels(configuration)
+        choices, until = levels.of_stages(rng.integers(levels.most + 1))
+        cut = Cut(cuts=stages.cuts, choices=choices, until=until, value=0)
+        yield from _parts_of_even(candidates, configuration, table, cut)
         return
     inner = np.sort(rng.choice(np.arange(1, table.num_blocks), configuration.pp - 1, replace=False))
     cuts = (0, *inner.tolist(), table.num_blocks)
@@ -148,11 +147,12 @@ def _parts_of_even(candidates, configuration, table, cut):
     assert not candidates.infeasible_ranks(configuration, table, cut, highest * (1 + 1e-9))
     for rank, parts in enumerate(memory):
         total = float(parts.total)
-        stage = stages.homes.tolist().index(rank)
-        least = stages.least_bytes(configuration, live_stages_of(configuration))[
-            cut.choices[stage], rank
-        ]
-        yield float(least) / total
+        # At a limit just above the estimate the rank's own level may fit.
+        level = stages.levels(configuration).of_cut(cut.choices, cut.until)[rank]
+        limit, live = total * (1 + 1e-9), live_stages_of(configuration)
+        assert stages.least_levels(configuration, live, max(limit, highest))[rank] <= level
+        whole = stages.least_bytes(configuration, live)[-1, rank]
+        yield float(whole) / total
 
 
 @pytest.mark.parametrize("name", ["gpt", "mlp"])

@@ -15,7 +15,7 @@ from planner.plan import Plan
 from profiles import Profile, load_profile
 from search import SearchRequest, SearchResult, find_plan
 from search.bounds.catalogue import TableBounds
-from search.candidates import Candidates
+from search.candidates import Candidates, recompute_by_block
 from search.on_host import offload_fallbacks
 from search.partition.chain_dp import solve_chain
 from search.partition.chain_paths import Paths
@@ -167,9 +167,9 @@ def test_no_virtual_stages_are_faster_than_their_bound_with_copies(schedule, zer
     kinds = recompute_choices(configuration.recompute)
     for by_rank in product(range(len(kinds)), repeat=configuration.pp):
         choices = tuple(by_rank[home] for home in stages.homes)
-        recomputed = [kinds[choice] for choice in choices]
+        cut = Cut(cuts=stages.cuts, choices=choices, value=0.0)
+        recomputed = recompute_by_block(configuration, table, cut)
         bound = stages.step_bound(configuration, recomputed, copied)
-        cut = Cut(cuts=stages.cuts, choices=choices, value=bound)
         step_s = candidates.quick_step_s(configuration, table, cut)
         assert stages.step_bound(configuration, recomputed) < bound <= step_s * (1 + 1e-9)
 

@@ -16,8 +16,10 @@ from planner.runtime.step.messages.wiring import Edge, build_edges
 from planner.schedule.jobs import Schedule
 
 
-def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple[MemoryParts, ...]:
-    """Return the memory of each pp rank, from the job table's own order."""
+def plan_memory(
+    price: PlanPrice, costs: CostCache, schedule: Schedule, pp_ranks: Sequence[int] | None = None
+) -> tuple[MemoryParts, ...]:
+    """Return the memory of each pp rank, or of these, from the job table's own order."""
     plan = price.plan
     edges = build_edges(costs.graph, plan)
     check_copies(plan, costs.graph)
@@ -32,7 +34,7 @@ def plan_memory(price: PlanPrice, costs: CostCache, schedule: Schedule) -> tuple
             weights=price.weights(pp_rank),
             tied=tied,
         )
-        for pp_rank in range(plan.pp)
+        for pp_rank in (range(plan.pp) if pp_ranks is None else pp_ranks)
     )
     return tuple(_rank_memory(rank, schedule, edges) for rank in ranks)
 

@@ -115,17 +115,29 @@ class RunLoads:
 
     def held(self, start: Indices, end: Indices, by_block: Sequence[Recompute]) -> Held:
         """Return what a microbatch holds of runs if the blocks of the chain recompute this."""
-        names = np.array(by_block)
-        is_chosen = [names == choice for choice in _SAVED]
-        saved, peak = (
-            np.select(is_chosen, [getattr(self.blocks, pair[at]) for pair in _SAVED_WITH_PEAK])
-            for at in (0, 1)
-        )
-        before = self._before_each(saved, keeps_all=names == "none")
+        sums, shared = self.kept_along(by_block)
+        peak, before = self._chosen(by_block, at=1), sums[:-1]
         heights = zip(start.tolist(), end.tolist(), strict=True)
         return Held(
-            kept_bytes=before[end - 1] - before[start] + saved[end - 1],
+            kept_bytes=sums[end] - sums[start] + shared[end - 1],
             peak_bytes=np.array([(before + peak)[i:j].max() - before[i] for i, j in heights]),
+        )
+
+    def kept_along(self, by_block: Sequence[Recompute]) -> tuple[Floats, Floats]:
+        """Return running sums (n + 1) of what blocks that recompute this save of a microbatch, and
+        what each (n) saves that its next block saves, too, and that is counted there.
+        """
+        saved = self._chosen(by_block, at=0)
+        before = self._before_each(saved, keeps_all=np.array(by_block) == "none")
+        sums = np.append(before, before[-1] + saved[-1])
+        return sums, saved - np.diff(sums)
+
+    def _chosen(self, by_block: Sequence[Recompute], *, at: int) -> Floats:
+        """Return what each block saves under its choice (at 0), or its peak (1)."""
+        names = np.array(by_block)
+        return np.select(
+            [names == choice for choice in _SAVED],
+            [getattr(self.blocks, pair[at]) for pair in _SAVED_WITH_PEAK],
         )
 
     @cached_property

@@ -1,0 +1,96 @@
+"""How much a stage recomputes by the exact memory model, where the bound let too little pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from costmodel.estimate import rank_bytes
+from search.candidates import Candidates
+from search.partition.chain_problem import ChainProblem, Cut, InfeasibleStage
+from search.partition.least_recompute import with_recompute
+from search.space.job_tables import in_flight_of
+from search.space.shapes import Configuration, recompute_choices
+from search.stages.stage_table import StageTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExactRecompute:
+    """The memory of single ranks of a configuration's partitions, walked job by job."""
+
+    candidates: Candidates
+    configuration: Configuration
+    table: StageTable
+    limit_bytes: float
+
+    def infeasible(
+        self, problem: ChainProblem, cut: Cut, known: InfeasibleStage
+    ) -> Iterator[InfeasibleStage]:
+        """Yield what a stage can't recompute so little as, faster choices first, until the fastest
+        that is left fits. `known` says that the cut's own choice does not.
+        """
+        while True:
+            known = self._least(cut, known)
+            yield known
+            stage = known.stage
+            problem = replace(problem, infeasible=(*problem.infeasible, known))
+            chosen = with_recompute(problem, cut)
+            if chosen is None or self._over(chosen, stage) <= 0:
+                return
+            cut, known = chosen, replace(known, choice=chosen.choices[stage], until=None)
+
+    def too_low(self, cut: Cut, ranks: Sequence[int]) -> Iterator[InfeasibleStage]:
+        """Yield the highest level of recomputation at which ranks with several stages do not fit,
+        given that they do not at that of a cut.
+        """
+        stages = self.candidates.interleaved(self.configuration, self.table)
+        of_ranks = stages.levels(self.configuration)
+        low = of_ranks.of_cut(cut.choices, cut.until)
+        high = of_ranks.most + 1
+        while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
+            # All ranks at once: a rank's memory depends on its own recomputation alone.
+            middle = (low + high) // 2
+            choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))
+            plan = self.candidates.plan(
+                self.configuration, self.table, replace(cut, choices=choices, until=until)
+            )
+            found = rank_bytes(plan, self.candidates.costs, open_ranks)
+            for rank, num_bytes in zip(open_ranks, found, strict=True):
+                (low if num_bytes > self.limit_bytes else high)[rank] = middle[rank]
+        yield from (stages.too_low(rank, int(low[rank])) for rank in ranks)
+
+    def _least(self, cut: Cut, known: InfeasibleStage) -> InfeasibleStage:
+        """Return all that is infeasible of a stage's choice, whatever block it recomputes more up
+        to.
+        """
+        over = self._over(cut, known.stage)
+        in_flight = in_flight_of(self.configuration)[known.stage]
+        edges = self.table.most_edge_bytes(known.first, known.end, in_flight=in_flight)
+        choices = recompute_choices(self.configuration.recompute)
+        if known.choice < len(choices):
+            return replace(known, and_longer=over > edges)
+        partial = self.table.partial(choices)[known.choice - len(choices)]
+        steps = partial.steps(known.first, known.end, cut.until[known.stage])
+        # The first step that fits, by bisection: more recomputation never needs more memory.
+        low, high = 0, len(steps)
+        while low < high:
+            middle = (low + high) // 2
+            still_over = self._over(_with_until(cut, known.stage, steps[middle]), known.stage)
+            if still_over > 0:
+                low, over = middle + 1, still_over
+            else:
+                high = middle
+        until = steps[low] if low < len(steps) else None
+        return replace(known, until=until, and_longer=over > edges)
+
+    def _over(self, cut: Cut, stage: int) -> float:
+        """By how many bytes a stage's rank is over the limit."""
+        plan = self.candidates.plan(self.configuration, self.table, cut)
+        (found,) = rank_bytes(plan, self.candidates.costs, [plan.stages[stage].pp_rank])
+        return found - self.limit_bytes
+
+
+def _with_until(cut: Cut, stage: int, until: int) -> Cut:
+    return replace(cut, until=(*cut.until[:stage], until, *cut.until[stage + 1 :]))
