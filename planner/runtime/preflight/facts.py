@@ -8,10 +8,10 @@ import platform
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from planner.plan import Plan
+from planner.runtime.start.alike import differences, release
 
 MISSING = "not there"
 
@@ -72,31 +72,14 @@ def facts_of_this_node(
     )
 
 
-def differences(nodes: Sequence[Facts]) -> list[str]:
+def facts_that_differ(nodes: Sequence[Facts]) -> list[str]:
     """Return a line for each version or file that nodes differ in, with its values."""
-    lines = []
-    for field in ("versions", "files"):
-        values: dict[str, dict[str, list[str]]] = {}
-        for facts in nodes:
-            for what, value in getattr(facts, field):
-                values.setdefault(what, {}).setdefault(value, []).append(facts.node)
-        for what, by_value in values.items():
-            if len(by_value) > 1:
-                told = (f"{value} on {names(hosts)}" for value, hosts in by_value.items())
-                lines.append(f"{what} is not the same on all nodes: {'; '.join(told)}")
-    return lines
+    return differences((each.node, (*each.versions, *each.files)) for each in nodes)
 
 
 def same_plan(nodes: Sequence[Facts]) -> bool:
     """Whether all have the same plan and number of ranks, without which no ranks can meet."""
     return len({(facts.files[0][1], facts.ranks_here) for facts in nodes}) == 1
-
-
-def names(nodes: Iterable[str], most: int = 8) -> str:
-    """Return the names of nodes, each once, the first few of many."""
-    found = list(dict.fromkeys(nodes))
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
 
 
 def _versions(device: str) -> Iterable[tuple[str, str]]:
@@ -120,11 +103,7 @@ def _own_version() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    try:
-        release = metadata.version("planner")
-    except metadata.PackageNotFoundError:  # a source tree that is not installed
-        release = "not installed"
-    return f"{release}, source {digest.hexdigest()[:8]}"
+    return f"{release()}, source {digest.hexdigest()[:8]}"
 
 
 def _driver() -> str:

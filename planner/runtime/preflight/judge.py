@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from planner.plan import Plan
-from planner.runtime.preflight.facts import Facts, differences, names
+from planner.runtime.preflight.facts import Facts, facts_that_differ
 from planner.runtime.preflight.rank import PHASES, Finding
 from planner.runtime.preflight.report import Check, check_of
+from planner.runtime.start.alike import names
 from planner.units import format_bytes, format_seconds
 
 SKEW_S = 1.0
@@ -24,7 +25,7 @@ def judge_nodes(nodes: Sequence[Facts]) -> list[Check]:
     what = ", ".join(name for name, _ in nodes[0].versions)
     return [
         check_of("nodes", names((each.node for each in nodes), most=4), refused),
-        check_of("versions and files", f"equal: {what}, plan, script", differences(nodes)),
+        check_of("versions and files", f"equal: {what}, plan, script", facts_that_differ(nodes)),
     ]
 
 

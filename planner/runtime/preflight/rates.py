@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from planner.plan import Plan
 from planner.runtime.preflight.exchanges import BETWEEN_NODES, PlannedRates, planned_rounds
-from planner.runtime.preflight.facts import names
 from planner.runtime.preflight.rank import Finding
 from planner.runtime.preflight.report import Check, Rate, check_of
+from planner.runtime.start.alike import names
 from planner.slow_links import slow_nodes
 from planner.units import GB
 

@@ -9,6 +9,7 @@ train. With fewer ranks in a plan than the round has, the last ranks wait as spa
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,20 +21,29 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from planner.errors import PlannerError
 from planner.runtime.start.course import PLAN, Course
-from planner.waiting import REACHED_S, is_here, reach, waiting_at
+from planner.runtime.start.node_watch import NodeWatch, lost_after_s
+from planner.waiting import REACHED_S, described, is_here, reach, waiting_at
 
-_PLAN_KEY, _DONE_KEY = "planner/plan", "planner/done"
+_PLAN_KEY, _DONE_KEY, _WATCH_KEY = "planner/plan", "planner/done", "planner/watch"
+_READ_S = 20
+"""Seconds that the store of all nodes may take to answer a question."""
 _LONGEST_SEARCH = timedelta(hours=1)
 
 
 class Agent(LocalElasticAgent):
     """Starts the ranks of this node, again and again. Mutable: the round it is in."""
 
-    def __init__(self, *args: Any, course: Course, **settings: Any) -> None:
+    _watch: NodeWatch | None = None
+
+    def __init__(self, *args: Any, course: Course, meeting: str, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._course = course
+        self._course, self._meeting = course, meeting
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._watch is not None and self._watch.lost:
+            if not self._course.goes_on_without(self._watch.lost):
+                self._remaining_restarts = 0
+            return RunResult(state=WorkerState.FAILED)
         if not worker_group.workers:
             return self._watch_as_spare(worker_group)
         result = super()._monitor_workers(worker_group)
@@ -41,6 +51,27 @@ class Agent(LocalElasticAgent):
         if result.is_failed() and not self._course.goes_on(result.failures):
             self._remaining_restarts = 0
         return result
+
+    def _begin_watch(self, worker_group: WorkerGroup) -> None:
+        """Watch the nodes of this round."""
+        self.end_watch()
+        count = worker_group.group_world_size
+        if count is None or count < 2 or not lost_after_s():
+            return
+        store, number = worker_group.store, worker_group.group_rank
+        assert store is not None
+        assert number is not None
+        if number == 0:
+            store.set(_WATCH_KEY, uuid.uuid4().hex)  # a round's own
+        room = store.get(_WATCH_KEY).decode()
+        self._watch = NodeWatch(self._meeting, room, number=number, count=count)
+        self._watch.start()
+
+    def end_watch(self) -> None:
+        """Watch the other nodes no more."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._stop_workers(worker_group)
@@ -50,6 +81,7 @@ class Agent(LocalElasticAgent):
         self._initialize_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._begin_watch(worker_group)
         if not self._course.is_elastic:
             return dict(super()._start_workers(worker_group))
         store = worker_group.store
@@ -136,7 +168,7 @@ def run_agent(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     parameters = RendezvousParameters(
@@ -150,6 +182,7 @@ def run_agent(
         last_call_timeout=5,
         keep_alive_interval=2,
         keep_alive_max_attempt=5,
+        read_timeout=_READ_S,
         **({} if is_host is None else {"is_host": str(is_host).lower()}),
     )
     with waiting_at(rendezvous, "this node"):
@@ -165,7 +198,8 @@ def run_agent(
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    agent = Agent(spec=spec, logs_specs=DefaultLogsSpecs(), start_method="spawn", course=course)
+    agent = Agent(spec=spec, logs_specs=DefaultLogsSpecs(), start_method="spawn", course=course,
+                  meeting=rendezvous)  # fmt: skip
     leaves_alone = False
     try:
         return agent.run()
@@ -173,6 +207,13 @@ def run_agent(
         # A node that leaves does not end the run of the others.
         leaves_alone = True
         raise
+    except RendezvousError as error:
+        leaves_alone = True
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PlannerError(
+            f"this node has lost the one that all meet at, {described(rendezvous)}: {reason}"
+        ) from error
     finally:
+        agent.end_watch()
         if not leaves_alone:
             handler.shutdown()

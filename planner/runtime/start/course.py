@@ -100,6 +100,11 @@ class Course:
         before, self._failed_at = self._failed_at, self._newest()
         return before != self._failed_at
 
+    def goes_on_without(self, lost: str) -> bool:
+        """Note that a node is lost, in these words; whether the run may start again after it."""
+        self.failure = Failure(kind="peer", rank=-1, text=f"planner: {lost}")
+        return self._keeping is not None
+
     def _cause(self, failures: Mapping[int, Any]) -> Failure:
         told = read_failure(self._failure_file)
         died = [(f.timestamp, rank, f.exitcode) for rank, f in failures.items() if f.exitcode < 0]

@@ -16,10 +16,8 @@ process has, which is not equal on ranks of different meshes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import numpy as np
 import torch
@@ -27,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from planner.errors import PlanError
-from planner.launchers import started
 from planner.layout.axes import (
     FOLDED,
     Degrees,
@@ -41,7 +38,7 @@ from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
 from planner.runtime.start.gloo_threads import put_socket_threads_last
-from planner.waiting import waiting_at
+from planner.runtime.start.process_group import start_process_group
 
 SHARING = ("copies", "shards")
 """The two sides of the ranks "data" under ZeRO, outermost first."""
@@ -205,7 +202,7 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
         )
     devices.prepare(device)
     if not dist.is_initialized():
-        _start_process_group(plan, device)
+        start_process_group(plan, device)
     if dist.get_world_size() != plan.world_size:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks (pp={plan.pp} {plan.degrees}) "
@@ -237,69 +234,3 @@ def build_mesh(plan: Plan, device: torch.device) -> Mesh:
     if not has_copies and "data" in mesh._lines:
         mesh._lines["shards"] = mesh._lines["data"]
     return mesh
-
-
-def _start_process_group(plan: Plan, device: torch.device) -> None:
-    """Start the default group on the device's backend, once every rank is known to have it.
-
-    A backend that any rank lacks is told by every rank in the same words, instead of by that rank
-    while the others wait for it.
-    """
-    if "WORLD_SIZE" not in os.environ:
-        if plan.world_size > 1:
-            raise PlanError(
-                f"the plan is for {plan.world_size} ranks and this is a lone process; start it "
-                "with: planner launch plan.json script.py"
-            )
-        backend = devices.backend(device)
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return
-    timeout = timedelta(seconds=float(os.environ.get("PLANNER_TIMEOUT_S", "600")))
-    meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    with waiting_at(meeting, f"rank {os.environ.get('RANK')}"):
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    backend = _shared_backend(dist.PrefixStore("planner-start", store), rank, world_size, device)
-    try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("planner", store),
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=devices.bound_to(device),
-        )
-    except RuntimeError as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise PlanError(
-            f"rank {rank} on {device} can't start {backend}, through which ranks on "
-            f"{device.type} talk ({reason}); mend that, or use `device` cpu"
-        ) from error
-
-
-def take_place() -> None:
-    """Set the variables by which torch knows this rank where a launcher that sets others (srun,
-    mpirun) started it. Raises PlannerError when it told no place to meet.
-    """
-    place = None if "WORLD_SIZE" in os.environ else started(os.environ)
-    if place is not None:
-        os.environ.update(place.torch_variables())
-
-
-def _shared_backend(store: dist.Store, rank: int, world_size: int, device: torch.device) -> str:
-    """Return this rank's backend when all ranks have said that theirs is there.
-
-    It goes over the store that ranks met at, since no group exists yet: two messages a rank.
-    Raises PlanError on every rank where a rank has none.
-    """
-    backend = ""
-    try:
-        backend = devices.backend(device)
-    except PlanError as error:
-        store.set("missing", f"rank {rank}: {error}")
-    if store.add("told", 1) == world_size:
-        store.set("all told", "")
-    store.wait(["all told"])
-    if store.check(["missing"]):
-        raise PlanError(store.get("missing").decode())
-    return backend

@@ -41,7 +41,9 @@ def agent_of(course: Course) -> Agent:
 def group_of(*ranks: int, store=None, number: int = 0, closed=lambda: False) -> SimpleNamespace:
     workers = [SimpleNamespace(global_rank=r, world_size=4, role_world_size=4) for r in ranks]
     spec = SimpleNamespace(rdzv_handler=SimpleNamespace(is_closed=closed))
-    return SimpleNamespace(workers=workers, group_rank=number, store=store, spec=spec)
+    return SimpleNamespace(
+        workers=workers, group_rank=number, group_world_size=1, store=store, spec=spec
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,3 +138,14 @@ def test_the_store_lost_with_the_first_node_is_told(started):
 
     with pytest.raises(PlannerError, match=r"told no plan .*Connection reset by peer"):
         agent_of(Course(num_ranks=3))._start_workers(group_of(0, store=Lost(), number=1))
+
+
+def test_a_lost_node_ends_the_round():
+    """Issue 19, 1: with restarts left where the course goes on without it, else with none."""
+    for goes_on, left in ((True, 3), (False, 0)):
+        course = Course()
+        course.goes_on_without = lambda lost, goes_on=goes_on: goes_on
+        agent = agent_of(course)
+        agent._watch = SimpleNamespace(lost="node-b gave no sign for 30 s")
+        assert agent._monitor_workers(group_of(0)).state is WorkerState.FAILED
+        assert agent._remaining_restarts == left

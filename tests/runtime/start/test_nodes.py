@@ -177,3 +177,43 @@ def test_preflight_names_the_node_with_the_long_delay(tmp_path):
         _, reports = preflight(nodes, tmp_path, rate=1e7)
     told = "\n".join(reports["node-a"]["problems"])
     assert "all links of node-c to other nodes are slow" in told
+
+
+ENDLESS = """
+from pathlib import Path
+import torch
+import planner
+from tests.builders import PlainGPT, gpt_batch
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = PlainGPT()
+engine = planner.apply("plan.json", model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+batch = gpt_batch(engine.plan.global_batch)
+for step in range(1_000_000):
+    engine.step(batch)
+    if step == 3:
+        Path(f"trains-{torch.distributed.get_rank()}").touch()
+"""
+
+
+def test_a_node_cut_off_in_a_step_ends_the_run_by_name(tmp_path):
+    """The other node names it, and it names the one where all meet; both within a minute."""
+    write_run(tmp_path, dp=2, pp=2, num_microbatches=2)
+    (tmp_path / "train.py").write_text(ENDLESS)
+    with Nodes(2) as nodes:
+        started = launch(nodes, tmp_path)
+        until = time.monotonic() + 120
+        while len(list(tmp_path.glob("trains-*"))) < 4:
+            assert time.monotonic() < until, "the run did not begin"
+            time.sleep(0.2)
+        nodes.cut("node-b")
+        cut = time.monotonic()
+        told = {name: process.communicate(timeout=60)[1] for name, process in started.items()}
+        took_s = time.monotonic() - cut
+    assert {name: process.returncode for name, process in started.items()} == {
+        "node-a": 1, "node-b": 2
+    }  # fmt: skip
+    assert took_s < 60
+    assert "planner: node-b gave no sign for 30 s" in told["node-a"]
+    assert "lost the one that all meet at, node-a:29511 (address 10.77.0.1)" in told["node-b"]

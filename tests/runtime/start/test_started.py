@@ -151,3 +151,34 @@ def test_a_rendezvous_that_nobody_answers_is_told_within_a_minute(tmp_path):
     assert "this node still waits for the others at 192.0.2.7:1234, for 20 s" in done.stderr
     assert "this node can't meet the others at 192.0.2.7:1234: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_ranks_with_another_plan_are_refused_by_all(tmp_path):
+    """Issue 19, 7: else they would wait for messages that the others never send."""
+    port = free_port()
+    started = []
+    for number, num_microbatches in enumerate((2, 4)):
+        folder = tmp_path / f"node-{number}"
+        folder.mkdir()
+        plan = default_plan(capture("gpt", torch.float64), dp=2, num_microbatches=num_microbatches)
+        save_plan(plan, folder / "plan.json")
+        (folder / "train.py").write_text(TRAIN)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        started.append(
+            subprocess.Popen(
+                LAUNCH,
+                cwd=folder,
+                env={**environment, **srun(number, 2, port, on_one_node=False)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        told = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [2, 2], told
+    for text in told:
+        assert "planner: the plan is not the same on all nodes: " in text
+        assert "Traceback" not in text
