@@ -1,12 +1,12 @@
 """Capture: an unmodified nn.Module and two example batches → ModelGraph.
 
-The module is exported on the meta device (`export`) at two batch sizes; each export is read
-into plain ops (`read`, with in-place writes made pure by `writes`). Aligning the two
-(`align`) gives every size and every integer argument as an affine function of the
-microbatch size, without symbolic shapes and their guards; an alignment that fails names the
-op and the user's line (`diagnose`). Another precision than the model's own is another
-capture, of the cast model (`precision`). The merged list of ops is then cut into a preamble and
-a chain of blocks (`planner.graph.blocks`).
+The module is exported on the meta device (`export`) at two batch sizes, of a stack of equal layers
+a few only, which show all of them (`repeats`); each export is read into plain ops (`read`, with in-
+place writes made pure by `writes`). Aligning the two (`align`) gives every size and every integer
+argument as an affine function of the microbatch size, without symbolic shapes and their guards; an
+alignment that fails names the op and the user's line (`diagnose`). Another precision than the
+model's own is another capture, of the cast model (`precision`). The merged list of ops is then cut
+into a preamble and a chain of blocks (`planner.graph.blocks`).
 """
 
 from planner.capture.module import (
