@@ -49,10 +49,11 @@ class ExactRecompute:
         stages = self.candidates.interleaved(self.configuration, self.table)
         of_ranks = stages.levels(self.configuration)
         low = of_ranks.of_cut(cut.choices, cut.until)
-        high = of_ranks.most + 1
+        high, reach = of_ranks.most + 1, 1
         while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
             # All ranks at once: a rank's memory depends on its own recomputation alone.
-            middle = (low + high) // 2
+            middle = np.minimum((low + high) // 2, low + reach)
+            reach *= 2
             choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))
             plan = self.candidates.plan(
                 self.configuration, self.table, replace(cut, choices=choices, until=until)
