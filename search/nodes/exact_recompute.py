@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class ExactRecompute:
     configuration: Configuration
     table: StageTable
     limit_bytes: float
+    _walked: dict[tuple, int] = field(default_factory=dict)
 
     def infeasible(
         self, problem: ChainProblem, cut: Cut, known: InfeasibleStage
@@ -48,10 +49,11 @@ class ExactRecompute:
         stages = self.candidates.interleaved(self.configuration, self.table)
         of_ranks = stages.levels(self.configuration)
         low = of_ranks.of_cut(cut.choices, cut.until)
-        high = of_ranks.most + 1
+        high, reach = of_ranks.most + 1, 1
         while open_ranks := [rank for rank in ranks if high[rank] - low[rank] > 1]:
             # All ranks at once: a rank's memory depends on its own recomputation alone.
-            middle = (low + high) // 2
+            middle = np.minimum((low + high) // 2, low + reach)
+            reach *= 2
             choices, until = of_ranks.of_stages(np.minimum(middle, of_ranks.most))
             plan = self.candidates.plan(
                 self.configuration, self.table, replace(cut, choices=choices, until=until)
@@ -73,10 +75,11 @@ class ExactRecompute:
             return replace(known, and_longer=over > edges)
         partial = self.table.partial(choices)[known.choice - len(choices)]
         steps = partial.steps(known.first, known.end, cut.until[known.stage])
-        # The first step that fits, by bisection: more recomputation never needs more memory.
-        low, high = 0, len(steps)
+        # The first step that fits, which is seldom far: more recomputation never needs more memory.
+        low, high, reach = 0, len(steps), 1
         while low < high:
-            middle = (low + high) // 2
+            middle = min((low + high) // 2, low + reach - 1)
+            reach *= 2
             still_over = self._over(_with_until(cut, known.stage, steps[middle]), known.stage)
             if still_over > 0:
                 low, over = middle + 1, still_over
@@ -87,9 +90,12 @@ class ExactRecompute:
 
     def _over(self, cut: Cut, stage: int) -> float:
         """By how many bytes a stage's rank is over the limit."""
-        plan = self.candidates.plan(self.configuration, self.table, cut)
-        (found,) = rank_bytes(plan, self.candidates.costs, [plan.stages[stage].pp_rank])
-        return found - self.limit_bytes
+        key = stage, cut.cuts[stage : stage + 2], cut.choices[stage], cut.until[stage]
+        if key not in self._walked:
+            plan = self.candidates.plan(self.configuration, self.table, cut)
+            rank = plan.stages[stage].pp_rank
+            (self._walked[key],) = rank_bytes(plan, self.candidates.costs, [rank])
+        return self._walked[key] - self.limit_bytes
 
 
 def _with_until(cut: Cut, stage: int, until: int) -> Cut:

@@ -211,16 +211,8 @@ class InterleavedStages:
             rank = self.homes[too_large.stage]
             lowest[rank] = max(lowest[rank], too_large.choice + 1)
         live_most = self.table.on_host.live(np.asarray(live, dtype=float))
-        ranks = self._rank(configuration)
-        by_home = np.argsort(self.homes, kind="stable")
-        first_of_home = np.searchsorted(self.homes[by_home], np.arange(self.pp))
-
-        def needed(at: NDArray[np.intp]) -> Floats:
-            held = np.minimum.reduceat(levels.kept(at)[by_home], first_of_home)
-            bytes_of_ranks: Floats = ranks.with_saved(live_most * held)
-            return bytes_of_ranks
-
-        found = levels.lowest(needed, memory_limit_bytes, lowest)
+        needed = self._rank(configuration).with_saved(live_most * levels.least_kept)
+        found = levels.lowest(needed <= memory_limit_bytes, lowest)
         return None if (found > levels.most).any() else found
 
     def levels_too_low(
@@ -235,13 +227,9 @@ class InterleavedStages:
         """
         if self.table.on_host.activations:
             return ()
-        of_ranks, ranks = self.levels(configuration), self._rank(configuration)
-
-        def needed(at: NDArray[np.intp]) -> Floats:
-            bytes_of_ranks: Floats = ranks.with_saved(live.most_kept(of_ranks.kept(at)))
-            return bytes_of_ranks
-
-        least = of_ranks.lowest(needed, memory_limit_bytes, levels)
+        of_ranks = self.levels(configuration)
+        needed = self._rank(configuration).with_saved(live.most_kept(of_ranks.kept))
+        least = of_ranks.lowest(needed <= memory_limit_bytes, levels)
         return tuple(
             self.too_low(int(rank), int(least[rank]) - 1) for rank in np.flatnonzero(least > levels)
         )

@@ -8,12 +8,12 @@ are put in a line: with none, selective and full and N blocks on the rank,
 
 Microbatches are longer in flight in a stage that comes earlier in the model, so its blocks free the
 most. With each level a rank keeps no more and none of its jobs is shorter: the lowest level that
-fits is the best of them, and it is found by bisection.
+fits is the best of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.plan import Recompute
-from search.partition.chain_problem import Floats
+from search.partition.chain_problem import Flags, Floats
 from search.stages.partial_recompute import PartialRecompute
 from search.stages.stage_table import StageTable
 
@@ -90,12 +90,14 @@ class RecomputeLevels:
         return np.asarray(self.cuts[:-1])
 
     def _split(self, levels: Levels) -> tuple[Levels, Levels]:
-        """Return each stage's pair of choices, and the block up to which it takes the heavier."""
+        """Return each stage's pair of choices, and the block up to which it takes the heavier, for
+        levels of ranks (..., rank).
+        """
         blocks = levels * self._unit
         pair = np.minimum(blocks // self._num_blocks, len(self._pairs) - 1)
-        left = (blocks - pair * self._num_blocks)[self.homes] - self._before
+        left = (blocks - pair * self._num_blocks)[..., self.homes] - self._before
         until: Levels = self._start + np.clip(left, 0, np.diff(self.cuts))
-        return pair[self.homes], until
+        return pair[..., self.homes], until
 
     @cached_property
     def _before(self) -> Levels:
@@ -109,33 +111,35 @@ class RecomputeLevels:
             so_far[home] += length
         return before
 
-    def kept(self, levels: Levels) -> Floats:
-        """Return the bytes that each stage keeps of one microbatch at least."""
+    @cached_property
+    def kept(self) -> Floats:
+        """Bytes that each stage keeps of one microbatch at least (level, stage)."""
         if not self._pairs:
             sums = self.table.runs.kept_sums(self.choices[0])
-            whole: Floats = np.diff(sums[list(self.cuts)])
+            whole: Floats = np.diff(sums[list(self.cuts)])[None]
             return whole
-        pair, until = self._split(levels)
+        every = np.arange(self.most.max() + 1)[:, None]
+        pair, until = self._split(np.minimum(every, self.most))
         end = np.asarray(self.cuts[1:])
-        kept = np.zeros(len(self.homes))
+        kept = np.zeros(pair.shape)
         for at, (_, partial) in enumerate(self._pairs):
             freed = partial.freed[until] - partial.freed[self._start]
             kept = np.where(pair == at, partial.kept[end] - partial.kept[self._start] - freed, kept)
         return kept
 
-    def lowest(
-        self, needed: Callable[[Levels], Floats], limit_bytes: float, lowest: Levels
-    ) -> Levels:
-        """Return the lowest level of each rank, none below `lowest`, at which what ranks need is
-        within a limit; above `most` where it is at none.
+    @cached_property
+    def least_kept(self) -> Floats:
+        """What the stage of each rank that keeps least keeps (level, rank)."""
+        by_home = np.argsort(self.homes, kind="stable")
+        first = np.searchsorted(self.homes[by_home], np.arange(len(self.most)))
+        least: Floats = np.minimum.reduceat(self.kept[:, by_home], first, axis=1)
+        return least
+
+    def lowest(self, fits: Flags, lowest: Levels) -> Levels:
+        """Return the lowest level of each rank, none below `lowest`, that fits (level, rank); above
+        `most` where none does.
         """
-        low, high = lowest, np.maximum(lowest, self.most + 1)
-        fits = needed(np.minimum(low, self.most)) <= limit_bytes
-        high = np.where(fits & (low <= self.most), low, high)
-        while (low < high).any():
-            middle = (low + high) // 2
-            fits = (needed(np.minimum(middle, self.most)) <= limit_bytes) & (middle <= self.most)
-            is_open = low < high
-            high = np.where(is_open & fits, middle, high)
-            low = np.where(is_open & ~fits, middle + 1, low)
-        return high
+        level = np.arange(len(fits))[:, None]
+        fits = fits & (level >= lowest) & (level <= self.most)
+        found: Levels = np.where(fits.any(axis=0), fits.argmax(axis=0), self.most + 1)
+        return found

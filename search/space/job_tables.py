@@ -54,10 +54,11 @@ class LiveMicrobatches:
     by_rank: tuple[tuple[NDArray[np.intp], NDArray[np.float64]], ...]
 
     def most_kept(self, kept_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the most that each rank keeps at once, as `planner.schedule.most_kept`, if a
-        microbatch keeps so many bytes on each stage.
+        """Return the most that each rank keeps at once (level, rank), as
+        `planner.schedule.most_kept`, if a microbatch keeps so many bytes (level, stage).
         """
-        return np.array([(live @ kept_bytes[stages]).max() for stages, live in self.by_rank])
+        most = [(kept_bytes[:, stages] @ live.T).max(axis=1) for stages, live in self.by_rank]
+        return np.stack(most, axis=1)
 
 
 @lru_cache(maxsize=128)

@@ -79,6 +79,7 @@ def test_pipeline():
         ("gpt", {"pp": 2, "schedule": "naive"}),
         ("gpt", {"pp": 2, "recompute": BY_BLOCK}),
         ("gpt", {"pp": 2, "schedule": "zb_h1", "recompute": BY_BLOCK[::-1]}),
+        ("gpt", {"pp": 2, "vpp": 2, "schedule": "interleaved_1f1b", "recompute": BY_BLOCK}),
     ]
     for outcomes in _run(2, cases):
         assert not outcomes[0].params_held & outcomes[1].params_held
