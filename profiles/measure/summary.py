@@ -94,7 +94,9 @@ def summarize(
         collective_fits=fit_collectives(tuple(session.collectives.values())),
         other_devices=tuple(_section(session, kind) for kind in others),
         skipped=tuple(session.skipped),
-        notes=(*(mixed if others else []), *surroundings.links, *stragglers),
+        node_links=surroundings.node_links,
+        notes=(*(mixed if others else []), *surroundings.links),
+        findings=(*surroundings.findings, *stragglers, *session.ranks.differences()),
     )
 
 

@@ -104,7 +104,7 @@ def test_several_kinds_of_devices_have_a_section_each(tmp_path, fake):
     assert fast.keys() == slow.keys()
     assert all(slow[key] == pytest.approx(2 * fast[key], rel=1e-3) for key in fast)
     assert any(note.startswith("mixed devices: slow device") for note in measured.file.notes)
-    assert any(note.startswith("slow device: rank 1 on host") for note in measured.file.notes)
+    assert any(line.startswith("slow device: rank 1 on host") for line in measured.file.findings)
     loaded = load_profile(tmp_path)
     assert loaded.file == measured.file
     assert any("also 1 x fast device" in str(part) for part in describe_profile(loaded))

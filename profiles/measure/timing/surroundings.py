@@ -9,18 +9,21 @@ from typing import Any, get_args
 
 import numpy as np
 
+from planner.node_links import rounds_of_pairs
 from profiles.lookup.topology import (
     PAIR_LATENCY_BYTES,
     PAIR_RATE_BYTES,
     PairRate,
     describe_links,
+    describe_slow_links,
+    describe_slow_nodes,
     pairs_to_measure,
 )
 from profiles.measure.driver import gpu_links
 from profiles.measure.session import Session
 from profiles.measure.visits import over_ranks
 from profiles.measure.workers import ProbeFailed, WorkerGroup
-from profiles.records import StepWork, ZeroWork
+from profiles.records import NodeLinkRecord, StepWork, ZeroWork
 
 TIMEOUT_S = 60.0
 HOST_COPIES = ("host_to_device", "device_to_host")
@@ -58,7 +61,8 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Medians, and lines about links for people. Allocator overheads are of all rounds.
+    """Medians, and lines about links for people; `findings` are of those that are slow.
+    Allocator overheads are of all rounds.
 
     `launch_s` is the host time of one op where the host runs ahead of the device. `waits` are
     seconds of compute between collectives, those by which one takes longer for it, and those
@@ -72,6 +76,8 @@ class Surroundings:
     overlap: Mapping[str, float]
     waits: tuple[tuple[tuple[float, float, float], ...], ...]
     links: tuple[str, ...]
+    node_links: tuple[NodeLinkRecord, ...]
+    findings: tuple[str, ...]
 
 
 def measure_surroundings(
@@ -85,6 +91,10 @@ def measure_surroundings(
     if len(everyone) > 1:  # communicators take memory from their first message on
         _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
+    pairs = _pairs(workers, session, report)
+    node_links = _node_links(workers, session, report)
+    hosts = session.ranks.hosts
+    links = describe_links(pairs, hosts) if pairs else []
     return Surroundings(
         context_bytes=max(answer["context_bytes"] for answer in memory),
         allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
@@ -92,7 +102,9 @@ def measure_surroundings(
         steps=_steps_and_zero(workers, session, report),
         overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
         waits=_waits(workers, session, report) if len(everyone) > 1 else (),
-        links=_links(workers, session, report),
+        links=(*links, *(gpu_links() if _on_gpu(session) else [])),
+        node_links=node_links,
+        findings=(*describe_slow_nodes(node_links), *describe_slow_links(pairs, hosts)),
     )
 
 
@@ -258,33 +270,66 @@ def _overlap(
     return {part: float(np.median([a[part] for a in answers])) for part in answers[0]}
 
 
-def _links(
-    workers: WorkerGroup, session: Session, report: Callable[[str], None]
-) -> tuple[str, ...]:
+def _pairs(workers: WorkerGroup, session: Session, report: Callable[[str], None]) -> list[PairRate]:
+    """Measure links between ranks, each alone."""
     pairs = []
     for a, b in pairs_to_measure(session.ranks.nodes):
         report(f"link between ranks {a} and {b}")
         try:
             latency, large = (
-                _collective(workers, "send_recv", num_bytes, [[a, b]])
+                _collective(workers, "send_recv", num_bytes, [[a, b]])[a, b]
                 for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
             )
         except ProbeFailed as error:
             session.skip(f"link between ranks {a} and {b}", error)
             continue
-        rate = PAIR_RATE_BYTES / max(large - latency, 1e-9)
-        pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=rate))
-    found = describe_links(pairs, session.ranks.hosts) if pairs else []
-    if session.conditions["device_type"] == "cuda":
-        found += gpu_links()
+        pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=_rate(latency, large)))
+    return pairs
+
+
+def _node_links(
+    workers: WorkerGroup, session: Session, report: Callable[[str], None]
+) -> tuple[NodeLinkRecord, ...]:
+    """Measure the link between each two nodes, as many at once as share no node."""
+    nodes, hosts = session.ranks.nodes, session.ranks.hosts
+    found = []
+    rounds = rounds_of_pairs(len(nodes))
+    for number, together in enumerate(rounds):
+        report(f"links between nodes, round {number + 1} of {len(rounds)}")
+        groups = [(nodes[a][0], nodes[b][0]) for a, b in together]
+        try:
+            latency, large = (
+                _collective(workers, "send_recv", num_bytes, groups)
+                for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
+            )
+        except ProbeFailed as error:
+            names = ", ".join(f"{hosts[a]} to {hosts[b]}" for a, b in groups)
+            session.skip(f"links between nodes: {names}", error)
+            continue
+        found += [
+            NodeLinkRecord(
+                nodes=(hosts[a], hosts[b]),
+                latency_s=latency[a, b],
+                bytes_per_s=_rate(latency[a, b], large[a, b]),
+            )
+            for a, b in groups
+        ]
     return tuple(found)
+
+
+def _rate(latency_s: float, large_s: float) -> float:
+    return PAIR_RATE_BYTES / max(large_s - latency_s, 1e-9)
 
 
 def _collective(
     workers: WorkerGroup, kind: str, num_bytes: int, groups: Sequence[Sequence[int]]
-) -> float:
+) -> dict[tuple[int, ...], float]:
+    """Return the mean seconds of a collective that all groups do at once, by group."""
     task: dict[str, Any] = {"task": "collective", "kind": kind, "num_bytes": num_bytes}
     answers = workers.call(
         {**task, "groups": [list(g) for g in groups], "seconds": _SAMPLING_S}, timeout_s=TIMEOUT_S
     )
-    return float(np.mean([s for answer in answers for s in answer["seconds"]]))
+    return {
+        tuple(group): float(np.mean([s for rank in group for s in answers[rank]["seconds"]]))
+        for group in groups
+    }
