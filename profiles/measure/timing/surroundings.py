@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
-from planner.node_links import rounds_of_pairs
 from profiles.lookup.topology import (
     PAIR_LATENCY_BYTES,
-    PAIR_RATE_BYTES,
-    PairRate,
     describe_links,
     describe_slow_links,
     describe_slow_nodes,
-    pairs_to_measure,
 )
 from profiles.measure.driver import gpu_links
 from profiles.measure.session import Session
+from profiles.measure.timing.link_timing import measure_node_links, measure_pairs, time_groups
 from profiles.measure.visits import over_ranks
 from profiles.measure.workers import ProbeFailed, WorkerGroup
 from profiles.records import NodeLinkRecord, StepWork, ZeroWork
@@ -89,10 +86,10 @@ def measure_surroundings(
     everyone = list(range(len(session.ranks.about)))
     report("memory of a process")
     if len(everyone) > 1:  # communicators take memory from their first message on
-        _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
+        time_groups(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
-    pairs = _pairs(workers, session, report)
-    node_links = _node_links(workers, session, report)
+    pairs = measure_pairs(workers, session, report)
+    node_links = measure_node_links(workers, session, report)
     hosts = session.ranks.hosts
     links = describe_links(pairs, hosts) if pairs else []
     return Surroundings(
@@ -268,68 +265,3 @@ def _overlap(
         session.skip("overlap", error)
         return {}
     return {part: float(np.median([a[part] for a in answers])) for part in answers[0]}
-
-
-def _pairs(workers: WorkerGroup, session: Session, report: Callable[[str], None]) -> list[PairRate]:
-    """Measure links between ranks, each alone."""
-    pairs = []
-    for a, b in pairs_to_measure(session.ranks.nodes):
-        report(f"link between ranks {a} and {b}")
-        try:
-            latency, large = (
-                _collective(workers, "send_recv", num_bytes, [[a, b]])[a, b]
-                for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
-            )
-        except ProbeFailed as error:
-            session.skip(f"link between ranks {a} and {b}", error)
-            continue
-        pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=_rate(latency, large)))
-    return pairs
-
-
-def _node_links(
-    workers: WorkerGroup, session: Session, report: Callable[[str], None]
-) -> tuple[NodeLinkRecord, ...]:
-    """Measure the link between each two nodes, as many at once as share no node."""
-    nodes, hosts = session.ranks.nodes, session.ranks.hosts
-    found = []
-    rounds = rounds_of_pairs(len(nodes))
-    for number, together in enumerate(rounds):
-        report(f"links between nodes, round {number + 1} of {len(rounds)}")
-        groups = [(nodes[a][0], nodes[b][0]) for a, b in together]
-        try:
-            latency, large = (
-                _collective(workers, "send_recv", num_bytes, groups)
-                for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
-            )
-        except ProbeFailed as error:
-            names = ", ".join(f"{hosts[a]} to {hosts[b]}" for a, b in groups)
-            session.skip(f"links between nodes: {names}", error)
-            continue
-        found += [
-            NodeLinkRecord(
-                nodes=(hosts[a], hosts[b]),
-                latency_s=latency[a, b],
-                bytes_per_s=_rate(latency[a, b], large[a, b]),
-            )
-            for a, b in groups
-        ]
-    return tuple(found)
-
-
-def _rate(latency_s: float, large_s: float) -> float:
-    return PAIR_RATE_BYTES / max(large_s - latency_s, 1e-9)
-
-
-def _collective(
-    workers: WorkerGroup, kind: str, num_bytes: int, groups: Sequence[Sequence[int]]
-) -> dict[tuple[int, ...], float]:
-    """Return the mean seconds of a collective that all groups do at once, by group."""
-    task: dict[str, Any] = {"task": "collective", "kind": kind, "num_bytes": num_bytes}
-    answers = workers.call(
-        {**task, "groups": [list(g) for g in groups], "seconds": _SAMPLING_S}, timeout_s=TIMEOUT_S
-    )
-    return {
-        tuple(group): float(np.mean([s for rank in group for s in answers[rank]["seconds"]]))
-        for group in groups
-    }
