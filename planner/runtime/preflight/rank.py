@@ -108,12 +108,15 @@ def preflight_worker(request: Path) -> None:
     """Do a rank's part of `preflight`."""
     from torch.distributed import PrefixStore, TCPStore
 
+    from planner.runtime.start.node_watch import end_dead_connections
+
     data = json.loads(request.read_text())
     data["nodes"] = tuple(map(tuple, data["nodes"]))
     asked = Request(**data)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=START_S)
     store = TCPStore(asked.host, asked.port, None, is_master=False, timeout=limit)
+    end_dead_connections(asked.port, STEP_S)
     checked = _Rank(PrefixStore(asked.room, store), asked, rank=rank, count=count)
     try:
         checked.run()
