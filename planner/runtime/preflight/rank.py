@@ -124,7 +124,8 @@ def preflight_worker(request: Path) -> None:
         from planner.runtime.preflight.pairs import reason_of
 
         checked.finding.trouble = reason_of(error)
-    checked.finding.checks_s = time.monotonic() - checked.came_at
+    if checked.came_at is not None:
+        checked.finding.checks_s = time.monotonic() - checked.came_at
     checked.store.set(f"found/{rank}", checked.finding.to_json())
     checked.store.set("a finding", "")
     if checked.finding.phase != PHASES[-1]:
@@ -140,7 +141,7 @@ class _Rank:
         self.store, self._asked = store, asked
         self._rank, self._count = rank, count
         self.finding = Finding()
-        self.came_at = time.monotonic()
+        self.came_at: float | None = None
 
     def run(self) -> None:
         from planner.runtime.start import device as devices
