@@ -92,6 +92,7 @@ def profile(
     if measured is None:  # one of several processes that a launcher started; rank 0 tells
         return 0
     show_results(describe_profile(measured)[0])
+    print("\n".join(measured.file.findings), end="\n" * bool(measured.file.findings))
     print(f"wrote {folder}; see all of it with: planner profile show {folder}")
     return 0
 

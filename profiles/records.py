@@ -292,6 +292,16 @@ class LinkRecord(Record):
         )
 
 
+class NodeLinkRecord(Record):
+    """What was measured between two nodes, a rank of each, while other pairs were measured too."""
+
+    nodes: tuple[str, str]
+    latency_s: float = Field(gt=0)
+    """Of a message of 4 KiB."""
+    bytes_per_s: float = Field(gt=0)
+    """Of a message of 4 MiB, beyond its latency."""
+
+
 class ClusterRecord(Record):
     """The machines. `other_inter_node` holds links to choose instead, by suffix."""
 
@@ -472,6 +482,10 @@ class ProfileFile(Record):
     """What recorded runs say of the numbers above."""
     other_devices: tuple[DeviceSection, ...] = ()
     """Other kinds of devices in the cluster; `cluster` is the slowest kind."""
+    node_links: tuple[NodeLinkRecord, ...] = ()
+    """Between each two nodes, where there are several."""
     skipped: tuple[SkippedProbe, ...] = ()
     notes: tuple[str, ...] = ()
     """Lines for people."""
+    findings: tuple[str, ...] = ()
+    """What of the machine is slower or other than its like: lines that name ranks and nodes."""

@@ -209,8 +209,8 @@ def _skipped(profile: Profile) -> str | None:
 
 
 def _legend(profile: Profile) -> str | None:
-    notes = profile.file.notes
-    return "\n".join(notes) or None
+    file = profile.file
+    return "\n".join((*file.notes, *file.findings)) or None
 
 
 def _error(fit: OpFit | CollectiveFit) -> str:

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
+from planner.node_links import SLOW, slow_nodes
 from planner.units import GB
-from profiles.records import Group
+from profiles.records import Group, NodeLinkRecord
 
 MAX_PAIRS = 36
-"""More pairs than this are sampled: all of the first node, then one rank of each node."""
+"""More pairs than this are sampled: those of the first node."""
 
 LEVEL_STEP = 1.8
 """A rate this many times another belongs to another link level."""
 
 SLOW_LINK = 0.7
 SLOW_RANK = 1.15
+SLOW_LATENCY = 10.0
+"""A short message between nodes that takes so many times the quickest one is slow: where ranks
+share cores, latencies vary by a few times."""
 
 PAIR_LATENCY_BYTES = 4 * 2**10
 PAIR_RATE_BYTES = 4 * 2**20
@@ -71,13 +75,12 @@ def concrete_groups(group: Group, nodes: Sequence[Sequence[int]]) -> list[list[i
 
 
 def pairs_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
-    """Return pairs of ranks: all of them if few, else all of one node and one per two nodes."""
+    """Return pairs of ranks: all of them if few, else all of one node; of nodes see
+    `planner.node_links`.
+    """
     ranks = [rank for node in nodes for rank in node]
     everyone = list(combinations(ranks, 2))
-    if len(everyone) <= MAX_PAIRS:
-        return tuple(everyone)
-    leaders = list(combinations([node[0] for node in nodes], 2))
-    return tuple([*combinations(nodes[0], 2), *leaders][: 2 * MAX_PAIRS])
+    return tuple(everyone if len(everyone) <= MAX_PAIRS else combinations(nodes[0], 2))
 
 
 def link_levels(pairs: Sequence[PairRate]) -> list[list[PairRate]]:
@@ -92,10 +95,7 @@ def link_levels(pairs: Sequence[PairRate]) -> list[list[PairRate]]:
 
 
 def describe_links(pairs: Sequence[PairRate], hosts: Sequence[str]) -> list[str]:
-    """Return a line per link level, and one per link that is slower than its like.
-
-    Like links are those inside nodes, and those between nodes.
-    """
+    """Return a line per link level."""
     lines = []
     for index, level in enumerate(link_levels(pairs)):
         rate = median(pair.bytes_per_s for pair in level)
@@ -105,6 +105,12 @@ def describe_links(pairs: Sequence[PairRate], hosts: Sequence[str]) -> list[str]
             f"link level {index}: {len(level)} pairs ({inside} inside a node), "
             f"{rate / GB:.3g} GB/s, {latency * 1e6:.3g} us"
         )
+    return lines
+
+
+def describe_slow_links(pairs: Sequence[PairRate], hosts: Sequence[str]) -> list[str]:
+    """Return a line per link that is slower than its like: those inside nodes, those between."""
+    lines = []
     for within in (True, False):
         like = [p for p in pairs if (hosts[p.ranks[0]] == hosts[p.ranks[1]]) == within]
         usual = median(p.bytes_per_s for p in like) if like else 0.0
@@ -118,11 +124,57 @@ def describe_links(pairs: Sequence[PairRate], hosts: Sequence[str]) -> list[str]
     return lines
 
 
-def describe_stragglers(seconds: Mapping[int, float], hosts: Sequence[str]) -> list[str]:
-    """Return a line per rank whose compute is slower than the median of all ranks."""
-    usual = median(seconds.values())
-    return [
-        f"slow device: rank {rank} on {hosts[rank]} takes {s / usual:.2f} times the median"
-        for rank, s in sorted(seconds.items())
-        if s > SLOW_RANK * usual
+def describe_slow_nodes(links: Sequence[NodeLinkRecord]) -> list[str]:
+    """Return a line per node whose links to all others are slow, and per other slow link.
+
+    A link is slow by the best one: of three nodes a slow one has two of the three links.
+    """
+    if len(links) < 2:
+        return []
+    rate = max(link.bytes_per_s for link in links)
+    latency = min(link.latency_s for link in links)
+    slow = [
+        link
+        for link in links
+        if link.bytes_per_s * SLOW < rate or link.latency_s > SLOW_LATENCY * latency
     ]
+    named = slow_nodes([link.nodes for link in links], [link.nodes for link in slow])
+    lines = []
+    for node in named:
+        mine = [link for link in slow if node in link.nodes]
+        lines.append(
+            f"slow node: the links of {node} to all other nodes: "
+            f"{_link(min(x.bytes_per_s for x in mine), max(x.latency_s for x in mine))} at worst, "
+            f"{_link(rate, latency)} the best of others"
+        )
+    lines += [
+        f"slow link: {' to '.join(link.nodes)}: {_link(link.bytes_per_s, link.latency_s)}, "
+        f"{_link(rate, latency)} the best of others"
+        for link in slow
+        if not set(link.nodes) & set(named)
+    ]
+    return lines
+
+
+def _link(bytes_per_s: float, latency_s: float) -> str:
+    return f"{bytes_per_s / GB:.3g} GB/s, {latency_s * 1e6:.3g} us"
+
+
+def describe_stragglers(seconds: Mapping[int, float], hosts: Sequence[str]) -> list[str]:
+    """Return a line per rank whose compute is slower than the median of all ranks; one for a node
+    of which that holds for all ranks, two or more.
+    """
+    usual = median(seconds.values())
+    slow = {rank: s / usual for rank, s in sorted(seconds.items()) if s > SLOW_RANK * usual}
+    lines = []
+    for host in dict.fromkeys(hosts[rank] for rank in slow):
+        mine = [rank for rank in slow if hosts[rank] == host]
+        if len(mine) > 1 and mine == [rank for rank in sorted(seconds) if hosts[rank] == host]:
+            factor = median(slow[rank] for rank in mine)
+            lines.append(f"slow node: the devices of {host} take {factor:.2f} times the median")
+        else:
+            lines += [
+                f"slow device: rank {rank} on {host} takes {slow[rank]:.2f} times the median"
+                for rank in mine
+            ]
+    return lines

@@ -17,10 +17,10 @@ import numpy as np
 
 from profiles.lookup.fit import MIN_SAMPLES_PER_TARGET
 from profiles.lookup.topology import concrete_groups, describe_stragglers
+from profiles.measure.grid import FIRST_SIZES, MESSAGE_BYTES
 from profiles.measure.probes import BlockProbe, CollectiveProbe, OpProbe
 from profiles.measure.session import Session
 from profiles.measure.workers import ProbeFailed, WorkerGroup
-from profiles.records import COLLECTIVE_KINDS
 
 Progress = Callable[[float, str], None]
 
@@ -49,9 +49,10 @@ MOST_VISITS = 16
 COLLECTIVE_SHARE = 0.35
 """Share of a budget for collectives; ops are more numerous and weigh more in a step."""
 
-LEAST_SIZES = 3
-"""So many sizes of every collective are measured, and one probe of every op, even if that
-takes longer than the budget: a profile without them would be no profile."""
+LEAST_SIZES = MESSAGE_BYTES[:FIRST_SIZES]
+"""These sizes of every collective are measured on every shape of group, and one probe of every op,
+even if that takes longer than the budget: a profile without them would be no profile. (Links
+between nodes that were not measured would be free.)"""
 
 GOOD_STANDARD_ERROR = 0.02
 """What is known this well is not measured further."""
@@ -138,7 +139,7 @@ class Rounds:
         reserve = (1 - COLLECTIVE_SHARE / ROUNDS) * self._left() if self.deadline else 0.0
         for index, message in enumerate(asked.collectives):
             left = self._left() - reserve
-            if left <= 0 and index >= LEAST_SIZES * len(COLLECTIVE_KINDS):
+            if left <= 0 and message.num_bytes not in LEAST_SIZES:
                 return list(asked.collectives[:index])
             self._visit(message, self._share(message, left, len(asked.collectives) - index))
         return list(asked.collectives)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from planner.errors import ProfileError
+from planner.runtime.start.alike import differences
+from planner.units import GIB
 from profiles.lookup.families import pace_kind
 from profiles.lookup.op_model import record_key
 from profiles.lookup.topology import nodes_of
@@ -65,6 +67,21 @@ class Ranks:
         return min(
             answer["memory_bytes"] / (sizes[answer["node"]] if answer["shares_memory"] else 1)
             for answer in self.about
+        )
+
+    def differences(self) -> list[str]:
+        """Return a line for each thing in which nodes differ, with its values and their nodes."""
+        return differences(
+            (
+                self.hosts[ranks[0]],
+                (
+                    ("the driver", str(self.about[ranks[0]]["driver"])),
+                    ("torch", str(self.about[ranks[0]]["torch"])),
+                    ("memory", f"{self.about[ranks[0]]['memory_bytes'] / GIB:.0f} GiB"),
+                    ("the number of ranks", str(len(ranks))),
+                ),
+            )
+            for ranks in self.nodes
         )
 
     def conditions(self, device_type: str) -> dict[str, str | int]:

@@ -12,18 +12,17 @@ from profiles.lookup.families import MATMUL, family_of
 from profiles.lookup.fit import fit_collectives, fit_nonnegative, fit_ops
 from profiles.lookup.op_model import OpModel, record_key
 from profiles.measure.grid import COPY_BYTES
+from profiles.measure.links import between_link, inside_link
 from profiles.measure.probes import BlockProbe
 from profiles.measure.session import Session
 from profiles.measure.timing.surroundings import StepSample, Surroundings
 from profiles.measure.visits import at_pace, midmean, undisturbed_pace
 from profiles.records import (
     ClusterRecord,
-    CollectiveRecord,
     DeviceSection,
     Direction,
     Figure,
-    Group,
-    LinkRecord,
+    NodeLinkRecord,
     OpRecord,
     PaceKind,
     ProfileFile,
@@ -51,7 +50,7 @@ def summarize(
     ops = [record for record in session.ops.values() if record.device == device]
     others = [kind for kind in session.ranks.kinds if kind != device]
     mixed = [f"mixed devices: {device} is the slowest and stands for all; also {', '.join(others)}"]
-    cluster = _cluster(session, device, ops)
+    cluster = _cluster(session, device, ops, surroundings.node_links)
     fits = fit_ops(ops)
     model = OpModel(cluster.spec(device), ops, fits)
     eager = [block for block in blocks if not block.compiled]
@@ -94,7 +93,9 @@ def summarize(
         collective_fits=fit_collectives(tuple(session.collectives.values())),
         other_devices=tuple(_section(session, kind) for kind in others),
         skipped=tuple(session.skipped),
-        notes=(*(mixed if others else []), *surroundings.links, *stragglers),
+        node_links=surroundings.node_links,
+        notes=(*(mixed if others else []), *surroundings.links),
+        findings=(*surroundings.findings, *stragglers, *session.ranks.differences()),
     )
 
 
@@ -159,15 +160,20 @@ def _slowest_kind(session: Session) -> str:
     return max(session.ranks.kinds, key=matmul_seconds)
 
 
-def _cluster(session: Session, device: str, ops: Sequence[OpRecord]) -> ClusterRecord:
+def _cluster(
+    session: Session,
+    device: str,
+    ops: Sequence[OpRecord],
+    node_links: Sequence[NodeLinkRecord],
+) -> ClusterRecord:
     nodes = session.ranks.nodes
     per_node = min(len(ranks) for ranks in nodes)
     device_type = str(session.conditions["device_type"])
     # Ranks on CPU share their node's memory; each GPU has its own.
     share = per_node if device_type == "cpu" else 1
     collectives = tuple(session.collectives.values())
-    inside = _link(collectives, Group(ranks_per_node=2), "inside the node")
-    between = _link(collectives, Group(ranks_per_node=1, num_nodes=2), "between nodes")
+    inside = inside_link(collectives)
+    between = between_link(collectives, node_links)
     if len(nodes) == 1:
         between = inside.model_copy(update={"name": "none: one node was measured"})
     return ClusterRecord(
@@ -271,23 +277,3 @@ def _best_rates(ops: Sequence[OpRecord]) -> dict[str, Figure]:
             shapes = " x ".join(str(list(shape)) for shape in record.shapes[:2])
             rates[record.dtype] = _measured(rate, f"best: {record.target} of {shapes}")
     return rates
-
-
-def _link(collectives: Sequence[CollectiveRecord], group: Group, name: str) -> LinkRecord:
-    """Return the link between two ranks, from send_recv; free where there was none."""
-    messages = [
-        record
-        for record in collectives
-        if record.kind == "send_recv"
-        and (record.ranks_per_node, record.num_nodes) == (group.ranks_per_node, group.num_nodes)
-    ]
-    if messages:
-        terms = np.array([[1.0, record.num_bytes] for record in messages])
-        line, _ = fit_nonnegative(terms, np.array([record.seconds for record in messages]))
-        return LinkRecord(
-            name=name,
-            alpha_s=_measured(line[0], "one line through send_recv of all sizes"),
-            beta_s_per_byte=_measured(line[1], "one line through send_recv of all sizes"),
-        )
-    free = Figure(value=0.0, origin="assumed", detail="no two ranks of it exchanged messages")
-    return LinkRecord(name=name, alpha_s=free, beta_s_per_byte=free)

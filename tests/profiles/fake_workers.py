@@ -10,11 +10,14 @@ from profiles.records import ZeroWork
 
 class FakeWorkers:
     """Takes the place of `profiles.measure.workers.WorkerGroup`. `devices` has a name per rank, and
-    an op takes `pause_s`.
+    an op takes `pause_s`. `hosts` has the node of each rank; messages of `slow_host` take 20 times
+    as long.
     """
 
     devices = ("test device", "test device")
     pause_s = 0.0
+    hosts = ("host", "host")
+    slow_host = ""
     refuses = staticmethod(lambda task: False)
 
     def __init__(self, launcher):
@@ -29,9 +32,10 @@ class FakeWorkers:
     def call(self, task, *, timeout_s):
         if self.refuses(task):
             raise ProbeFailed("group can't be formed: no route to host")
-        return [self._answer(task, device) for device in self.devices]
+        ranks = zip(self.devices, self.hosts, strict=True)
+        return [self._answer(task, at, *rank) for at, rank in enumerate(ranks)]
 
-    def _answer(self, task, device):
+    def _answer(self, task, rank, device, host):
         match task["task"]:
             case "describe":
                 return {
@@ -40,7 +44,7 @@ class FakeWorkers:
                     "shares_memory": True,
                     "driver": "none",
                     "torch": "2.13",
-                    "node": "host",
+                    "node": host,
                     "float8": False,
                 }
             case "memory":
@@ -62,7 +66,9 @@ class FakeWorkers:
             case "launch":
                 return {"seconds": [5e-6] * 3}
             case "collective":
-                return {"seconds": [1e-5 + task["num_bytes"] / 1e9] * 3}
+                (*group,) = (r for ranks in task["groups"] if rank in ranks for r in ranks)
+                slower = 20 if self.slow_host in {self.hosts[member] for member in group} else 1
+                return {"seconds": [slower * (1e-5 + task["num_bytes"] / 1e9)] * 3}
             case "step":
                 seconds = 1e-6 * task["num_tensors"] + 1e-9 * task["numel"]
                 return {"seconds": [seconds] * 3, "product": [1e-4], "light": [2e-4]}

@@ -86,6 +86,52 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch):
     assert told(measure_profile(tmp_path / "p", nproc=2)) == told(undisturbed)
 
 
+@pytest.fixture
+def cluster(fake, monkeypatch):
+    """Three nodes of two ranks, of which the last has slow links."""
+    fake.hosts = ("a", "a", "b", "b", "c", "c")
+    fake.devices = ("test device",) * 6
+    fake.slow_host = "c"
+    monkeypatch.setattr(
+        measuring, "collective_probes", lambda groups, most_bytes: collective_probes(groups)
+    )
+
+
+def test_the_node_with_slow_links_is_named_and_kept(tmp_path, cluster):
+    """Issue 19, 1: in the file, in what is printed, and each pair of nodes with its rate."""
+    measured = measure_profile(tmp_path, nproc=6)
+    rates = {link.nodes: link.bytes_per_s for link in load_profile(tmp_path).file.node_links}
+    assert rates == {
+        ("a", "b"): pytest.approx(1e9, rel=0.01), ("b", "c"): pytest.approx(5e7, rel=0.01),
+        ("a", "c"): pytest.approx(5e7, rel=0.01),
+    }  # fmt: skip
+    (line,) = [line for line in measured.file.findings if line.startswith("slow node")]
+    assert "the links of c to all other nodes: 0.05 GB/s" in line
+    assert any(line in str(part) for part in describe_profile(measured))
+
+
+def test_links_between_nodes_are_measured_however_short_the_budget(tmp_path, cluster):
+    """Where they were not, the search took them to be free."""
+    measured = measure_profile(tmp_path, nproc=6, budget_s=0.001)
+    shapes = {(r.ranks_per_node, r.num_nodes) for r in measured.collectives}
+    assert shapes == {(2, 1), (1, 2), (2, 2), (1, 3), (2, 3)}
+    assert measured.cluster.inter_node.beta_s_per_byte > 0
+
+
+def test_links_between_nodes_come_from_pairs_of_nodes_where_nothing_else_was_measured(
+    tmp_path, cluster, fake
+):
+    """A group of all nodes may fail; the slowest pair stands for all."""
+    fake.refuses = staticmethod(
+        lambda task: (
+            task["task"] == "collective" and task["num_bytes"] not in (4 * 2**10, 4 * 2**20)
+        )
+    )
+    measured = measure_profile(tmp_path, nproc=6, budget_s=0.001)
+    assert not measured.collectives
+    assert 1 / measured.cluster.inter_node.beta_s_per_byte == pytest.approx(5e7, rel=0.01)
+
+
 def test_several_kinds_of_devices_have_a_section_each(tmp_path, fake):
     """The slowest stands for the cluster; the records of both are kept apart."""
     fake.devices = ("fast device", "slow device")
@@ -104,7 +150,7 @@ def test_several_kinds_of_devices_have_a_section_each(tmp_path, fake):
     assert fast.keys() == slow.keys()
     assert all(slow[key] == pytest.approx(2 * fast[key], rel=1e-3) for key in fast)
     assert any(note.startswith("mixed devices: slow device") for note in measured.file.notes)
-    assert any(note.startswith("slow device: rank 1 on host") for note in measured.file.notes)
+    assert any(line.startswith("slow device: rank 1 on host") for line in measured.file.findings)
     loaded = load_profile(tmp_path)
     assert loaded.file == measured.file
     assert any("also 1 x fast device" in str(part) for part in describe_profile(loaded))
@@ -128,8 +174,8 @@ def test_uncertain_probes_are_visited_further_and_steady_ones_are_not(tmp_path, 
     plain = fake._answer
     count = iter(range(10**6))
 
-    def wavering(self, task, device):
-        answer = plain(self, task, device)
+    def wavering(self, task, *rank):
+        answer = plain(self, task, *rank)
         if task["task"] == "op" and "layer_norm" in str(task["probe"]):
             for name in ("forward", "backward"):
                 answer[name] = [s * (1 + next(count) % 7) for s in answer[name]]

@@ -9,6 +9,8 @@ from profiles.lookup.topology import (
     PairRate,
     concrete_groups,
     describe_links,
+    describe_slow_links,
+    describe_slow_nodes,
     describe_stragglers,
     groups_to_measure,
     link_levels,
@@ -16,6 +18,7 @@ from profiles.lookup.topology import (
     pairs_to_measure,
 )
 from profiles.measure.driver import gpu_links, links_by_library, parse_topology
+from profiles.records import NodeLinkRecord
 
 TWO_NODES = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -52,8 +55,8 @@ def test_few_ranks_are_paired_fully_and_many_by_sample():
     many = tuple(tuple(range(8 * n, 8 * n + 8)) for n in range(4))
     sampled = pairs_to_measure(many)
     assert (0, 7) in sampled
-    assert (0, 24) in sampled
-    assert len(sampled) == 28 + 6
+    assert (0, 8) not in sampled  # of nodes, a rank of each is measured by itself
+    assert len(sampled) == 28
 
 
 def test_levels_end_where_the_rate_drops():
@@ -65,10 +68,45 @@ def test_a_slow_link_is_named_among_its_like():
     hosts = ["a", "a", "b", "b", "c", "c"]
     pairs = [pair(0, 1, 300), pair(2, 3, 290), pair(4, 5, 100)]
     pairs += [pair(0, 2, 25), pair(0, 4, 25), pair(2, 4, 10)]
-    slow = [line for line in describe_links(pairs, hosts) if line.startswith("slow link")]
+    slow = describe_slow_links(pairs, hosts)
     assert len(slow) == 2
     assert "rank 4 on c to rank 5 on c: 100 GB/s, others 290" in slow[0]
     assert "rank 2 on b to rank 4 on c: 10 GB/s, others 25" in slow[1]
+
+
+def node_link(a, b, gb_per_s, latency_us=50):
+    return NodeLinkRecord(nodes=(a, b), latency_s=latency_us * 1e-6, bytes_per_s=gb_per_s * 1e9)
+
+
+@pytest.mark.parametrize(
+    "slow", [{"gb_per_s": 0.4}, {"gb_per_s": 24, "latency_us": 900}], ids=["rate", "latency"]
+)
+def test_a_node_with_slow_links_is_named(slow):
+    """Issue 19, 1: of three nodes two links of three are the slow node's."""
+    links = [node_link("a", "b", **slow), node_link("a", "c", 25), node_link("b", "c", **slow)]
+    (line,) = describe_slow_nodes(links)
+    assert line.startswith("slow node: the links of b to all other nodes: ")
+    links += [node_link("a", "d", 25), node_link("b", "d", 25), node_link("c", "d", 25)]
+    told = describe_slow_nodes(links)
+    assert [line.split(":")[:2] for line in told] == [
+        ["slow link", " a to b"], ["slow link", " b to c"]
+    ]  # fmt: skip
+
+
+def test_links_alike_and_a_single_link_name_no_node():
+    alike = [node_link("a", "b", 25), node_link("a", "c", 18), node_link("b", "c", 22, 200)]
+    assert describe_slow_nodes(alike) == []
+    assert describe_slow_nodes([node_link("a", "b", 0.1)]) == []
+    assert describe_links([pair(0, 1, 25)], ["a", "b"]) == [
+        "link level 0: 1 pairs (0 inside a node), 25 GB/s, 10 us"
+    ]
+
+
+def test_a_slow_node_is_named_once():
+    seconds = {0: 1.0, 1: 1.0, 2: 1.4, 3: 1.5, 4: 1.0, 5: 1.0}
+    assert describe_stragglers(seconds, ["a", "a", "b", "b", "c", "c"]) == [
+        "slow node: the devices of b take 1.45 times the median"
+    ]
 
 
 def test_a_straggler_is_named():

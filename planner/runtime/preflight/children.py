@@ -78,7 +78,7 @@ def children(
                 }
                 log = tempfile.TemporaryFile()  # noqa: SIM115 (closed below)
                 process = subprocess.Popen(
-                    worker_command(["--preflight", str(path)]),
+                    worker_command(["--check-nodes", str(path)]),
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.layout.axes import lowered_axes, members
+from planner.node_links import rounds_of_pairs
 from planner.plan import Plan
 from planner.units import KIB, MIB
 
@@ -89,28 +90,15 @@ def planned_rounds(plan: Plan) -> tuple[Round, ...]:
 def node_rounds(nodes: Sequence[Sequence[int]]) -> tuple[Round, ...]:
     """Return rounds in which the first rank of each node meets that of each other node once.
 
-    `nodes` are the ranks of each. The circle method: the first stays, the others move up a place
-    each round.
+    `nodes` are the ranks of each.
     """
-    firsts = [ranks[0] for ranks in nodes]
-    if len(firsts) < 2:
-        return ()
-    places: list[int | None] = [*firsts, *[None] * (len(firsts) % 2)]
-    rounds = []
-    for _ in range(len(places) - 1):
-        pairs = [
-            (a, b)
-            for a, b in zip(places[: len(places) // 2], reversed(places), strict=False)
-            if a is not None and b is not None
-        ]
-        rounds.append(
-            tuple(
-                Exchange(axis=BETWEEN_NODES, kind="send_recv", ranks=(min(pair), max(pair)))
-                for pair in pairs
-            )
+    return tuple(
+        tuple(
+            Exchange(axis=BETWEEN_NODES, kind="send_recv", ranks=(nodes[a][0], nodes[b][0]))
+            for a, b in pairs
         )
-        places = [places[0], places[-1], *places[1:-1]]
-    return tuple(rounds)
+        for pairs in rounds_of_pairs(len(nodes))
+    )
 
 
 def shapes(plan: Plan) -> frozenset[Shape]:

@@ -20,10 +20,11 @@ from planner.runtime.preflight.children import await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
 from planner.runtime.preflight.facts import Facts, facts_of_this_node, same_plan
 from planner.runtime.preflight.judge import judge_nodes, judge_ranks
-from planner.runtime.preflight.rank import Finding, Request
+from planner.runtime.preflight.rank import STEP_S, Finding, Request
 from planner.runtime.preflight.rates import judge_rates, rates_of
 from planner.runtime.preflight.report import Rate, Report
 from planner.runtime.start.launch import check_node
+from planner.runtime.start.node_watch import end_dead_connections
 from planner.runtime.start.workers import rank_environment
 from planner.waiting import waiting_at
 
@@ -58,6 +59,7 @@ def preflight(
     count = place.count if place is not None else num_nodes or 1
     plan, facts, variables = _this_node(plan_path, script, device, place, count, devices)
     store, number, host = _meet(place, count, rendezvous)
+    end_dead_connections(_port(store), STEP_S)
     room = f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     told = tell_all(
         store, room, json.dumps(asdict(facts)), number=number, count=count, name=facts.node,

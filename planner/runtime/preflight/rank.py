@@ -108,12 +108,15 @@ def preflight_worker(request: Path) -> None:
     """Do a rank's part of `preflight`."""
     from torch.distributed import PrefixStore, TCPStore
 
+    from planner.runtime.start.node_watch import end_dead_connections
+
     data = json.loads(request.read_text())
     data["nodes"] = tuple(map(tuple, data["nodes"]))
     asked = Request(**data)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=START_S)
     store = TCPStore(asked.host, asked.port, None, is_master=False, timeout=limit)
+    end_dead_connections(asked.port, STEP_S)
     checked = _Rank(PrefixStore(asked.room, store), asked, rank=rank, count=count)
     try:
         checked.run()
@@ -121,7 +124,8 @@ def preflight_worker(request: Path) -> None:
         from planner.runtime.preflight.pairs import reason_of
 
         checked.finding.trouble = reason_of(error)
-    checked.finding.checks_s = time.monotonic() - checked.came_at
+    if checked.came_at is not None:
+        checked.finding.checks_s = time.monotonic() - checked.came_at
     checked.store.set(f"found/{rank}", checked.finding.to_json())
     checked.store.set("a finding", "")
     if checked.finding.phase != PHASES[-1]:
@@ -137,7 +141,7 @@ class _Rank:
         self.store, self._asked = store, asked
         self._rank, self._count = rank, count
         self.finding = Finding()
-        self.came_at = time.monotonic()
+        self.came_at: float | None = None
 
     def run(self) -> None:
         from planner.runtime.start import device as devices

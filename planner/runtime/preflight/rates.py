@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from planner.node_links import SLOW, slow_nodes
 from planner.plan import Plan
 from planner.runtime.preflight.exchanges import BETWEEN_NODES, PlannedRates, planned_rounds
 from planner.runtime.preflight.rank import Finding
 from planner.runtime.preflight.report import Check, Rate, check_of
 from planner.runtime.start.alike import names
-from planner.slow_links import slow_nodes
 from planner.units import GB
-
-SLOW = 2.0
-"""An exchange that takes so many times what is planned is slow: on busy machines times vary by
-half, and a link that runs at less than its rate mostly runs at a half, a quarter or a tenth."""
 
 
 def rates_of(

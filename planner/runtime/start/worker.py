@@ -1,7 +1,7 @@
 """One rank: ``python -m planner.runtime.start.worker script.py args…``, or a request of ours.
 
-Requests are ``--verify FILE`` and ``--trials FILE``, by `planner.runtime.check`, and ``--preflight
-FILE``, by `planner.runtime.preflight`.
+Requests are ``--verify FILE`` and ``--trials FILE``, by `planner.runtime.check`, and
+``--check-nodes FILE``, by `planner.runtime.preflight`.
 
 Runs the user's script as ``__main__``, as ``python script.py args…`` would, and sees to it
 that a failure is told once for the whole run and that the process ends.
@@ -42,7 +42,7 @@ def main(args: list[str]) -> None:
             from planner.runtime.check.trials import trials_worker
 
             trials_worker(Path(args[1]))
-        elif args[0] == "--preflight":
+        elif args[0] == "--check-nodes":
             from planner.runtime.preflight.rank import preflight_worker
 
             preflight_worker(Path(args[1]))

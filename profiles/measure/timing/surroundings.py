@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
 from profiles.lookup.topology import (
     PAIR_LATENCY_BYTES,
-    PAIR_RATE_BYTES,
-    PairRate,
     describe_links,
-    pairs_to_measure,
+    describe_slow_links,
+    describe_slow_nodes,
 )
 from profiles.measure.driver import gpu_links
 from profiles.measure.session import Session
+from profiles.measure.timing.link_timing import measure_node_links, measure_pairs, time_groups
 from profiles.measure.visits import over_ranks
 from profiles.measure.workers import ProbeFailed, WorkerGroup
-from profiles.records import StepWork, ZeroWork
+from profiles.records import NodeLinkRecord, StepWork, ZeroWork
 
 TIMEOUT_S = 60.0
 HOST_COPIES = ("host_to_device", "device_to_host")
@@ -58,7 +58,8 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Medians, and lines about links for people. Allocator overheads are of all rounds.
+    """Medians, and lines about links for people; `findings` are of those that are slow.
+    Allocator overheads are of all rounds.
 
     `launch_s` is the host time of one op where the host runs ahead of the device. `waits` are
     seconds of compute between collectives, those by which one takes longer for it, and those
@@ -72,6 +73,8 @@ class Surroundings:
     overlap: Mapping[str, float]
     waits: tuple[tuple[tuple[float, float, float], ...], ...]
     links: tuple[str, ...]
+    node_links: tuple[NodeLinkRecord, ...]
+    findings: tuple[str, ...]
 
 
 def measure_surroundings(
@@ -83,8 +86,12 @@ def measure_surroundings(
     everyone = list(range(len(session.ranks.about)))
     report("memory of a process")
     if len(everyone) > 1:  # communicators take memory from their first message on
-        _collective(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
+        time_groups(workers, "all_reduce", PAIR_LATENCY_BYTES, [everyone])
     memory = workers.call({"task": "memory"}, timeout_s=TIMEOUT_S)
+    pairs = measure_pairs(workers, session, report)
+    node_links = measure_node_links(workers, session, report)
+    hosts = session.ranks.hosts
+    links = describe_links(pairs, hosts) if pairs else []
     return Surroundings(
         context_bytes=max(answer["context_bytes"] for answer in memory),
         allocator_overheads=tuple(o for a in memory for o in a["allocator_overheads"]),
@@ -92,7 +99,9 @@ def measure_surroundings(
         steps=_steps_and_zero(workers, session, report),
         overlap=_overlap(workers, session, report) if len(everyone) > 1 else {},
         waits=_waits(workers, session, report) if len(everyone) > 1 else (),
-        links=_links(workers, session, report),
+        links=(*links, *(gpu_links() if _on_gpu(session) else [])),
+        node_links=node_links,
+        findings=(*describe_slow_nodes(node_links), *describe_slow_links(pairs, hosts)),
     )
 
 
@@ -256,35 +265,3 @@ def _overlap(
         session.skip("overlap", error)
         return {}
     return {part: float(np.median([a[part] for a in answers])) for part in answers[0]}
-
-
-def _links(
-    workers: WorkerGroup, session: Session, report: Callable[[str], None]
-) -> tuple[str, ...]:
-    pairs = []
-    for a, b in pairs_to_measure(session.ranks.nodes):
-        report(f"link between ranks {a} and {b}")
-        try:
-            latency, large = (
-                _collective(workers, "send_recv", num_bytes, [[a, b]])
-                for num_bytes in (PAIR_LATENCY_BYTES, PAIR_RATE_BYTES)
-            )
-        except ProbeFailed as error:
-            session.skip(f"link between ranks {a} and {b}", error)
-            continue
-        rate = PAIR_RATE_BYTES / max(large - latency, 1e-9)
-        pairs.append(PairRate(ranks=(a, b), latency_s=latency, bytes_per_s=rate))
-    found = describe_links(pairs, session.ranks.hosts) if pairs else []
-    if session.conditions["device_type"] == "cuda":
-        found += gpu_links()
-    return tuple(found)
-
-
-def _collective(
-    workers: WorkerGroup, kind: str, num_bytes: int, groups: Sequence[Sequence[int]]
-) -> float:
-    task: dict[str, Any] = {"task": "collective", "kind": kind, "num_bytes": num_bytes}
-    answers = workers.call(
-        {**task, "groups": [list(g) for g in groups], "seconds": _SAMPLING_S}, timeout_s=TIMEOUT_S
-    )
-    return float(np.mean([s for answer in answers for s in answer["seconds"]]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from planner.node_links import slow_nodes
 from planner.plan.defaults import default_plan
 from planner.runtime.preflight.exchanges import Exchange, PlannedRates
 from planner.runtime.preflight.facts import Facts
@@ -14,7 +15,6 @@ from planner.runtime.preflight.pairs import Stuck
 from planner.runtime.preflight.rank import Finding
 from planner.runtime.preflight.rates import judge_rates, rates_of
 from planner.runtime.preflight.reach import Unreached
-from planner.slow_links import slow_nodes
 from planner.units import GIB, MIB
 from tests.runtime.scenarios import capture
 

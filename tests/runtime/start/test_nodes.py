@@ -9,8 +9,11 @@ import time
 import pytest
 import torch
 
+from costmodel import estimate
 from planner.plan import save_plan
 from planner.plan.defaults import default_plan
+from profiles import load_profile
+from search import SearchRequest, find_plan_once
 from tests.nodes import Nodes, why_no_delay, why_not
 from tests.runtime.scenarios import capture
 from tests.runtime.start.test_started import TRAIN, losses_alone
@@ -217,3 +220,47 @@ def test_a_node_cut_off_in_a_step_ends_the_run_by_name(tmp_path):
     assert took_s < 60
     assert "planner: node-b gave no sign for 30 s" in told["node-a"]
     assert "lost the one that all meet at, node-a:29511 (address 10.77.0.1)" in told["node-b"]
+
+
+def profile(nodes, folder, *, per_node, out):
+    """Run `planner profile` on all nodes within a short budget; return what node-a prints."""
+    command = [
+        sys.executable, "-m", "cli", "profile", "--device", "cpu", "--nproc", str(per_node),
+        "--num-nodes", str(len(nodes.names)), "--rendezvous", f"node-a:{PORT}",
+        "--budget", "5s", "--out", out,
+    ]  # fmt: skip
+    started = [nodes.start(name, command, folder=folder) for name in nodes.names]
+    told = [process.communicate(timeout=450) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), told
+    return told[0][0]
+
+
+@pytest.mark.timeout(500)
+def test_a_profile_names_the_node_with_the_slow_link(tmp_path):
+    with Nodes(3) as nodes:
+        nodes.limit_rate("node-b", "100mbit")
+        printed = profile(nodes, tmp_path, per_node=1, out="profile")
+    kept = load_profile(tmp_path / "profile").file
+    (line,) = [line for line in kept.findings if "links of" in line]
+    assert line.startswith("slow node: the links of node-b to all other nodes: ")
+    assert line in printed
+    rates = {frozenset(link.nodes): link.bytes_per_s for link in kept.node_links}
+    assert len(rates) == 3
+    for pair, rate in rates.items():
+        assert (rate < 0.02e9) == ("node-b" in pair)  # 100 Mbit/s are 0.0125 GB/s
+
+
+@pytest.mark.timeout(500)
+def test_a_search_lays_no_tp_over_a_slow_link(tmp_path):
+    """Two nodes of two: the best plan keeps tp inside them; tp over both is priced by the link."""
+    with Nodes(2) as nodes:
+        nodes.limit_rate("node-b", "500mbit")
+        profile(nodes, tmp_path, per_node=2, out="profile")
+    measured = load_profile(tmp_path / "profile")
+    assert measured.cluster.devices_per_node == 2
+    graph = capture("gpt")
+    best = find_plan_once(graph, measured, SearchRequest(num_devices=4, global_batch=8)).plan
+    assert best is not None
+    assert best.tp * best.cp <= 2
+    over = default_plan(graph, tp=4, microbatch_size=8, num_microbatches=1)
+    assert estimate(graph, measured, over).step_s > 2 * best.estimate["step_s"]

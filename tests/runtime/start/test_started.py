@@ -182,3 +182,41 @@ def test_ranks_with_another_plan_are_refused_by_all(tmp_path):
     for text in told:
         assert "planner: the plan is not the same on all nodes: " in text
         assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        pytest.param(torch_rank, id="torchrun"),
+        pytest.param(lambda n, c, p: srun(n, c, p, on_one_node=True), id="srun-rank"),
+        pytest.param(pod, id="pods"),
+    ],
+)
+def test_preflight_under_other_launchers(tmp_path, variables):
+    """Issue 19, 7: the first process tells what all found."""
+    save_plan(default_plan(capture("gpt", torch.float64), dp=2), tmp_path / "plan.json")
+    (tmp_path / "train.py").write_text(TRAIN)
+    port = free_port()
+    command = [*LAUNCH[:4], "--preflight", "--json", *LAUNCH[4:]]
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, **quiet, **variables(number, 2, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        told = [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], told
+    report = json.loads(told[0][0])
+    assert report["is_good"]
+    assert [(rate["axis"], rate["ranks"]) for rate in report["rates"]] == [("data", [0, 1])]
+    assert told[1][0] == ""
