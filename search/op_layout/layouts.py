@@ -14,6 +14,7 @@ it is dropped.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from search.op_layout.block_tables.block_problem import BlockProblem, Boundary, 
 from search.op_layout.block_tables.op_signatures import BoundClass, OpSeconds, OpSignature
 from search.op_layout.boundaries import boundary_options, class_groups, shared_params
 from search.op_layout.front import find_front
-from search.op_layout.solve import solve_block
+from search.op_layout.solve import ELIMINATION, solve_block
 from search.request import SearchRequest
 
 # Between equally fast strategies take the smaller one: a byte is worth far less than any
@@ -42,6 +43,9 @@ _FAST_PRICE = 1e-18
 _ANY_PRICE = 1e4
 # A leaner layout that saves less than this part of the bytes is not worth pricing.
 _LEAST_SAVING = 0.02
+# What a search may spend on block problems too wide for elimination, and the part of what is left
+# of it that one problem may take: the first are solved best, and hundreds end all the same.
+_WIDE_S, _PART = 40.0, 0.125
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,8 @@ class Layouts:
 class LayoutSolver:
     """Solves and remembers the layouts of a model; grows its memo as it is asked.
 
-    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most.
+    `gap` is what part of a block's cost the layouts asked for so far leave unproved, at most;
+    `_wide_s` the seconds left for problems too wide to be solved exactly.
     """
 
     graph: ModelGraph
@@ -71,6 +76,7 @@ class LayoutSolver:
     _segments_of: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _counts: dict[int, Mapping[OpSignature, int]] = field(default_factory=dict)
     _bound: dict[tuple[int, int], BoundClass] = field(default_factory=dict)
+    _wide_s: float = _WIDE_S
     gap: float = 0.0
     _solvers: set[str] = field(default_factory=set)
 
@@ -237,7 +243,10 @@ class LayoutSolver:
         """Solve each problem at a price of a byte."""
         choices = []
         for problem in problems:
-            choice, solver = solve_block(problem, price)
+            began = time.perf_counter()
+            choice, solver = solve_block(problem, price, time_limit_s=_PART * self._wide_s)
+            if solver != ELIMINATION:
+                self._wide_s = max(0.0, self._wide_s - (time.perf_counter() - began))
             self._solvers.add(solver)
             self.gap = max(self.gap, choice.gap)
             choices.append(choice)

@@ -8,6 +8,7 @@ import pytest
 
 from planner.errors import ProfileError
 from planner.layout.placement import Replicate
+from profiles import load_profile
 from search.ilp.block_ilp import solve_by_cpsat
 from search.ilp.block_lp import solve_by_linear_program
 from search.op_layout import layouts, solve
@@ -17,6 +18,7 @@ from search.op_layout.elimination.decompose import solve_by_decomposition
 from search.op_layout.elimination.eliminate import TooWide, minimise_tables, solve_by_elimination
 from search.op_layout.elimination.tables import problem_tables
 from search.op_layout.solve import solve_block
+from tests.captures import capture_tiny
 from tests.referees.blocks import best_by_brute_force
 
 
@@ -236,20 +238,37 @@ def test_decomposition_bounds_the_optimum(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [300, 1000])
-def test_a_wide_problem_always_has_a_choice(count, monkeypatch):
+def test_a_wide_problem_always_has_a_choice(count):
     """N1: with hardly any time, too: what comes of the first round, and how sure that is."""
-    monkeypatch.setattr(solve, "_PROGRAM_S", 0.001)
     problem = wide_problem(np.random.default_rng(count), count)
     with pytest.raises(TooWide):
         solve_by_elimination(problem)
     began = time.process_time()
-    found, solver = solve_block(problem, 0.01)
+    found, solver = solve_block(problem, 0.01, time_limit_s=0.001)
     assert time.process_time() - began < 30
     assert solver == "Lagrangian decomposition"
     assert found.cost == pytest.approx(problem.value(found.values, 0.01))
     cheapest = sum(float((v.seconds + 0.01 * v.num_bytes).min()) for v in problem.variables)
     assert cheapest <= found.cost * (1 - found.gap) <= found.cost
     assert found.gap < 0.5
+
+
+def test_problems_too_wide_share_a_budget(monkeypatch):
+    """N6: each may take a part of what those before left, so that hundreds end, too."""
+    limits = []
+
+    def slow(problem, price, *, time_limit_s):
+        limits.append(time_limit_s)
+        time.sleep(0.01)
+        return solve_block(problem, price)[0], "Lagrangian decomposition"
+
+    monkeypatch.setattr(layouts, "solve_block", slow)
+    graph = capture_tiny("gpt")
+    solver = layouts.LayoutSolver(graph=graph, profile=load_profile("h100-sxm5-80gb"), _wide_s=0.04)
+    solver.layouts(2, 1)
+    assert limits[0] == pytest.approx(0.005)
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] == 0.0
 
 
 def test_infinite_prices_are_refused():
