@@ -36,7 +36,7 @@ from benchmarks.layers import LayerChain
 from planner.capture import capture_module
 from planner.plan.defaults import default_plan
 from planner.runtime.checkpoint.folder import checkpoints_in
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.spawn import run_ranks
 

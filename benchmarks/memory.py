@@ -31,7 +31,7 @@ from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run, track_run
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from profiles import Profile
 from tests.builders import tiny_models
 from tests.spawn import run_ranks

@@ -7,9 +7,9 @@ rank; the median is reported, and the ratio ours / torch. All must find the same
 
 Each side has processes of its own, which sleep while another has its turn: what our runtime does
 to its process (it puts gloo's socket threads behind the computing ones,
-`planner.runtime.start.gloo_threads`) its user gets and torch's user does not. `torch_calm` is torch
-with that done for it as well, to tell what of a difference is the threads'. Nobody's ranks are
-bound to cores, as `planner launch` would bind ours.
+`planner.runtime.start.groups.gloo_threads`) its user gets and torch's user does not. `torch_calm`
+is torch with that done for it as well, to tell what of a difference is the threads'. Nobody's ranks
+are bound to cores, as `planner launch` would bind ours.
 
     python benchmarks/pipeline.py [--ranks 2 4] [--steps 15] [--hidden 128] [--json [rows.json]]
 
@@ -41,7 +41,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.layers import LayerChain
-from planner.runtime.start.gloo_threads import put_socket_threads_last
+from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
 from planner.runtime.start.workers import TIMELINE_DIR
 from planner.runtime.step.engine import Engine
 

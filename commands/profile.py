@@ -70,7 +70,7 @@ def profile(
         return _show(str(models[1]), plots)
     import profiles
     from commands.render.profile import describe_profile
-    from planner.launchers import started
+    from planner.nodes.launchers import started
 
     is_alone = num_nodes == 1 and started(os.environ) is None
     device = _device(device)

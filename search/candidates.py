@@ -34,7 +34,7 @@ from search.on_host import offload_fallbacks
 from search.op_layout.layouts import LayoutSolver, parse_pins_of
 from search.partition.balance import balanced_cut
 from search.partition.chain_problem import ChainProblem, Cut, Floats, InfeasibleStage
-from search.partition.interleaved import InterleavedStages
+from search.partition.interleaved_stages.interleaved import InterleavedStages
 from search.partition.least_recompute import with_recompute
 from search.partition.quick_step import quick_step_s
 from search.request import SearchRequest

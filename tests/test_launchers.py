@@ -7,8 +7,8 @@ import time
 import pytest
 
 from planner.errors import PlannerError
-from planner.launchers import started
-from planner.waiting import described, waiting_at
+from planner.nodes.launchers import started
+from planner.nodes.waiting import described, waiting_at
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
             "MASTER_ADDR": "a", "MASTER_PORT": "1234"}  # fmt: skip

@@ -22,7 +22,7 @@ from planner.layout.placement import Replicate, Shard
 from planner.layout.placements import Placements, moves_between
 from planner.plan import Plan, load_plan, save_plan
 from planner.plan.defaults import default_plan
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from search import SearchRequest, find_plan
 from tests.runtime.scenarios import Outcome, capture, train_beside_one_process
 from tests.search.machine import Machine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
 
-from planner.node_links import SLOW, slow_nodes
+from planner.nodes.node_links import SLOW, slow_nodes
 from planner.units import GB
 from profiles.records import Group, NodeLinkRecord
 
@@ -76,7 +76,7 @@ def concrete_groups(group: Group, nodes: Sequence[Sequence[int]]) -> list[list[i
 
 def pairs_to_measure(nodes: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Return pairs of ranks: all of them if few, else all of one node; of nodes see
-    `planner.node_links`.
+    `planner.nodes.node_links`.
     """
     ranks = [rank for node in nodes for rank in node]
     everyone = list(combinations(ranks, 2))

@@ -15,7 +15,7 @@ from planner.errors import ProfileError
 from planner.graph import ModelGraph
 from profiles.lookup.topology import groups_to_measure
 from profiles.measure.grid import base_probes, collective_probes, standard_grid
-from profiles.measure.launchers import ClusterLauncher, Launcher, LocalLauncher, join, serve
+from profiles.measure.nodes.launchers import ClusterLauncher, Launcher, LocalLauncher, join, serve
 from profiles.measure.probes import OpProbe
 from profiles.measure.rounds import VISIT_TIMEOUT_S, Asked, Progress, Rounds
 from profiles.measure.session import THREADS, Ranks, Session

@@ -12,7 +12,7 @@ from profiles.lookup.families import MATMUL, family_of
 from profiles.lookup.fit import fit_collectives, fit_nonnegative, fit_ops
 from profiles.lookup.op_model import OpModel, record_key
 from profiles.measure.grid import COPY_BYTES
-from profiles.measure.links import between_link, inside_link
+from profiles.measure.nodes.links import between_link, inside_link
 from profiles.measure.probes import BlockProbe
 from profiles.measure.session import Session
 from profiles.measure.timing.surroundings import StepSample, Surroundings

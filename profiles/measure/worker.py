@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from planner.runtime.start.cores import available_cores, own_cores, stay_on
-from planner.runtime.start.gloo_threads import put_socket_threads_last
-from planner.runtime.start.heap import keep_freed_memory
+from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
+from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
+from planner.runtime.start.process.heap import keep_freed_memory
 from profiles.lookup.memory import allocator_overheads, load_training, used_bytes
 from profiles.measure.driver import driver_version
 from profiles.measure.timing.clock import Clock, Pace, settle_clocks

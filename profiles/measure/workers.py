@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any
 
-from profiles.measure.launchers import Launcher, new_token
+from profiles.measure.nodes.launchers import Launcher, new_token
 
 START_TIMEOUT_S = 120.0
 FAILURE_GRACE_S = 5.0

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from search.candidates import Candidates
 from search.meshes.own_meshes import Mix
 from search.partition.chain_problem import Cut, InfeasibleStage
-from search.partition.interleaved import InterleavedStages
-from search.partition.interleaved_bound import StageSeconds, least_end_s
+from search.partition.interleaved_stages.interleaved import InterleavedStages
+from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
 from search.space.job_tables import job_table, live_stages_of
 from search.space.shapes import recompute_choices
 

@@ -7,6 +7,6 @@ of jobs). Goes out: the cut of least bound. Read in this order:
 - `chain_paths`: the path, a chain of jobs that no run of the schedule is shorter than;
 - `chain_dp` minimises the longest path exactly; `chain_reach` narrows where stages may start, by
   the same formula; `quick_step` simulates a cut without making a plan;
-- `bisect` is fast and not exact, `k_best` lists the next best cuts, `balance` and `interleaved`
-  cut interleaved stages evenly.
+- `bisect` is fast and not exact, `k_best` lists the next best cuts, `balance` and
+  `interleaved_stages` cut for ranks of several stages.
 """

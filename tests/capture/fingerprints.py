@@ -24,7 +24,7 @@ from planner.graph.model_file import load_model_file
 from planner.plan import load_plan, save_plan
 from planner.plan.defaults import default_plan
 from planner.runtime.start.apply import shared_capture
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 
 MODEL_FILE = """
 from tests.model_matrix import model_matrix

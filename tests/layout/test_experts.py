@@ -13,7 +13,7 @@ from planner.layout.lowering import lower
 from planner.layout.redistribution.redistribute import EXCHANGE_ROWS
 from planner.plan import load_plan, save_plan
 from planner.plan.defaults import default_plan
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.templates import Experts, Transformer, build_transformer
 from planner.templates.splits import tp_layouts
 

@@ -16,7 +16,7 @@ from profiles.lookup.op_model import record_key
 from profiles.measure import measure as measuring
 from profiles.measure import rounds
 from profiles.measure.grid import base_probes, standard_grid
-from profiles.measure.launchers import LocalLauncher, free_port
+from profiles.measure.nodes.launchers import LocalLauncher, free_port
 from profiles.measure.rounds import _spanning_first
 from profiles.measure.signatures import blocks, signatures
 from profiles.measure.timing import surroundings
@@ -178,7 +178,7 @@ def test_workers_end_when_the_measuring_process_is_killed(tmp_path):
     """No process is left behind by a kill -9."""
     script = (
         "import sys, time\n"
-        "from profiles.measure.launchers import LocalLauncher\n"
+        "from profiles.measure.nodes.launchers import LocalLauncher\n"
         "from profiles.measure.workers import WorkerGroup\n"
         "workers = WorkerGroup(LocalLauncher(1, device='cpu', threads=1))\n"
         "workers.call({'task': 'describe'}, timeout_s=60)\n"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from planner.plan import Plan
 from planner.plan.batch_statistics import BatchStatisticsWarning, batch_norms, cut_batch_messages
 from planner.plan.defaults import default_plan
 from planner.runtime.check import verify
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.builders import tiny_models
 from tests.captures import capture_module

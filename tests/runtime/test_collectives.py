@@ -17,7 +17,7 @@ from planner.ops.call import local_shape
 from planner.runtime.stage import local_ops
 from planner.runtime.stage.collectives import redistribute, run_step
 from planner.runtime.stage.resharding import open_groups, reshard
-from planner.runtime.start.mesh import default_group
+from planner.runtime.start.groups.mesh import default_group
 from tests.spawn import run_ranks
 
 SHAPE = (4, 6, 8)

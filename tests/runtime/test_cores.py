@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from planner.runtime.start.cores import own_cores
+from planner.runtime.start.process.cores import own_cores
 
 PRINT_CORES = "import os; print('cores', os.environ['LOCAL_RANK'], sorted(os.sched_getaffinity(0)))"
 

@@ -195,7 +195,7 @@ def test_zero_1_leaves_frozen_parameters_whole():
 
 def bytes_held():
     """On each rank: the share it holds of trained and frozen parameters under ZeRO 1 and 3."""
-    from planner.runtime.start.mesh import build_mesh
+    from planner.runtime.start.groups.mesh import build_mesh
 
     tiny, found = frozen_models()["gpt-norms"], []
     graph = capture_module(tiny.build(), tiny.batch(2), tiny.batch(3), name="gpt-norms")

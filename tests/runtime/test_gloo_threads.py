@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from planner.runtime.start.gloo_threads import LAST_OF_ALL, SOCKET_THREAD, put_socket_threads_last
+from planner.runtime.start.groups.gloo_threads import (
+    LAST_OF_ALL,
+    SOCKET_THREAD,
+    put_socket_threads_last,
+)
 
 
 def names_of_threads() -> dict[int, str]:

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import ctypes, resource, sys
-from planner.runtime.start.heap import keep_freed_memory
+from planner.runtime.start.process.heap import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

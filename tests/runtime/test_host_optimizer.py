@@ -19,7 +19,7 @@ from planner.graph import ModelGraph
 from planner.plan import Plan, Precision
 from planner.plan.defaults import default_plan
 from planner.runtime.check.recorder import Recorder
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.state.host import Host
 from planner.runtime.state.optimizers import host_optimizer
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates

@@ -21,7 +21,7 @@ from planner.layout.propagate import propagate_graph, propagate_on
 from planner.plan import ClassLayout, Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check import verify
-from planner.runtime.start.mesh import build_mesh, coordinate_of
+from planner.runtime.start.groups.mesh import build_mesh, coordinate_of
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import build_edges, sends_pieces

@@ -21,7 +21,7 @@ from planner.graph.model_file import ModelSource
 from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from tests.builders import VOCABULARY, PlainGPT, gpt_batch, telling_first, tiny_models
 from tests.captures import capture_module

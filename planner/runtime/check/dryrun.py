@@ -26,7 +26,7 @@ from planner.runtime.check.ledger import CountedHost, Ledger, MemorySample, coun
 
 if TYPE_CHECKING:
     from planner.runtime.initial.values import FirstValues
-    from planner.runtime.start.mesh import Mesh
+    from planner.runtime.start.groups.mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def dry_run(
     from planner.capture import build_without_values
     from planner.runtime.initial.record import record
     from planner.runtime.initial.values import NoValues, RecordedValues
-    from planner.runtime.start.mesh import build_mesh
+    from planner.runtime.start.groups.mesh import build_mesh
 
     if not 0 <= rank < plan.world_size:
         raise PlanError(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from planner.runtime.start import device as devices
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.start.workers import TIMELINE_DIR
 from planner.schedule.jobs import Job
 from planner.timeline import COLLECTIVE, rank_file, span_line, write_header

@@ -32,7 +32,7 @@ from typing import Any
 from planner.errors import PlannerError
 from planner.graph import ModelGraph, from_json, to_json
 from planner.plan import Plan, load_plan, save_plan
-from planner.runtime.start.lifetime import die_with
+from planner.runtime.start.process.lifetime import die_with
 from planner.runtime.start.workers import run_workers
 
 WARM_UP_STEPS = 3
@@ -280,7 +280,7 @@ def _run(folder: Path, asked: dict[str, Any], plan: int, turn: int) -> list[floa
 
     from planner.graph.model_file import load_model_file
     from planner.runtime.start import device as devices
-    from planner.runtime.start.mesh import build_mesh
+    from planner.runtime.start.groups.mesh import build_mesh
     from planner.runtime.step.engine import Engine
 
     device = devices.choose_device()

@@ -46,7 +46,7 @@ from planner.runtime.check.promote import (
     promote_module,
 )
 from planner.runtime.start.apply import shared_capture
-from planner.runtime.start.mesh import build_mesh
+from planner.runtime.start.groups.mesh import build_mesh
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.inputs.feed import cut_batch
 from planner.runtime.step.messages.wiring import stage_of

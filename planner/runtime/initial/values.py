@@ -25,8 +25,8 @@ from planner.errors import ModelError
 from planner.runtime.checkpoint.pieces import Piece
 from planner.runtime.initial.record import Recording
 from planner.runtime.initial.replay import Replay
-from planner.runtime.start.mesh import Mesh
-from planner.runtime.start.together import together
+from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.start.groups.together import together
 
 MESSAGE_BYTES = 16 * 2**20
 """Sent at once: a message for each tensor would cost a latency each."""

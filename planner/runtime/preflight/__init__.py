@@ -9,7 +9,7 @@ order:
     rank.py         a rank: reaches every other rank (`reach`), does so through the backend that
                     trains (`pairs`), times each group's exchanges (`timing`), its memory and clock
     exchanges.py    which groups exchange what, in rounds of groups that share no rank
-    report.py       what is a problem (`planner.node_links` says of which node slow links are)
+    report.py       what is a problem (`planner.nodes.node_links` says of which node slow links are)
 
 Every wait has a limit, and what is told at its end names who did not come. The number of rounds
 grows with the number of nodes, and of ranks for the shortest messages; never with its square.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from planner.layout.axes import lowered_axes, members
-from planner.node_links import rounds_of_pairs
+from planner.nodes.node_links import rounds_of_pairs
 from planner.plan import Plan
 from planner.units import KIB, MIB
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from planner.plan import Plan
-from planner.runtime.start.alike import differences, release
+from planner.runtime.start.groups.alike import differences, release
 
 MISSING = "not there"
 

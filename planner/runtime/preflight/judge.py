@@ -9,7 +9,7 @@ from planner.plan import Plan
 from planner.runtime.preflight.facts import Facts, facts_that_differ
 from planner.runtime.preflight.rank import PHASES, Finding
 from planner.runtime.preflight.report import Check, check_of
-from planner.runtime.start.alike import names
+from planner.runtime.start.groups.alike import names
 from planner.units import format_bytes, format_seconds
 
 SKEW_S = 1.0

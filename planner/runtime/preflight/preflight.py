@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
-from planner.launchers import Started, started
-from planner.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
+from planner.nodes.launchers import Started, started
+from planner.nodes.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
+from planner.nodes.waiting import waiting_at
 from planner.plan import Plan, load_plan
 from planner.runtime.preflight.children import await_findings, children
 from planner.runtime.preflight.exchanges import PlannedRates
@@ -26,7 +27,6 @@ from planner.runtime.preflight.report import Rate, Report
 from planner.runtime.start.launch import check_node
 from planner.runtime.start.node_watch import end_dead_connections
 from planner.runtime.start.workers import rank_environment
-from planner.waiting import waiting_at
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from planner.runtime.preflight.pairs import Stuck
-    from planner.runtime.start.mesh import Mesh
+    from planner.runtime.start.groups.mesh import Mesh
 
 START_S = 120.0
 """Seconds in which all ranks must have come up: torch loads slowly from a shared file system."""
@@ -145,7 +145,7 @@ class _Rank:
 
     def run(self) -> None:
         from planner.runtime.start import device as devices
-        from planner.runtime.start.mesh import build_mesh
+        from planner.runtime.start.groups.mesh import build_mesh
 
         plan = load_plan(self._asked.plan)
         device = devices.choose_device()

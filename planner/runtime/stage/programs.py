@@ -19,7 +19,7 @@ from planner.plan import Plan
 from planner.runtime.stage.program_fx import to_graph_module
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 Run = Callable[..., tuple[Tensor, ...]]
 

@@ -20,9 +20,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from planner.errors import PlannerError
+from planner.nodes.waiting import REACHED_S, described, is_here, reach, waiting_at
 from planner.runtime.start.course import PLAN, Course
 from planner.runtime.start.node_watch import NodeWatch, lost_after_s
-from planner.waiting import REACHED_S, described, is_here, reach, waiting_at
 
 _PLAN_KEY, _DONE_KEY, _WATCH_KEY = "planner/plan", "planner/done", "planner/watch"
 _READ_S = 20

@@ -23,9 +23,9 @@ from planner.runtime.initial.build import without_values
 from planner.runtime.initial.values import RecordedValues
 from planner.runtime.start.course import PLAN
 from planner.runtime.start.device import choose_device
-from planner.runtime.start.mesh import Mesh, build_mesh
-from planner.runtime.start.process_group import take_place
-from planner.runtime.start.together import together
+from planner.runtime.start.groups.mesh import Mesh, build_mesh
+from planner.runtime.start.groups.process_group import take_place
+from planner.runtime.start.groups.together import together
 from planner.runtime.step.engine import Engine
 from planner.runtime.step.evaluation import reads_mode
 from planner.runtime.step.inputs.loss_weights import LossWeight

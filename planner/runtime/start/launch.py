@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from planner.errors import PlanError
-from planner.launchers import Started, started
+from planner.nodes.launchers import Started, started
 from planner.plan import Plan, load_plan
 from planner.runtime.check.watchdog import ENDS_S
 from planner.runtime.checkpoint.kept import KEEP, SAVE_EVERY

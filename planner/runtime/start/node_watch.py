@@ -15,8 +15,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from planner.meeting import host_and_port
-from planner.waiting import described
+from planner.nodes.meeting import host_and_port
+from planner.nodes.waiting import described
 
 LOST_S = "PLANNER_NODE_S"
 """Environment variable: seconds without a sign after which a node is lost; 0: it never is."""

@@ -21,10 +21,10 @@ from typing import NoReturn
 
 from planner.errors import PlannerError
 from planner.plugins import load_plugins
-from planner.runtime.start.cores import available_cores, own_cores, stay_on
 from planner.runtime.start.failures import FAILURE_FILE, Failure, Kind, claim
-from planner.runtime.start.heap import keep_freed_memory
-from planner.runtime.start.lifetime import die_with
+from planner.runtime.start.process.cores import available_cores, own_cores, stay_on
+from planner.runtime.start.process.heap import keep_freed_memory
+from planner.runtime.start.process.lifetime import die_with
 from planner.runtime.start.workers import DEVICE, LAUNCHER, runs_script
 
 

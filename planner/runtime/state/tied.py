@@ -24,7 +24,7 @@ from planner.layout.placements import Placements
 from planner.layout.redistribution.reshard import box_transfers
 from planner.plan import Plan
 from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters
 from planner.runtime.step.messages.wiring import param_placements, stage_params

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from planner.errors import LayoutError
 from planner.layout.axes import split_axes
-from planner.runtime.start.mesh import SHARING, Mesh
+from planner.runtime.start.groups.mesh import SHARING, Mesh
 
 
 def shard_tensor(tensor: Tensor, mesh: Mesh, dims: Mapping[str, int]) -> DTensor:

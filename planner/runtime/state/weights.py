@@ -11,7 +11,7 @@ from planner.errors import LayoutError, ModelError
 from planner.graph import TensorMeta
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 
 def own_piece(whole: Tensor, placements: Placements, mesh: Mesh, fqn: str) -> Tensor:

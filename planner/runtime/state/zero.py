@@ -46,7 +46,7 @@ from planner.layout.placements import Placements
 from planner.plan import Precision
 from planner.runtime.stage.stage import BlockModule, StageModule
 from planner.runtime.start import device as devices
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 
 def torch_placement(placement: Placement) -> TorchPlacement:

@@ -20,7 +20,7 @@ from planner.graph import ModelGraph, TensorMeta
 from planner.plan import Plan
 from planner.plan.batch_statistics import BatchNorm, batch_norms
 from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 
 @dataclass(frozen=True, slots=True)

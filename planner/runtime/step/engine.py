@@ -38,7 +38,7 @@ from planner.runtime.stage.programs import Programs
 from planner.runtime.stage.recompute import Keeper
 from planner.runtime.stage.stage import StageModule
 from planner.runtime.stage.weight_grads import WeightQueue
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state import zero
 from planner.runtime.state.average import WeightAverage
 from planner.runtime.state.gather import gather

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from planner.runtime.start.device import forked_generators, is_accelerator, of
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 
 _PRIME = 1_000_003
 

@@ -24,7 +24,7 @@ from planner.layout.placements import Placements
 from planner.plan import Plan
 from planner.runtime.checkpoint.pieces import holdings
 from planner.runtime.stage.stage import StageModule
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.host import Host
 from planner.runtime.state.masters import MasterParams
 from planner.runtime.state.optimizers.host_optimizer import HostMasters, HostUpdates

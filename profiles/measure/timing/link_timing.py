@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.node_links import rounds_of_pairs
+from planner.nodes.node_links import rounds_of_pairs
 from profiles.lookup.topology import (
     PAIR_LATENCY_BYTES,
     PAIR_RATE_BYTES,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.node_links import slow_nodes
+from planner.nodes.node_links import slow_nodes
 from planner.plan.defaults import default_plan
 from planner.runtime.preflight.exchanges import Exchange, PlannedRates
 from planner.runtime.preflight.facts import Facts

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from planner.layout.placement import Shard
 from planner.layout.placements import Placements
 from planner.runtime.checkpoint.pieces import Holding, Piece
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.state.gather import whole
 from planner.runtime.state.optimizers.reach import fresh_state
 

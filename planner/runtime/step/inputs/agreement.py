@@ -17,8 +17,8 @@ from torch import Tensor
 from planner.errors import ModelError, PlannerError
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
-from planner.runtime.start.mesh import Mesh
-from planner.runtime.start.together import together
+from planner.runtime.start.groups.mesh import Mesh
+from planner.runtime.start.groups.together import together
 from planner.runtime.step.inputs.feed import even_split
 
 _CHECKED_ELEMENTS = 512

@@ -16,7 +16,7 @@ from planner.graph import Affine, ModelGraph, TensorMeta
 from planner.graph.batch import flatten_batch
 from planner.graph.batch_split import BatchSplit
 from planner.plan import Plan
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.step.inputs.agreement import Agreed, Said, agree, marks_of, refuse_other_cuts
 from planner.runtime.step.inputs.feed import (
     CutBatch,

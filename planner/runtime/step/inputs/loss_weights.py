@@ -15,7 +15,7 @@ from torch import Tensor
 
 from planner.errors import ModelError
 from planner.graph.batch_split import BatchSplit
-from planner.runtime.start.mesh import Mesh
+from planner.runtime.start.groups.mesh import Mesh
 from planner.runtime.step.inputs.feed import CutBatch
 
 LossWeight = Callable[[Any], float] | Literal["sum"]

@@ -24,8 +24,8 @@ from planner.graph.batch_split import BatchSplit
 from planner.layout.layout import sizes, slices
 from planner.plan import Plan
 from planner.runtime.start import device as devices
-from planner.runtime.start.gloo_threads import give_way_to_sockets
-from planner.runtime.start.mesh import Mesh, default_group
+from planner.runtime.start.groups.gloo_threads import give_way_to_sockets
+from planner.runtime.start.groups.mesh import Mesh, default_group
 from planner.runtime.step.messages.routes import Routes
 from planner.runtime.step.messages.wiring import Edge
 from planner.schedule.jobs import Job, JobKind, Schedule

@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from planner.errors import PlannerError
-from planner.launchers import Started
-from planner.waiting import REACHED_S, TOLD_AFTER_S, is_here, reach
+from planner.nodes.launchers import Started
+from planner.nodes.waiting import REACHED_S, TOLD_AFTER_S, is_here, reach
 
 if TYPE_CHECKING:
     from torch.distributed import Store

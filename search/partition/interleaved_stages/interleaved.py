@@ -23,8 +23,8 @@ from planner.schedule import Schedule, most_kept, stage_to_pp_rank
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
 from search.bounds.rank_bytes import rank_bound
 from search.partition.chain_problem import Floats, InfeasibleStage
-from search.partition.interleaved_bound import StageSeconds, least_end_s
-from search.partition.interleaved_levels import RecomputeLevels
+from search.partition.interleaved_stages.interleaved_bound import StageSeconds, least_end_s
+from search.partition.interleaved_stages.interleaved_levels import RecomputeLevels
 from search.space.job_tables import LiveMicrobatches
 from search.space.shapes import Configuration, recompute_choices
 from search.stages.stage_table import StageTable

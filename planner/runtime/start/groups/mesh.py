@@ -37,8 +37,8 @@ from planner.layout.axes import (
 from planner.layout.layout import ProcessMesh
 from planner.plan import Plan
 from planner.runtime.start import device as devices
-from planner.runtime.start.gloo_threads import put_socket_threads_last
-from planner.runtime.start.process_group import start_process_group
+from planner.runtime.start.groups.gloo_threads import put_socket_threads_last
+from planner.runtime.start.groups.process_group import start_process_group
 
 SHARING = ("copies", "shards")
 """The two sides of the ranks "data" under ZeRO, outermost first."""

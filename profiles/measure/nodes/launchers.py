@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Protocol
 
 from planner.errors import ProfileError
-from planner.launchers import started
-from planner.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
-from planner.waiting import waiting_at
+from planner.nodes.launchers import started
+from planner.nodes.meeting import host_and_port, meet_as_nodes, meet_as_started, tell_all
+from planner.nodes.waiting import waiting_at
 
 if TYPE_CHECKING:
     from torch.distributed import Store

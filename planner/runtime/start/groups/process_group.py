@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlanError
-from planner.launchers import started
+from planner.nodes.launchers import started
+from planner.nodes.waiting import waiting_at
 from planner.plan import Plan
 from planner.runtime.start import device as devices
-from planner.runtime.start.alike import Told, differences, told_of_run
-from planner.waiting import waiting_at
+from planner.runtime.start.groups.alike import Told, differences, told_of_run
 
 
 def start_process_group(plan: Plan, device: torch.device) -> None:

@@ -1,0 +1,1 @@
+"""Nodes measured as a cluster: each starts worker ranks (`launchers`); their `links`."""
