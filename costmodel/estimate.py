@@ -39,7 +39,7 @@ from costmodel.time.simulate import JobSeconds, JobTable, Timeline, build_job_ta
 from planner.graph import ModelGraph
 from planner.plan import OURS, Plan
 from planner.schedule import StepJobKind, build_schedule, schedule_of, step_jobs
-from planner.schedule.timing.trips import trips
+from planner.schedule.timing.offloads import offloads_of
 from profiles import Profile
 
 
@@ -253,7 +253,9 @@ def _copies_beside_jobs(
     saved = _saved_bytes(price)
     moved = {s: saved[s] for s in on_host}
     rows = table.schedule.jobs
-    return tuple(least_job_seconds(profile, len(row), trips(row, moved), moved) for row in rows)
+    return tuple(
+        least_job_seconds(profile, len(row), offloads_of(row, moved), moved) for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

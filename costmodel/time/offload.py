@@ -11,8 +11,8 @@ FSDP2 copies shards up as it gathers them and gradients down as it has reduced t
 hide behind compute with their collectives; the update waits for all of them and is bare.
 
 Activations leave while the job after their forward runs and return while the one before their
-backward does (`planner.schedule.timing.trips`), so a job takes as long as the copies beside it, if
-that is longer.
+backward does (`planner.schedule.timing.offloads`), so a job takes as long as the copies beside it,
+if that is longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 
 from planner.plan import Precision
 from planner.plan.replication import gradient_factor
-from planner.schedule.timing.trips import Trip
+from planner.schedule.timing.offloads import Offload
 from profiles import Profile
 from profiles.records import StepWork
 
@@ -69,7 +69,7 @@ def copy_seconds(
 
 
 def least_job_seconds(
-    profile: Profile, num_jobs: int, found: Iterable[Trip], moved_bytes: Mapping[int, float]
+    profile: Profile, num_jobs: int, found: Iterable[Offload], moved_bytes: Mapping[int, float]
 ) -> np.ndarray:
     """Return, by position in a rank's row, what the copies beside each job take: [num_jobs].
 
@@ -81,8 +81,8 @@ def least_job_seconds(
         stage: [copy_seconds(profile, num_bytes, to_host=to_host) for to_host in (True, False)]
         for stage, num_bytes in moved_bytes.items()
     }
-    for trip in found:
-        leaving_s, arriving_s = copies[trip.stage_index]
-        down[trip.leaving] += leaving_s
-        up[trip.arriving] += arriving_s
+    for offload in found:
+        leaving_s, arriving_s = copies[offload.stage_index]
+        down[offload.leaving] += leaving_s
+        up[offload.arriving] += arriving_s
     return np.maximum(down, up)

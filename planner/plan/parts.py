@@ -93,7 +93,7 @@ class StagePlan(WithOwnSizes):
         recompute_last: False keeps the activations of the step's last microbatch, whose backward
             follows at once.
         activations_on_host: what a microbatch saves for its backward is offloaded to the host
-            where the wait is long enough (`planner.schedule.timing.trips`).
+            where the wait is long enough (`planner.schedule.timing.offloads`).
         own_sizes: sizes of its mesh that differ from the plan's, as (axis, size). The mesh has as
             many ranks as the others: one axis takes the rest (`Degrees.with_own`).
     """

@@ -1,7 +1,7 @@
 """By how much copies of activations lengthen a rank's jobs, without playing its table.
 
 Beside which jobs copies run follows from the order of a row alone
-(`planner.schedule.timing.trips`), and a job takes as long as the longest of its own work and the
+(`planner.schedule.timing.offloads`), and a job takes as long as the longest of its own work and the
 two copies beside it. With n jobs of a kind that take t each beside copies of `down` and `up`
 seconds, a row is longer than its jobs by
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from planner.schedule import Job, JobKind
-from planner.schedule.timing.trips import Trip
+from planner.schedule.timing.offloads import Offload
 
 BySeconds = Mapping[JobKind, Any]
 """Seconds of a job of each kind, by stage."""
@@ -57,7 +57,7 @@ class CopiedRow:
     draining: tuple[CopiedJobs, ...]
 
     @classmethod
-    def of(cls, row: Sequence[Job], copies: Sequence[Trip]) -> CopiedRow:
+    def of(cls, row: Sequence[Job], copies: Sequence[Offload]) -> CopiedRow:
         """Return those of a row in which these copies are made."""
         leaving = {copy.leaving: copy.stage_index for copy in copies}
         arriving = {copy.arriving: copy.stage_index for copy in copies}

@@ -15,7 +15,7 @@ from costmodel import build_job_table
 from costmodel.time.simulate import JobTable
 from planner.schedule import build_schedule, find_schedule, in_flight, in_flight_per_stage
 from planner.schedule.jobs import JobKind
-from planner.schedule.timing.trips import Trip, trips
+from planner.schedule.timing.offloads import Offload, offloads_of
 from search.bounds.copied_jobs import CopiedRow
 from search.space.shapes import Configuration
 
@@ -31,10 +31,10 @@ def job_table(schedule: str, pp: int, vpp: int, num_microbatches: int) -> JobTab
 @lru_cache(maxsize=32)
 def copies_of(
     schedule: str, pp: int, vpp: int, num_microbatches: int
-) -> tuple[tuple[Trip, ...], ...]:
+) -> tuple[tuple[Offload, ...], ...]:
     """Return the copies of all stages' activations to the host and back, by row of a schedule."""
     rows = job_table(schedule, pp, vpp, num_microbatches).schedule.jobs
-    return tuple(trips(row, range(pp * vpp)) for row in rows)
+    return tuple(offloads_of(row, range(pp * vpp)) for row in rows)
 
 
 @lru_cache(maxsize=1024)

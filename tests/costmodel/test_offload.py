@@ -11,7 +11,7 @@ from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
 from planner.runtime.state.optimizers import host_optimizer
 from planner.schedule import build_schedule
-from planner.schedule.timing.trips import trips
+from planner.schedule.timing.offloads import offloads_of
 from profiles import load_profile
 from profiles.devices import host_of
 from profiles.hosts import REACHED_FRACTION
@@ -80,7 +80,7 @@ def test_copies_lengthen_the_jobs_they_run_beside():
     profile = load_profile("a100-pcie-80gb")
     row = build_schedule("fthenb", pp=1, vpp=1, num_microbatches=4).jobs[0]
     copy_s = 1e6 / profile.host.link_bytes_per_s
-    found = least_job_seconds(profile, len(row), trips(row, {0}), {0: 1e6})
+    found = least_job_seconds(profile, len(row), offloads_of(row, {0}), {0: 1e6})
     #        F0 F1 F2 F3 B0 B1 B2 B3: m leaves at m + 1, arrives at m + 3
     assert found == pytest.approx([0, *[copy_s] * 6, 0])
 

@@ -13,7 +13,7 @@ from planner.plan import Plan
 from planner.plan.defaults import default_plan
 from planner.runtime.check.verify import VerifyReport, compare_with_one_process
 from planner.schedule import build_schedule
-from planner.schedule.timing.trips import trips
+from planner.schedule.timing.offloads import offloads_of
 from tests.builders import PlainGPT, gpt_batch, tiny_models
 from tests.runtime.scenarios import capture
 from tests.spawn import run_ranks
@@ -28,14 +28,14 @@ def test_trips_follow_from_the_row():
     """What waits less than a whole job stays; positions are those of the picture."""
     row = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4).jobs[0]
     assert " ".join(map(str, row)) == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"
-    found = trips(row, {0})
+    found = offloads_of(row, {0})
     assert [(t.microbatch_index, t.forward, t.backward) for t in found] == [
         (m, m, m + 4) for m in range(4)
     ]
     assert [[t.is_away(p) for p in range(8)].index(True) for t in found] == [2, 3, 4, 5]
-    assert not trips(row, {1})
+    assert not offloads_of(row, {1})
     one_f_one_b = build_schedule("1f1b", pp=2, vpp=1, num_microbatches=4)
-    assert all(not trips(row, {0, 1}) for row in one_f_one_b.jobs)
+    assert all(not offloads_of(row, {0, 1}) for row in one_f_one_b.jobs)
 
 
 def train_each(plans: list[tuple[str, Plan]]) -> list[tuple[list[float], dict, dict]]:

@@ -7,7 +7,7 @@ import pytest
 from planner.plan.defaults import default_plan
 from planner.runtime.check.dryrun import dry_run
 from planner.schedule import schedule_of
-from planner.schedule.timing.trips import trips
+from planner.schedule.timing.offloads import offloads_of
 from tests.builders import MlpWithTarget, PlainGPT
 from tests.runtime.scenarios import capture
 from tests.runtime.test_host_activations import with_offload
@@ -52,7 +52,7 @@ def test_activations_that_wait_are_on_the_host_only():
     leaves = dry_run(with_offload(plan), capture("gpt"), PlainGPT)
     kept = stays.samples[1].end_bytes - stays.samples[0].end_bytes
     assert kept > 50_000
-    found = trips(schedule_of(plan).jobs[0], {0})
+    found = offloads_of(schedule_of(plan).jobs[0], {0})
     for position in range(6):
         there, here = leaves.samples[position], stays.samples[position]
         # (What leaves during a job is there until the job has ended.)

@@ -11,7 +11,7 @@ from costmodel.memory.bound import OnHost
 from planner.layout.axes import Degrees
 from planner.plan.replication import Replication
 from planner.schedule import JobKind, build_schedule
-from planner.schedule.timing.trips import trips
+from planner.schedule.timing.offloads import offloads_of
 from search import SearchRequest
 from search.bounds.catalogue import kept_in_flight, one_microbatch, share_of_work
 from search.bounds.copied_jobs import CopiedRow, extra_s, seconds_by_kind
@@ -27,7 +27,7 @@ def test_copies_lengthen_the_jobs_that_are_shorter():
     """F0 F1 F2 F3 B0 B1 B2 B3: what F i keeps leaves beside job i + 1 and returns beside job i + 3,
     so a copy of 5 s lengthens F1, F2, F3 (3 s each) by 2 s and B0, B1, B2 (4 s each) by 1 s."""
     row = build_schedule("fthenb", pp=2, vpp=1, num_microbatches=4).jobs[0]
-    copied = CopiedRow.of(row, trips(row, [0]))
+    copied = CopiedRow.of(row, offloads_of(row, [0]))
     job_s = {kind: [s] for kind, s in seconds_by_kind(3.0, 4.0, 0.0).items()}
     assert job_s[JobKind.FORWARD] == [3.0]
     assert extra_s(copied.whole, job_s, [5.0], [5.0]) == 3 * 2.0 + 3 * 1.0

@@ -20,7 +20,7 @@ from costmodel.memory.exact.messages import Arrival, Receives, Traffic
 from costmodel.memory.exact.microbatch import LinkedStages, MicrobatchBytes, Storage
 from costmodel.memory.exact.stage.jobs import JobVariant, StageJobs, job_variants
 from planner.schedule.jobs import Job, JobKind
-from planner.schedule.timing.trips import Trip, trips
+from planner.schedule.timing.offloads import Offload, offloads_of
 
 
 class MemorySample(NamedTuple):
@@ -56,7 +56,7 @@ def walk_rank(
     """
     tally = _RankTally(stages, home, traffic or Traffic())
     waiting = [index for index, stage in stages.items() if stage.on_host]
-    offloads = _Offloads(trips(row, waiting)) if waiting else None
+    offloads = _Offloads(offloads_of(row, waiting)) if waiting else None
     # Receives are posted before their job, so that a sender on another rank need not wait.
     for job in row[:receive_ahead]:
         tally.post(job)
@@ -75,7 +75,7 @@ _Place = tuple[int, int]
 class _Offloads:
     """Microbatches that are copied to the host, and back, each beside a job of the rank."""
 
-    def __init__(self, offloads: Sequence[Trip]) -> None:
+    def __init__(self, offloads: Sequence[Offload]) -> None:
         self._leaving: dict[int, list[_Place]] = {}
         self._arriving: dict[int, list[_Place]] = {}
         for offload in offloads:

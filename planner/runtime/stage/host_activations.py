@@ -2,7 +2,7 @@
 
 Inside a forward, autograd gives what it saves to `Parcel`, which notes each storage once.
 While the next job runs, the storages are copied to the host and then let go; while the job
-before the backward runs, they are copied back (`planner.schedule.timing.trips` says which and
+before the backward runs, they are copied back (`planner.schedule.timing.offloads` says which and
 when). What the stage holds anyway is not moved: parameters, buffers, and what comes with
 the batch. Anything else that still refers to a storage, such as a message on its way, keeps
 it alive as ever.
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from planner.runtime.state.host import Host, Ticket
 from planner.schedule.jobs import Job
-from planner.schedule.timing.trips import Trip, trips
+from planner.schedule.timing.offloads import Offload, offloads_of
 
 
 class ActivationsOnHost:
@@ -35,12 +35,12 @@ class ActivationsOnHost:
         """`stages` are those of the rank that offload theirs, `row` its jobs."""
         self.current: Parcel | None = None
         self._host = host
-        self._parcels: dict[Trip, Parcel] = {}
-        found = trips(row, frozenset(stages))
+        self._parcels: dict[Offload, Parcel] = {}
+        found = offloads_of(row, frozenset(stages))
         self._offloads = {
             (offload.stage_index, offload.microbatch_index): offload for offload in found
         }
-        self._at: dict[str, dict[int, list[Trip]]] = {}
+        self._at: dict[str, dict[int, list[Offload]]] = {}
         for moment in ("forward", "leaving", "arriving", "backward"):
             self._at[moment] = {}
             for offload in found:

@@ -3,11 +3,11 @@
 In a row of jobs, what forward i keeps for backward j may wait on the host:
 
     position   i      i+1      i+2 ... j-2   j-1       j
-    device     made   leaving  -             arriving  used
+    device     saved  offload  -             prefetch  used
 
-It leaves while the job after the forward runs and returns while the job before the
-backward runs, so a trip is made only if at least one job is run without it: j - i >= 4.
-The runtime, the memory model and the simulator all read the same trips.
+It is offloaded while the job after the forward runs and prefetched while the job before the
+backward runs, so it is offloaded only if at least one job is run without it: j - i >= 4.
+The runtime, the memory model and the simulator all read the same offloads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHORTEST = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trip:
+class Offload:
     """The activations of one microbatch on one stage; `forward` and `backward` are positions."""
 
     stage_index: int
@@ -48,8 +48,8 @@ class Trip:
         return self.leaving <= position <= self.arriving
 
 
-def trips(row: Sequence[Job], stages: Collection[int]) -> tuple[Trip, ...]:
-    """Return the trips of a rank's jobs, by forward, for those of its stages that make any."""
+def offloads_of(row: Sequence[Job], stages: Collection[int]) -> tuple[Offload, ...]:
+    """Return the offloads of a rank's jobs, by forward, for those of its stages that have any."""
     begun: dict[tuple[int, int], int] = {}
     found = []
     for position, job in enumerate(row):
@@ -62,11 +62,11 @@ def trips(row: Sequence[Job], stages: Collection[int]) -> tuple[Trip, ...]:
         if position - begun[place] >= _SHORTEST:
             stage, microbatch = place
             found.append(
-                Trip(
+                Offload(
                     stage_index=stage,
                     microbatch_index=microbatch,
                     forward=begun[place],
                     backward=position,
                 )
             )
-    return tuple(sorted(found, key=lambda trip: trip.forward))
+    return tuple(sorted(found, key=lambda offload: offload.forward))
