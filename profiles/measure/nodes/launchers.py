@@ -233,7 +233,7 @@ def _key(generation: int) -> str:
 def _spawn(
     place: ClusterRank, call: Mapping[str, object], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     paths = [root, os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
