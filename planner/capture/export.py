@@ -113,13 +113,7 @@ def rehearse_batch(
         module = fresh()
         wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
         try:
-            with (
-                _quiet(),
-                no_gc(),
-                torch.enable_grad(),
-                saved_tensors_untouched(),
-                _buffers_assigned_in_place(),
-            ):
+            with _as_captured(), saved_tensors_untouched():
                 return rehearse(wrapped, module, _empty(tensors), wrapped.made, faked=faked)
         except ModelError:
             raise
@@ -144,14 +138,7 @@ def trace_batch(
     """
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     try:
-        with (
-            _quiet(),
-            no_gc(),
-            torch.enable_grad(),
-            saved_tensors_untouched(),
-            _buffers_assigned_in_place(),
-            _compiling_state_context(),
-        ):
+        with _as_captured(), saved_tensors_untouched(), _compiling_state_context():
             return trace_forward(module, wrapped, _empty(tensors), wrapped.made, paths)
     except Exception:  # of a module with layers left out, or that takes fake tensors alone
         return None
@@ -179,14 +166,7 @@ def export_batch(
     wrapped = _LossModule(module, tree, tuple(tensors), loss, precision)
     functions = FunctionCalls()
     try:
-        with (
-            _quiet(),
-            no_gc(),
-            torch.enable_grad(),
-            functions.recorded(),
-            _buffers_assigned_in_place(),
-            _whole_stack_traces(),
-        ):
+        with _as_captured(), functions.recorded(), _whole_stack_traces():
             program = torch.export.export(wrapped, args, strict=False)
     except ModelError:
         raise
@@ -208,6 +188,13 @@ def export_batch(
         reached=rehearsal.reached,
     )
     return reader.read()
+
+
+@contextlib.contextmanager
+def _as_captured() -> Iterator[None]:
+    """Let a forward run as it is captured, rehearsed and traced alike."""
+    with _quiet(), no_gc(), torch.enable_grad(), _buffers_assigned_in_place():
+        yield
 
 
 @contextlib.contextmanager

@@ -92,6 +92,10 @@ class Stack(nn.Module):
                 case "adds at some layers":
                     x = layer(x)
                     x = x + 1.0 if index in (2, 7) else x
+                case "has no gradient at a layer":
+                    with torch.set_grad_enabled(index != 7):
+                        gate = torch.cos(x)
+                    x = layer(x) * gate
                 case "scales by its place":
                     x = layer(x) / (index + 1)
                 case "scales by the number of layers":
@@ -137,6 +141,10 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "another last layer": (lambda: Stack([*_layers(1.0), Layer(2.0)]), False),
     "reads two layers back": (lambda: Stack(_layers(1.0), "reads two layers back"), False),
     "adds at some layers": (lambda: Stack(_layers(1.0), "adds at some layers"), False),
+    "no gradient at one layer": (
+        lambda: Stack(_layers(1.0), "has no gradient at a layer"),
+        False,
+    ),
     "scales by its place": (lambda: Stack(_layers(1.0), "scales by its place"), False),
     "scales by the number": (lambda: Stack(_layers(1.0), "scales by the number of layers"), False),
     "sums over layers": (lambda: Stack(_layers(1.0), "sums over layers"), False),

@@ -63,6 +63,13 @@ class OnMeta(TorchFunctionMode):
         known = self._known.get(id(constant))
         return known[1] if known else None
 
+    def told(self, constant: torch.Tensor) -> tuple[tuple[int, ...], str, str]:
+        """Return what is known of a tensor that no op made: shape, dtype, and values if any."""
+        values = self.values_of(constant)
+        with _disable_current_modes():
+            held = "" if values is None else repr(values.tolist())
+        return tuple(constant.shape), str(constant.dtype), held
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.capture.checks.functions import AutogradFunction
@@ -344,10 +344,7 @@ class _Numbers(TorchDispatchMode):
     def _value(self, tensor: Tensor) -> _Value:
         known = self._tensors.get(id(tensor))
         if known is None:
-            data = self._made.values_of(tensor)
-            with _disable_current_modes():
-                held = "" if data is None else repr(data.tolist())
-            known = tensor, _Value(hash((tuple(tensor.shape), str(tensor.dtype), held)))
+            known = tensor, _Value(hash(self._made.told(tensor)))
             self._tensors[id(tensor)] = known
         written = self._storages.get(tensor.untyped_storage()._cdata)
         if written is None:

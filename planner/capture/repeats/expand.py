@@ -29,10 +29,10 @@ def expand(short: RawGraph, repeat: Repeat, order: Sequence[str]) -> RawGraph:
 
     `order` are the names of its parameters as the module lists them. Raises NotRepeated.
     """
-    periods, end = _periods(short, repeat)
+    periods = _periods(short, repeat)
     layers = _Layers(short, repeat)
-    _check_equal(short, layers, periods, end)
-    copies = (repeat.left_out) // repeat.period
+    _check_equal(short, layers, periods)
+    copies = repeat.left_out // repeat.period
     tensors = {name: layers.moved(meta) for name, meta in short.tensors.items()}
     renamed = {old: meta.name for old, meta in tensors.items()}
     taken = set(renamed.values())
@@ -80,7 +80,7 @@ def _outputs(ops: Sequence[RawOp]) -> list[str]:
     return [name for item in ops for name in item.op.outputs]
 
 
-def _periods(short: RawGraph, repeat: Repeat) -> tuple[list[tuple[int, int]], int]:
+def _periods(short: RawGraph, repeat: Repeat) -> list[tuple[int, int]]:
     """Return where the three periods begin and end in the ops; the last where P1 would."""
     begins: dict[int, int] = {}
     pattern = re.compile(rf"{re.escape(repeat.path)}\.(\d+)(?:\.|$)")
@@ -96,13 +96,12 @@ def _periods(short: RawGraph, repeat: Repeat) -> tuple[list[tuple[int, int]], in
         latest = layer
     if sorted(begins) != list(range(repeat.kept)):
         raise NotRepeated("a layer has no op")
-    first = repeat.first + max(0, (repeat.kept - repeat.first) // repeat.period - PERIODS)
-    starts = [begins[first + number * repeat.period] for number in range(PERIODS)]
+    starts = [begins[repeat.first + number * repeat.period] for number in range(PERIODS)]
     length = starts[2] - starts[1]
     end = starts[2] + length
     if starts[1] - starts[0] < 1 or end > len(short.ops):
         raise NotRepeated("the last period is shorter")
-    return [(starts[0], starts[1]), (starts[1], starts[2]), (starts[2], end)], end
+    return [(starts[0], starts[1]), (starts[1], starts[2]), (starts[2], end)]
 
 
 @dataclass(frozen=True)
@@ -188,9 +187,7 @@ def _renamed(op: Op, names: Mapping[str, str]) -> Op:
     return replace(op.rename(lambda old: names.get(old, old)), name=name)
 
 
-def _check_equal(
-    short: RawGraph, layers: _Layers, periods: Sequence[tuple[int, int]], end: int
-) -> None:
+def _check_equal(short: RawGraph, layers: _Layers, periods: Sequence[tuple[int, int]]) -> None:
     """Raise NotRepeated where P2 is not P1, one period on, or what follows reads more than P2."""
     zeroth, first, second = (short.ops[slice(*each)] for each in periods)
     if any(item.op.target == AUTOGRAD_FUNCTION for item in first):
@@ -202,7 +199,10 @@ def _check_equal(
     if told[0] != told[1]:
         raise NotRepeated("two periods differ")
     # What ops of P0 and P1 make is read by the period after, no further.
-    for made, readers in ((zeroth, short.ops[periods[1][1] :]), (first, short.ops[end:])):
+    for made, readers in (
+        (zeroth, short.ops[periods[1][1] :]),
+        (first, short.ops[periods[2][1] :]),
+    ):
         outputs = set(_outputs(made))
         if any(outputs.intersection(item.op.inputs) for item in readers):
             raise NotRepeated("a tensor is read further on than in the next period")

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from planner.capture.checks.on_meta import OnMeta
@@ -31,7 +32,8 @@ class Held:
 
 
 Event = tuple[Hashable, ...]
-"""An op: its name, the structure of its arguments, each of them, and what it returned."""
+"""An op: its name and whether autograd records it, the structure of its arguments, each of them,
+and what it returned."""
 
 
 @dataclass(slots=True)
@@ -138,7 +140,8 @@ class _Ops(TorchDispatchMode):
                 self._origin[id(leaf)] = (leaf, Made(number, position))
             else:
                 shapes.append(repr(leaf))
-        self._trace.events.append((str(func), str(structure), read, tuple(shapes)))
+        name = str(func), torch.is_grad_enabled()  # no op shows a region without gradients
+        self._trace.events.append((name, str(structure), read, tuple(shapes)))
         return result
 
     def release(self) -> None:
@@ -151,12 +154,7 @@ class _Ops(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return repr(leaf)
         known = self._origin.get(id(leaf))
-        if known is not None:
-            return known[1]
-        data = self._made.values_of(leaf)
-        with _disable_current_modes():
-            values = "" if data is None else repr(data.tolist())
-        return ("constant", tuple(leaf.shape), str(leaf.dtype), values)
+        return ("constant", *self._made.told(leaf)) if known is None else known[1]
 
 
 def relative(event: Event, change: Callable[[Made | Held], Hashable]) -> Event:

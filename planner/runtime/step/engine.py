@@ -190,7 +190,7 @@ class Engine:
             sharded=self._zero_stage > 0,
             host=self._host if plan.optimizer_on_host else None,
         )
-        self._take_first_values(model, values or ModuleValues(model, mesh), preambles)
+        self._take_first_values(values or ModuleValues(model, mesh), preambles)
         self.optimizer = self._trained.build_optimizer(optimizer, model)
         self._step_jobs = {job.kind: job for job in step_jobs(mesh.rank("pp"))}
         self._max_grad_norm = max_grad_norm
@@ -311,9 +311,7 @@ class Engine:
         whole = shape_of(model, meta).to(rest_dtype(meta, self.plan.precision))
         return own_piece(whole, placements, self.mesh, meta.fqn)
 
-    def _take_first_values(
-        self, model: nn.Module, values: FirstValues, preambles: list[dict[int, Preamble]]
-    ) -> None:
+    def _take_first_values(self, values: FirstValues, preambles: list[dict[int, Preamble]]) -> None:
         """Bring first values to all that this rank holds; each rank does so for all tensors."""
         from planner.runtime.checkpoint.parts import model_parts
 
@@ -336,7 +334,7 @@ class Engine:
         kinds = ("param", "buffer", "constant")
         held = (t.fqn for g in graphs for t in g.tensors if t.kind in kinds and t.data is None)
         aliases = {a for t in self.graph.tensors for a in t.aliases}
-        outside = (name for name in stored_tensors(model) if name not in aliases)
+        outside = (name for name in self._state_dtypes if name not in aliases)
         names = dict.fromkeys((*held, *outside))
         values.fill(places, [name for name in names if name not in self._empty])
         self._trained.write_back()
