@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,10 +93,12 @@ class Stack(nn.Module):
                 case "adds at some layers":
                     x = layer(x)
                     x = x + 1.0 if index in (2, 7) else x
-                case "has no gradient at a layer":
-                    with torch.set_grad_enabled(index != 7):
-                        gate = torch.cos(x)
-                    x = layer(x) * gate
+                case "is gated" | "has a gate without gradient":
+                    x = layer(x)
+                    is_cut_off = index == 7 and self.how != "is gated"
+                    with torch.no_grad() if is_cut_off else nullcontext():
+                        gate = torch.cos(x)  # the same op either way
+                    x = x * gate
                 case "scales by its place":
                     x = layer(x) / (index + 1)
                 case "scales by the number of layers":
@@ -141,8 +144,9 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "another last layer": (lambda: Stack([*_layers(1.0), Layer(2.0)]), False),
     "reads two layers back": (lambda: Stack(_layers(1.0), "reads two layers back"), False),
     "adds at some layers": (lambda: Stack(_layers(1.0), "adds at some layers"), False),
-    "no gradient at one layer": (
-        lambda: Stack(_layers(1.0), "has no gradient at a layer"),
+    "gated": (lambda: Stack(_layers(1.0), "is gated"), True),
+    "a gate without gradient": (
+        lambda: Stack(_layers(1.0), "has a gate without gradient"),
         False,
     ),
     "scales by its place": (lambda: Stack(_layers(1.0), "scales by its place"), False),
