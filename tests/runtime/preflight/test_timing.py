@@ -30,7 +30,7 @@ def timed_with_delays():
         Transformer(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=96, vocab=100, seq_len=8)
     )
     mesh = build_mesh(default_plan(graph, dp=3), torch.device("cpu"))
-    timing.SIZES = (4 * KIB, 24 * KIB)
+    timing.SIZES, timing.LONG_S = (4 * KIB, 24 * KIB), 60.0
     calls: Counter[str] = Counter()
     sent = []
 
