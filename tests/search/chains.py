@@ -37,6 +37,10 @@ class SumBand:
             fits[known.choice] &= ~known.holds(self.start, self.end)[part]
         return np.stack([own[part] for own in self.backward_s]), fits
 
+    def until(self, rank, choice: int, part) -> np.ndarray:
+        """No choice depends on the block."""
+        return np.zeros_like(self.start[part])
+
 
 @dataclass(frozen=True, eq=False)
 class SumStages:
@@ -63,7 +67,9 @@ class SumStages:
         return np.stack([np.pad(row, ((0, 0), (i, 0))) for i, row in enumerate(rows)], axis=1)
 
     def cost_window(self, window: Window) -> SumBand:
-        start, end = np.broadcast_arrays(window.start, window.end)
+        return self.costs_of(*np.broadcast_arrays(window.start, window.end))
+
+    def costs_of(self, start: np.ndarray, end: np.ndarray) -> SumBand:
 
         def sums(values: np.ndarray) -> np.ndarray:
             total = np.concatenate([0 * values[..., :1], np.cumsum(values, axis=-1)], axis=-1)

@@ -1,7 +1,5 @@
 """Parts of templates, by hand: what each writes, how many parameters it has, what it refuses."""
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -9,37 +7,26 @@ import pytest
 
 from planner.errors import PlannerError
 from planner.graph import Affine, Program
-from planner.templates import build_transformer, huggingface, modules
+from planner.templates import build_transformer
 from planner.templates.gpt2 import gpt2_layer
 from planner.templates.preamble import preamble, renamed_tensors
 from planner.templates.routed import experts_of
 from planner.templates.shared_parts import dropped, gated, layer_norm, width_of
 from planner.templates.tape import Tape
-from planner.templates.transformer import Adapters, Experts, Latent, Transformer
-
-H, WIDE, SEQ, HEADS = 32, 96, 8, 4
-LLAMA = Transformer(
-    layers=2, hidden=H, heads=HEADS, kv_heads=2, ffn_hidden=WIDE, vocab=100, seq_len=SEQ
+from planner.templates.transformer import Experts
+from tests.templates.written import (
+    EXPERTS,
+    GPT,
+    HEADS,
+    LATENT,
+    LLAMA,
+    SEQ,
+    WIDE,
+    H,
+    count,
+    num_params,
+    written,
 )
-GPT = replace(
-    LLAMA, kv_heads=HEADS, gated=False, norm="layer", positions="learned", bias=True, dropout=True
-)
-LATENT = Latent(query_rank=12, key_rank=10, rope_dim=4)
-EXPERTS = Experts(number=6, per_token=2, width=24)
-
-
-def written(write: Callable, *arguments, model: Transformer = LLAMA, **options) -> Program:
-    tape = Tape("block", dtype=model.dtype)
-    return tape.program(write(tape, *arguments, **options))
-
-
-def num_params(program: Program) -> int:
-    return sum(prod(program.tensor[name].shape_at(1)) for name in program.params)
-
-
-def count(program: Program, target: str) -> int:
-    return Counter(op.target.split(".")[1] for op in program.ops)[target]
-
 
 # ---- GPT-2 of the transformers library
 
@@ -64,100 +51,6 @@ def test_nothing_before_a_first_layer_needs_a_gradient():
     program = written(gpt2_layer, GPT, differentiable=False)
     assert not program.tensor[program.inputs[0]].requires_grad
     assert program.tensor[program.outputs[0]].requires_grad
-
-
-# ---- Llama and its family
-
-
-def test_a_layer_of_llama_has_three_matrices_and_shares_heads():
-    program = written(huggingface.layer, LLAMA, dense=True)
-    kv = 2 * (H // HEADS)
-    assert num_params(program) == H * (H + 2 * kv) + H**2 + 3 * H * WIDE + 2 * H
-    # Keys and values of 2 heads are repeated for 4 heads of queries.
-    assert count(program, "expand") == 2
-    whole = written(huggingface.layer, replace(LLAMA, kv_heads=HEADS), dense=True)
-    assert count(whole, "expand") == 0
-
-
-def test_latent_attention_multiplies_narrow_vectors():
-    """Queries 32 -> 12 -> 4 heads of 8 + 4; keys and values 32 -> 10 + 4 -> 4 heads of 2 * 8."""
-    model = replace(LLAMA, kv_heads=HEADS, latent=LATENT)
-    expected = H * 12 + 12 * HEADS * 12 + H * (10 + 4) + 10 * HEADS * 16 + H * H
-    norms = 12 + 10 + 2 * H
-    for code in (huggingface, modules):
-        program = written(code.layer, model, dense=True)
-        assert num_params(program) == expected + norms + 3 * H * WIDE
-    whole = replace(model, latent=replace(LATENT, query_rank=0))
-    of_whole = expected - H * 12 - 12 * HEADS * 12 + H * HEADS * 12
-    program = written(huggingface.layer, whole, dense=True)
-    assert num_params(program) == of_whole + norms - 12 + 3 * H * WIDE
-
-
-def test_labels_are_shifted_and_the_loss_is_in_fp32():
-    program = written(huggingface.head, LLAMA)
-    (loss,) = [op for op in program.ops if "cross_entropy" in op.target]
-    logits, labels = (program.tensor[name] for name in loss.inputs)
-    assert (logits.shape, logits.dtype) == ((Affine(SEQ), 100), "float32")
-    assert (labels.shape, labels.dtype) == ((Affine(SEQ),), "int64")
-    (padded,) = [op for op in program.ops if op.target == "aten.pad.default"]
-    assert padded.args[1:] == ((0, 1), "constant", -100.0)
-    assert num_params(program) == H + 100 * H
-
-
-def test_embeddings_add_a_table_of_positions_where_they_are_learned():
-    assert num_params(written(huggingface.embed, LLAMA)) == 100 * H
-    assert num_params(written(huggingface.embed, GPT)) == (100 + SEQ) * H
-    longer = replace(GPT, max_positions=20)
-    assert num_params(written(huggingface.embed, longer)) == (100 + 20) * H
-    assert num_params(written(modules.embed, longer)) == (100 + 20) * H
-
-
-def test_blocks_are_called_as_the_library_does():
-    assert huggingface.block_names(GPT)[1] == "transformer.h.{}"
-    assert huggingface.block_names(LLAMA)[1] == "model.layers.{}"
-    assert modules.block_names(GPT) == modules.block_names(LLAMA)
-
-
-# ---- modules of trainers
-
-
-def test_modules_have_one_product_where_libraries_have_three():
-    program = written(modules.layer, LLAMA, dense=True)
-    kv = 2 * (H // HEADS)
-    assert num_params(program) == H * (H + 2 * kv) + H**2 + 3 * H * WIDE + 2 * H
-    assert count(program, "linear") == 4
-    (attention,) = [op for op in program.ops if "attention" in op.target]
-    assert attention.args[4:6] == (0.0, True)
-    assert dict(attention.kwargs) == {"enable_gqa": True}
-
-
-def test_attention_without_a_kernel_of_its_own_writes_its_scores():
-    program = written(modules.layer, replace(GPT, fused_attention=False), dense=True)
-    assert [count(program, name) for name in ("matmul", "softmax", "linear")] == [2, 1, 4]
-    # Of the weights of attention and of each half.
-    assert count(program, "dropout") == 3
-    (softmax,) = [op for op in program.ops if op.target.startswith("aten.softmax")]
-    assert program.tensor[softmax.outputs[0]].shape == (Affine(1), HEADS, SEQ, SEQ)
-    assert num_params(program) == 4 * H**2 + 2 * H * WIDE + 3 * H + WIDE + 2 * 2 * H
-
-
-def test_adapters_add_their_rank_times_the_widths_they_join():
-    model = replace(LLAMA, adapters=Adapters(rank=3))
-    plain = num_params(written(modules.layer, LLAMA, dense=True))
-    kv = 2 * (H // HEADS)
-    more = 3 * (H + H + 2 * kv) + 3 * (H + H)
-    assert num_params(written(modules.layer, model, dense=True)) == plain + more
-
-
-@pytest.mark.parametrize("shared", [0, 2])
-def test_experts_of_modules(shared):
-    """6 experts of three 32 by 24 matrices, a router; shared ones as a feed-forward of 2 * 24."""
-    experts = replace(EXPERTS, shared=shared)
-    dense = num_params(written(modules.layer, LLAMA, dense=True)) - 3 * H * WIDE
-    model = replace(LLAMA, experts=experts)
-    expected = dense + 6 * 3 * H * 24 + 6 * H + 3 * H * shared * 24
-    assert num_params(written(modules.layer, model, dense=False)) == expected
-    assert num_params(written(modules.layer, model, dense=True)) == dense + 3 * H * WIDE
 
 
 # ---- experts of the transformers library

@@ -1,0 +1,135 @@
+"""What a stage can't recompute so little as: beside walking the memory of every choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from costmodel.estimate import rank_bytes
+from search.candidates import recompute_by_block
+from search.nodes.exact_recompute import ExactRecompute
+from search.partition.chain_problem import Cut, InfeasibleStage
+from search.partition.least_recompute import with_recompute
+from tests.search.recomputed import candidates_of, only_configuration
+
+CUTS = (0, 4, 8)
+NUM_WHOLE, PAIRS = 3, tuple(combinations(range(3), 2))
+INTERLEAVED = {"vpp": 2, "schedule": "interleaved_1f1b"}
+
+
+@pytest.fixture(scope="module")
+def made():
+    candidates = candidates_of(6)
+    return candidates, *only_configuration(candidates)
+
+
+def every_choice(table, stage: int):
+    """(choice, until) of a stage, alone or of its first blocks."""
+    first, end = CUTS[stage : stage + 2]
+    whole = [(choice, 0) for choice in range(NUM_WHOLE)]
+    partial = table.partial(("none", "selective", "full"))
+    return whole + [
+        (NUM_WHOLE + at, until)
+        for at in range(len(PAIRS))
+        for until in range(first + 1, end + 1)
+        if partial[at].freed[until] > partial[at].freed[until - 1]
+    ]
+
+
+def cut_of(stage: int, choice: int, until: int) -> Cut:
+    """The other stage recomputes everything."""
+    choices, untils = [2, 2], [0, 0]
+    choices[stage], untils[stage] = choice, until
+    return Cut(cuts=CUTS, choices=tuple(choices), until=tuple(untils), value=0.0)
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["bound", "no bound"])
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.7, 0.95, 1.0])
+def test_what_is_infeasible_is_and_the_fastest_of_the_rest_is_left(made, stage, part, bounded):
+    """A limit between what the heaviest and the lightest choice need, each walked job by job."""
+    candidates, configuration, table = made
+    walked, seconds = {}, {}
+    for choice in every_choice(table, stage):
+        cut = cut_of(stage, *choice)
+        (walked[choice],) = rank_bytes(
+            candidates.plan(configuration, table, cut), candidates.costs, [stage]
+        )
+        recomputed = recompute_by_block(configuration, table, cut)
+        seconds[choice] = sum(
+            table.recompute_s(recomputed[at])[at] for at in range(*CUTS[stage : stage + 2])
+        )
+    least, most = min(walked.values()), max(walked.values())
+    limit = least + part * (most - least) - (part == 1.0)  # (there the lightest is over by a byte)
+    fitting = {choice for choice, found in walked.items() if found <= limit}
+    # Without a bound every choice seems to fit, and the walk alone says which do.
+    problem = candidates.problem(configuration, table, limit if bounded else float("inf"))
+    known = InfeasibleStage(stage=stage, first=CUTS[stage], end=CUTS[stage + 1], choice=0)
+    exact = ExactRecompute(
+        candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
+    )
+    found = list(exact.infeasible(problem, cut_of(stage, 0, 0), known))
+    told = {c for c in walked if any(each.is_in(cut_of(stage, *c)) for each in found)}
+    assert not told & fitting
+    chosen = with_recompute(replace(problem, infeasible=tuple(found)), cut_of(stage, 0, 0))
+    left = chosen.choices[stage], chosen.until[stage]
+    assert left in fitting
+    assert seconds[left] == pytest.approx(min(seconds[choice] for choice in fitting), rel=1e-9)
+    # Each is told of once, faster choices first.
+    assert len({each.choice for each in found}) == len(found)
+    edges = table.most_edge_bytes(CUTS[stage], CUTS[stage + 1], in_flight=2 - stage)
+    for each in found:
+        lightest = max(walked[c] for c in walked if each.is_in(cut_of(stage, *c)))
+        assert not each.and_longer or lightest - limit > edges
+
+
+def test_where_nothing_fits_every_choice_is_infeasible(made):
+    candidates, configuration, table = made
+    limit = 0.5 * min(
+        rank_bytes(candidates.plan(configuration, table, cut_of(0, 2, 0)), candidates.costs, [0])
+    )
+    # A problem that lets everything pass: what fits is settled by the walk alone.
+    free = candidates.problem(configuration, table, float("inf"))
+    exact = ExactRecompute(
+        candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
+    )
+    known = InfeasibleStage(stage=0, first=CUTS[0], end=CUTS[1], choice=0)
+    found = tuple(exact.infeasible(free, cut_of(0, 0, 0), known))
+    assert all(each.until is None and each.and_longer for each in found)
+    assert with_recompute(replace(free, infeasible=found), cut_of(0, 0, 0)) is None
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.97])
+def test_of_ranks_with_several_stages_the_highest_level_that_does_not_fit_is_told(part):
+    candidates = candidates_of(6, **INTERLEAVED)
+    configuration, table = only_configuration(candidates, **INTERLEAVED)
+    stages = candidates.interleaved(configuration, table)
+    levels = stages.levels(configuration)
+
+    def cut_at(level: int) -> Cut:
+        choices, until = levels.of_stages(np.minimum(level, levels.most))
+        return Cut(cuts=stages.cuts, choices=choices, until=until, value=0.0)
+
+    walked = np.array(
+        [
+            rank_bytes(
+                candidates.plan(configuration, table, cut_at(level)), candidates.costs, [0, 1]
+            )
+            for level in range(int(levels.most.max()) + 1)
+        ]
+    )
+    for rank in (0, 1):
+        own = walked[:, rank]
+        limit = own.min() + part * (own.max() - own.min())
+        highest = int(np.flatnonzero(own > limit).max())
+        exact = ExactRecompute(
+            candidates=candidates, configuration=configuration, table=table, limit_bytes=limit
+        )
+        (found,) = exact.too_low(cut_at(0), [rank])
+        assert (found.choice, stages.homes[found.stage]) == (highest, rank)
+        # From a level in between the same is found.
+        (again,) = exact.too_low(cut_at(highest // 2), [rank])
+        assert again == found

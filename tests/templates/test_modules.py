@@ -1,0 +1,96 @@
+"""Modules as trainers write them, by hand: fused products, scores, adapters, experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.graph import Affine
+from planner.templates import modules
+from planner.templates.transformer import Adapters
+from tests.templates.written import (
+    EXPERTS,
+    GPT,
+    HEADS,
+    LATENT,
+    LLAMA,
+    SEQ,
+    WIDE,
+    H,
+    count,
+    num_params,
+    written,
+)
+
+
+def test_modules_have_one_product_where_libraries_have_three():
+    program = written(modules.layer, LLAMA, dense=True)
+    kv = 2 * (H // HEADS)
+    assert num_params(program) == H * (H + 2 * kv) + H**2 + 3 * H * WIDE + 2 * H
+    assert count(program, "linear") == 4
+    (attention,) = [op for op in program.ops if "attention" in op.target]
+    assert attention.args[4:6] == (0.0, True)
+    assert dict(attention.kwargs) == {"enable_gqa": True}
+
+
+def test_attention_without_a_kernel_of_its_own_writes_its_scores():
+    program = written(modules.layer, replace(GPT, fused_attention=False), dense=True)
+    assert [count(program, name) for name in ("matmul", "softmax", "linear")] == [2, 1, 4]
+    # Of the weights of attention and of each half.
+    assert count(program, "dropout") == 3
+    (softmax,) = [op for op in program.ops if op.target.startswith("aten.softmax")]
+    assert program.tensor[softmax.outputs[0]].shape == (Affine(1), HEADS, SEQ, SEQ)
+    assert num_params(program) == 4 * H**2 + 2 * H * WIDE + 3 * H + WIDE + 2 * 2 * H
+
+
+def test_adapters_add_their_rank_times_the_widths_they_join():
+    model = replace(LLAMA, adapters=Adapters(rank=3))
+    plain = num_params(written(modules.layer, LLAMA, dense=True))
+    kv = 2 * (H // HEADS)
+    more = 3 * (H + H + 2 * kv) + 3 * (H + H)
+    assert num_params(written(modules.layer, model, dense=True)) == plain + more
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_experts_of_modules(shared):
+    """6 experts of three 32 by 24 matrices, a router; shared ones as a feed-forward of 2 * 24."""
+    experts = replace(EXPERTS, shared=shared)
+    dense = num_params(written(modules.layer, LLAMA, dense=True)) - 3 * H * WIDE
+    model = replace(LLAMA, experts=experts)
+    expected = dense + 6 * 3 * H * 24 + 6 * H + 3 * H * shared * 24
+    assert num_params(written(modules.layer, model, dense=False)) == expected
+    assert num_params(written(modules.layer, model, dense=True)) == dense + 3 * H * WIDE
+
+
+def test_latent_attention_multiplies_narrow_vectors():
+    """Queries 32 -> 12 -> 4 heads of 8 + 4; keys and values 32 -> 10 + 4 -> 4 heads of 2 * 8."""
+    model = replace(LLAMA, kv_heads=HEADS, latent=LATENT)
+    products = H * 12 + 12 * HEADS * 12 + H * (10 + 4) + 10 * HEADS * 16 + H * H
+    program = written(modules.layer, model, dense=True)
+    assert num_params(program) == products + 12 + 10 + 2 * H + 3 * H * WIDE
+    whole = written(modules.layer, replace(model, latent=replace(LATENT, query_rank=0)), dense=True)
+    narrow = H * 12 + 12 * HEADS * 12 + 12
+    assert num_params(whole) == num_params(program) - narrow + H * HEADS * 12
+
+
+def test_ends_have_a_table_of_tokens_and_of_positions_where_they_are_learned():
+    assert num_params(written(modules.embed, LLAMA)) == 100 * H
+    assert num_params(written(modules.embed, replace(GPT, max_positions=20))) == (100 + 20) * H
+    assert num_params(written(modules.head, LLAMA)) == H + 100 * H
+    assert num_params(written(modules.head, GPT)) == 2 * H + 100 * H
+
+
+def test_the_loss_is_of_all_tokens_in_fp32():
+    program = written(modules.head, LLAMA)
+    (loss,) = [op for op in program.ops if "cross_entropy" in op.target]
+    logits, labels = (program.tensor[name] for name in loss.inputs)
+    assert (logits.shape, labels.shape) == ((Affine(SEQ), 100), (Affine(SEQ),))
+    assert program.tensor[loss.outputs[0]].dtype == "float32"
+    # Labels come shifted: nothing is padded.
+    assert count(program, "pad") == 0
+
+
+def test_blocks_are_called_the_same_in_all_models():
+    assert modules.block_names(GPT) == modules.block_names(LLAMA)
+    assert modules.block_names(GPT)[1].format(3) != modules.block_names(GPT)[1].format(4)
