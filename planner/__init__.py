@@ -17,10 +17,11 @@ from planner.loss_weight import count_tokens
 from planner.step_log import StepLog
 
 if TYPE_CHECKING:
+    from planner.integrations.prepare import PreparedLoader, PreparedModel, PreparedOptimizer
     from planner.plan import Plan
     from planner.runtime.step.engine import Engine
 
-__all__ = ["OwnPart", "ShardedSampler", "StepLog", "apply", "count_tokens"]
+__all__ = ["OwnPart", "ShardedSampler", "StepLog", "apply", "count_tokens", "prepare"]
 
 
 def apply(
@@ -77,4 +78,40 @@ def apply(
         weights=weights,
         check_values=check_values,
         pad=pad,
+    )
+
+
+def prepare(
+    plan: Plan | str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    loader: Any = None,
+    scheduler: Any = None,
+    *,
+    accumulate: int = 1,
+    loader_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> tuple[PreparedModel, PreparedOptimizer, PreparedLoader | None, Any]:
+    """Return model, optimizer, loader and scheduler of a loop that stays as it is.
+
+    For a loop of forward, ``loss.backward()`` and ``optimizer.step()``, as `accelerate` has it:
+    a call of the model in training mode is `Engine.step`, and `accumulate` calls make an update.
+    The loader (a dataset or DataLoader of global batches, with `loader_options` of
+    `Engine.loader`) gives each replica its own part; without it every rank calls the model with
+    the whole batch. ``model.engine`` is the engine, which saves and loads. The scheduler is
+    returned as it is. `options` are those of `planner.apply`; gradients are clipped by its
+    `max_grad_norm`. Raises PlanError as `planner.apply` does, and later where the loop does
+    something else than was said here.
+    """
+    from planner.integrations.prepare import prepare as prepared
+
+    return prepared(
+        plan,
+        model,
+        optimizer,
+        loader,
+        scheduler,
+        accumulate=accumulate,
+        loader_options=loader_options,
+        **options,
     )
