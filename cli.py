@@ -21,6 +21,7 @@ import typer
 from commands.check import check
 from commands.compare import compare
 from commands.convert import convert
+from commands.diff import diff
 from commands.dryrun import dryrun
 from commands.emit import emit
 from commands.estimate import estimate
@@ -66,6 +67,7 @@ def load(
 app.command()(profile)
 app.command()(search)
 app.command()(show)
+app.command()(diff)
 app.command()(why)
 app.command()(estimate)
 app.command()(simulate)

@@ -1,0 +1,46 @@
+"""`planner diff`: what two plans of one model decide differently, and what that costs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.common.inputs import graph_of_plan
+from commands.common.options import PlanFile
+from commands.render.console import check_writable, show_results
+
+
+def diff(
+    plan: PlanFile,
+    other: Annotated[Path, typer.Argument(help="Another plan of the same model.")],
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="The model file, to name the parameters that other ranks hold."),
+    ] = None,
+    patch: Annotated[
+        Path | None, typer.Option(help="Also write a JSON patch (RFC 6902) from PLAN to OTHER.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
+) -> None:
+    """Say what two plans of one model decide differently, and what it costs.
+
+    Example: planner diff plan.json other.json examples/gpt.py
+    """
+    from commands.render.diff import describe_difference
+    from planner.plan import load_plan
+    from planner.plan.diff import as_data, compared
+    from planner.plan.diff import patch as patch_of
+
+    check_writable(patch, "the patch", (plan, other))
+    before, after = load_plan(plan), load_plan(other)
+    graph = None if model is None else graph_of_plan(before, model)
+    found = compared(before, after, graph)
+    if patch is not None:
+        patch.write_text(json.dumps(patch_of(before, after), indent=1) + "\n")
+    if as_json:
+        print(json.dumps(as_data(found), indent=1))
+    else:
+        show_results(*describe_difference(found))
