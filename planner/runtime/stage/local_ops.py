@@ -6,7 +6,6 @@ program, the axis itself); the empty name is an axis of size one.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planner.runtime.stage import collectives
+from planner.runtime.stage.attention_kernels import attend
+from planner.runtime.stage.attention_tiles import Sight
 from planner.runtime.stage.own_random import own_attention, stream_of, with_own_random_stream
 
 __all__ = [
@@ -151,15 +152,16 @@ def causal_attention(
     The queries are this rank's piece of each of `segments` equal parts of the sequence.
     Dropout differs on each rank, also of `outer_group`, over which heads may be divided.
     """
-    num_queries, num_keys = query.shape[-2], key.shape[-2]
-    piece = num_queries // segments
-    first = collectives.rank(group) * piece
-    starts = torch.arange(segments, device=query.device) * (piece * collectives.size(group)) + first
-    positions = (starts.unsqueeze(-1) + torch.arange(piece, device=query.device)).flatten()
-    mask = positions.unsqueeze(-1) >= torch.arange(num_keys, device=query.device)
+    sight = Sight(0, None, None, segments, collectives.size(group), collectives.rank(group))
+    if dropout_p == 0:
+        return attend(query, key, value, None, None, scale, sight)
+    # Kernels that drop weights take a mask for each pair.
+    positions = sight.positions(query.shape[-2], query.device)
+    mask = positions.unsqueeze(-1) >= torch.arange(key.shape[-2], device=query.device)
     stream = stream_of(group, outer_group)
-    attend = partial(own_attention, stream) if dropout_p > 0 else F.scaled_dot_product_attention
-    return attend(query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa)
+    return own_attention(
+        stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

@@ -1,0 +1,120 @@
+"""Attention of a rank's queries without a mask for each pair, by the best kernel there is.
+
+causal, on a GPU            a flash kernel, over the keys up to the last query
+other patterns, on a GPU    `flex_attention` with a mask of blocks
+all else                    tiles (`attention_tiles`): exact in fp64, and on the CPU
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planner.runtime.stage.attention_tiles import Sight, attention_by_tiles
+
+_LEAST_FLEX, _MOST_FLEX = 16, 256
+"""Sizes of heads that the generated kernels take."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    same: Tensor | None,
+    keys: Tensor | None,
+    scale: float | None,
+    sight: Sight,
+) -> Tensor:
+    """Return attention of queries [b, h, q, d]; arguments as of `attention_by_tiles`."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    is_fused = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    is_plain = sight[:3] == (0, None, None) and same is None and keys is None
+    if is_fused and is_plain:
+        return causal_by_pieces(query, key, value, scale, sight)
+    fits = min(query.shape[-1], value.shape[-1]) >= _LEAST_FLEX and query.shape[-1] <= _MOST_FLEX
+    if is_fused and fits:
+        return by_blocks(query, key, value, same, keys, scale, sight)
+    return attention_by_tiles(query, key, value, same, keys, scale, sight)
+
+
+def causal_by_pieces(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sight: Sight
+) -> Tensor:
+    """Return causal attention, of each piece of the queries to the keys up to its last position.
+
+    The last query is beside the last key, as flash kernels count where there are more keys.
+    """
+    from torch.nn.attention.bias import causal_lower_right
+
+    grouped = query.shape[1] != key.shape[1]
+    count, made = query.shape[-2] // sight.segments, []
+    for segment, piece in enumerate(query.split(count, -2)):
+        end = (segment * sight.ranks + sight.rank + 1) * count
+        mask: Any = causal_lower_right(count, end)
+        seen = key[..., :end, :], value[..., :end, :]
+        made.append(
+            F.scaled_dot_product_attention(
+                piece, *seen, attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
+        )
+    return made[0] if len(made) == 1 else torch.cat(made, -2)
+
+
+def by_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    same: Tensor | None,
+    keys: Tensor | None,
+    scale: float,
+    sight: Sight,
+) -> Tensor:
+    """Return attention by `flex_attention`, which leaves out blocks of pairs that are not seen."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    low, high, chunk = sight[:3]
+    positions = sight.positions(query.shape[-2], query.device)
+
+    def sees(batch: Tensor, head: Tensor, place: Tensor, at: Tensor) -> Tensor:
+        position = positions[place]
+        seen = at >= 0
+        if low is not None:
+            seen = seen & (position - at >= low)
+        if high is not None:
+            seen = seen & (position - at <= high)
+        if chunk is not None:
+            seen = seen & (position // chunk == at // chunk)
+        if same is not None:
+            seen = seen & (same[batch, position] == same[batch, at])
+        if keys is not None:
+            seen = seen & keys[batch, at]
+        return seen
+
+    batch = None if same is None and keys is None else query.shape[0]
+    # Without a compiler the mask of blocks is made of one for each pair.
+    mask = create_block_mask(
+        sees, batch, None, query.shape[-2], key.shape[-2], query.device, _compile=query.is_cuda
+    )
+    made: Tensor = _flex(query.is_cuda)(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return made
+
+
+@cache
+def _flex(is_compiled: bool) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    kernel: Any = flex_attention
+    return torch.compile(kernel) if is_compiled else kernel
