@@ -25,6 +25,11 @@ from costmodel.execution.rings import GATHERED
 from planner.graph import Arg, Op, Program, Ref, TensorMeta
 from planner.layout.placement import Shard, parse_placement
 from planner.layout.redistribution.redistribute import REDISTRIBUTE
+from planner.ops.families.products.masked_attention import (
+    GROUPED_ARGUMENT,
+    MASKED,
+    MASKED_SHARD,
+)
 from planner.ops.record import packet_of
 
 GELU = "aten.gelu.default"
@@ -33,6 +38,8 @@ NORM = "aten.rms_norm.default"
 FLASH = "scaled_dot_product_attention"
 VIEWS = ("view", "reshape", "contiguous", "slice", "unsqueeze", "expand", "transpose")
 HALVES = ("bfloat16", "float16")
+GROUPED_ARGUMENTS = {GATHERED: 5, MASKED: GROUPED_ARGUMENT, MASKED_SHARD: GROUPED_ARGUMENT}
+"""Where attention of ours is told whether heads of keys are each that of several queries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,14 +259,15 @@ def _without_dim(place: str, gone: int) -> str | None:
 
 def _ungrouped(op: Op, uses: Uses) -> Change | None:
     """Attention whose keys and values were repeated for the queries of a group."""
-    if op.target != GATHERED and packet_of(op.target) != FLASH:
+    at = GROUPED_ARGUMENTS.get(op.target)
+    if at is None and packet_of(op.target) != FLASH:
         return None
     sources = [_before_repeat(arg, uses) for arg in op.args[1:3]]
     if None in sources:
         return None
     args = (op.args[0], *sources, *op.args[3:])
-    if op.target == GATHERED:  # it is told by position: dropout, scale, whether heads are grouped
-        return Change(op=replace(op, args=(*args[:5], True, *args[6:])), dtypes={})
+    if at is not None:
+        return Change(op=replace(op, args=(*args[:at], True, *args[at + 1 :])), dtypes={})
     kwargs = dict(op.kwargs) | {"enable_gqa": True}
     return Change(op=replace(op, args=args, kwargs=tuple(kwargs.items())), dtypes={})
 

@@ -87,7 +87,7 @@ class _Tiles(torch.autograd.Function):
         sight: Sight,
     ) -> Tensor:
         work = _Work(query, key, same, keys, scale, sight)
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        out = _like(query, value.shape[-1])
         lse = query.new_empty(query.shape[:-1], dtype=work.dtype)
         for queries, tiles in work.rows():
             rows = work.rows_of(query, queries)
@@ -215,6 +215,15 @@ class _Work:
         if self.keys is not None:
             hidden = _either(hidden, ~self.keys[:, None, None, None, tile.keys])
         return hidden
+
+
+def _like(query: Tensor, width: int) -> Tensor:
+    """Return an empty tensor of rows of a width that lies in memory in the query's order of dims,
+    as results of fused kernels do.
+    """
+    order = sorted(range(query.dim()), key=lambda dim: -query.stride(dim))
+    shape = (*query.shape[:-1], width)
+    return torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
 
 
 def _either(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -21,6 +21,8 @@ __all__ = [
     "batch_norm_by_channel",
     "causal_attention",
     "divide_by_count",
+    "masked_attention",
+    "masked_attention_of_queries",
     "vocab_cross_entropy",
     "vocab_embedding",
     "vocab_log_softmax",
@@ -162,6 +164,46 @@ def causal_attention(
     return own_attention(
         stream, query, key, value, mask, dropout_p, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    low: int | None,
+    high: int | None,
+    chunk: int | None,
+    scale: float | None,
+    enable_gqa: bool,
+    same: Tensor | None,
+    keys: Tensor | None,
+) -> Tensor:
+    """Attention of queries [b, h, q, d] to keys [b, g, k, d] under a mask that is told.
+
+    A query at position p meets a key at k where low <= p - k <= high, both are in the same run of
+    `chunk` positions, `same` [b, k] has the same number at both, and `keys` [b, k] is true at k.
+    """
+    sight = Sight(low, high, chunk, 1, 1, 0)
+    return attend(query, key, value, same, keys, scale, sight)
+
+
+def masked_attention_of_queries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    low: int | None,
+    high: int | None,
+    chunk: int | None,
+    scale: float | None,
+    enable_gqa: bool,
+    same: Tensor | None,
+    keys: Tensor | None,
+    segments: int,
+    group: str,
+) -> Tensor:
+    """The same of one rank's queries: its piece of each of `segments` parts of the sequence."""
+    sight = Sight(low, high, chunk, segments, collectives.size(group), collectives.rank(group))
+    return attend(query, key, value, same, keys, scale, sight)
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

@@ -126,6 +126,97 @@ def test_a_mask_that_hides_nothing_is_left_out(make):
     check_equal(module, graph, batch_of(5))
 
 
+def window(tables):
+    query, key = places(tables)
+    return (key <= query) & (key > query - 4)
+
+
+def window_by_triangles(tables):
+    whole = torch.ones(S, S, dtype=torch.bool)
+    return whole.tril() & ~whole.tril(-5)
+
+
+def window_of_two_sides(tables):
+    query, key = places(tables)
+    return abs(query - key) <= 3
+
+
+def chunks(tables):
+    query, key = places(tables)
+    return (key <= query) & (query // 5 == key // 5)
+
+
+def later_only_by_two(tables):
+    return torch.full((S, S), -torch.inf, dtype=torch.float64).triu(3)
+
+
+def documents(tables):
+    query, key = opened(tables["documents"])
+    at = torch.arange(S)
+    return (query == key) & (at[None, None, None] <= at[None, None, :, None])
+
+
+def documents_of_both_directions(tables):
+    query, key = opened(tables["documents"])
+    return query == key
+
+
+def documents_that_positions_tell(tables):
+    """As the library finds packed sequences, and compares positions inside each."""
+    at = tables["positions"]
+    runs = (torch.diff(at, prepend=at[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    samples = torch.arange(len(at))[:, None, None, None]
+    query, key = torch.arange(S)[None, None, :, None], torch.arange(S)[None, None, None, :]
+    true = query.new_ones((), dtype=torch.bool)
+    same = true & (runs[samples, query] == runs[samples, key])
+    near = at[samples, key] > at[samples, query] - 3
+    return same & (near & (at[samples, key] <= at[samples, query]))
+
+
+def padding(tables):
+    query, key = places(tables)
+    return (key <= query) & tables["counts"].bool()[:, None, None, :]
+
+
+def padding_of_opened_numbers(tables):
+    query, _ = places(tables)
+    return (tables["counts"][:, None, None] > 0) & (query >= 0)
+
+
+def all_at_once(tables):
+    query, key = places(tables)
+    first, second = opened(tables["documents"])
+    return (abs(query - key) < 4) & (first == second) & (tables["counts"][:, None, None, :] != 0)
+
+
+TOLD = {
+    window: (0, 3, None, False, False),
+    window_by_triangles: (0, 4, None, False, False),
+    window_of_two_sides: (-3, 3, None, False, False),
+    chunks: (0, None, 5, False, False),
+    later_only_by_two: (-2, None, None, False, False),
+    documents: (0, None, None, True, False),
+    documents_of_both_directions: (None, None, None, True, False),
+    documents_that_positions_tell: (0, 2, None, True, False),
+    padding: (0, None, None, False, True),
+    padding_of_opened_numbers: (None, None, None, False, True),
+    all_at_once: (-3, 3, None, True, True),
+}
+
+
+@pytest.mark.parametrize("make", TOLD, ids=lambda make: make.__name__)
+def test_windows_chunks_documents_and_padding_are_told(make):
+    """N9: the graph has no tensor of pairs, and the same loss and gradients in fp64."""
+    tables = ("documents", "positions", "counts")
+    module, graph = captured(make, *tables)
+    (attention,) = attention_of(graph)
+    low, high, chunk, _, _, same, keys = attention.args[3:]
+    assert attention.target == "planner.masked_attention"
+    assert (low, high, chunk, same is not None, keys is not None) == TOLD[make]
+    assert not pairs_held(graph, S)
+    check_equal(module, graph, batch_of(5, *tables))
+
+
 def earlier_or_first(tables):
     query, key = places(tables)
     return (key <= query) | (key == 3)
