@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -76,10 +76,44 @@ def by_blocks(
     sight: Sight,
 ) -> Tensor:
     """Return attention by `flex_attention`, which leaves out blocks of pairs that are not seen."""
+    queries, num_keys = query.shape[-2], key.shape[-2]
+    # A compiler that compiles what is around takes both as they are.
+    is_alone = query.is_cuda and not torch.compiler.is_compiling()
+    if same is None and keys is None and is_alone:
+        blocks = _blocks_of_bounds(sight, queries, num_keys, query.device)
+    else:
+        blocks = _blocks(sight, queries, num_keys, query.device, same, keys, is_alone)
+    made: Tensor = _flex(is_alone)(
+        query,
+        key,
+        value,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return made
+
+
+@lru_cache(maxsize=64)
+def _blocks_of_bounds(sight: Sight, queries: int, num_keys: int, device: torch.device) -> Any:
+    """Return a mask of blocks that follows from sizes alone: layers and microbatches share it."""
+    return _blocks(sight, queries, num_keys, device, None, None, True)
+
+
+def _blocks(
+    sight: Sight,
+    queries: int,
+    num_keys: int,
+    device: torch.device,
+    same: Tensor | None,
+    keys: Tensor | None,
+    is_compiled: bool,
+) -> Any:
+    """Return which blocks of pairs are seen; uncompiled it is made of one truth for each pair."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     low, high, chunk = sight[:3]
-    positions = sight.positions(query.shape[-2], query.device)
+    positions = sight.positions(queries, device)
 
     def sees(batch: Tensor, head: Tensor, place: Tensor, at: Tensor) -> Tensor:
         position = positions[place]
@@ -96,20 +130,9 @@ def by_blocks(
             seen = seen & keys[batch, at]
         return seen
 
-    batch = None if same is None and keys is None else query.shape[0]
-    # Without a compiler the mask of blocks is made of one for each pair.
-    mask = create_block_mask(
-        sees, batch, None, query.shape[-2], key.shape[-2], query.device, _compile=query.is_cuda
-    )
-    made: Tensor = _flex(query.is_cuda)(
-        query,
-        key,
-        value,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return made
+    table = same if keys is None else keys
+    samples = None if table is None else table.shape[0]
+    return create_block_mask(sees, samples, None, queries, num_keys, device, _compile=is_compiled)
 
 
 @cache
