@@ -221,7 +221,8 @@ def _like(query: Tensor, width: int) -> Tensor:
     """Return an empty tensor of rows of a width that lies in memory in the query's order of dims,
     as results of fused kernels do.
     """
-    order = sorted(range(query.dim()), key=lambda dim: -query.stride(dim))
+    strides = query.stride()
+    order = sorted(range(query.dim()), key=lambda dim: -strides[dim])
     shape = (*query.shape[:-1], width)
     return torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
 
